@@ -53,8 +53,8 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     difference = float((_logits(_read_back(saved, into, build), tokens) - expected).abs().max())
     if not difference <= _bound(expected):
         raise ExportError(
-            f"the logits of {into} differ from those of {folder} by up to {difference:.3g} on random tokens; what was "
-            "written is not the model that was saved"
+            f"the logits of {into} differ from the logits of {folder} by up to {difference:.3g} on random tokens; the "
+            "exported model is not the saved one"
         )
     return Exported(files, difference)
 

@@ -114,7 +114,7 @@ def _cluster(job: SimulateJob) -> Cluster | None:
     """Return the one that is named. Raises JobError when there is none and it is needed."""
     check(job)
     if job.measure and not job.memory:
-        raise JobError("--measure is told beside the prediction of --memory: give that too")
+        raise JobError("--measure is compared with the prediction of --memory: give --memory too")
     if not job.on:
         if job.draw or job.wanted or job.compare or job.run:
             raise JobError('times are drawn and compared on a cluster: name it, as in --on "64x8 h100"')

@@ -258,13 +258,14 @@ class DataParallel:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 raise ValueError(
-                    f"a hook on {row.name} has taken its gradient away (as one does that updates the parameter in the "
-                    "backward); the plan adds gradients up and updates with them itself, so let the hook leave .grad"
+                    f"a hook on {row.name} has taken its gradient away, as an update in the backward does. The plan "
+                    "accumulates gradients and updates with them itself; let the hook leave .grad"
                 )
             if self._reducing and id(parameter) not in waiting:
                 raise RuntimeError(
-                    f"{row.name} got a gradient that the graph of the loss did not announce, when its reduction may "
-                    "have begun: an autograd function of the model runs a backward of its own"
+                    f"{row.name} received a gradient, but the graph of the loss does not lead to it, and its reduction "
+                    "may have begun. An autograd function of the model runs a backward of its own: let it return "
+                    "gradients instead"
                 )
             if self._arrival is None:
                 bucket.deposit(index, gradient=gradient)

@@ -34,6 +34,6 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: Sto
         else:
             continue
         raise PlanError(
-            f"{name or type(part).__name__} has max_norm={part.max_norm:g}: its forward rescales those rows of its "
-            f"weight that it looks up, and under the plan '{plan}' that is not all there is of it: {wrong}"
+            f"{name or type(part).__name__} has max_norm={part.max_norm:g}: its forward rescales the rows of its "
+            f"weight that it looks up, and under the plan '{plan}' there are other copies: {wrong}"
         )

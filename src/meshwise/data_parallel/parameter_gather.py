@@ -88,9 +88,9 @@ class ParameterGatherer:
             if "out of bounds for storage of size 0" not in str(error):
                 raise
             raise RuntimeError(
-                "the backward came to a module whose parameters are spread over the ranks (zero=3), because the "
-                "tensors that the module returned were not found; return them in a tuple, list, mapping, dataclass or "
-                "attribute, or use a zero stage below 3"
+                "the backward reached a module whose parameters are spread over the ranks (zero=3): the tensors that "
+                "the module returned were not found. Return them in a tuple, list, mapping, dataclass or attribute, or "
+                "use a zero stage below 3"
             ) from error
 
     def close(self) -> None:

@@ -163,6 +163,6 @@ def refuse_lost(parts: Iterable[str], *, cut: ModelCut) -> None:
     lost = [name for name in parts if cut.trace is not None and not cut.trace.knows(name)]
     if lost:
         raise PlanError(
-            f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, and so tp cannot split "
-            "it; use tp=1, or fewer stages, which are cut between pieces"
+            f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, so tp cannot split it. "
+            "Use tp=1, or fewer stages, which are cut between pieces"
         )

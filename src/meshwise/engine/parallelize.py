@@ -342,14 +342,14 @@ def _recomputed(module: nn.Module, setting: ParallelSetting, cut: ModelCut) -> l
         names = setting.around.blocks.names(module)
         if lost := [name for name in names if cut.trace is not None and not cut.trace.knows(name)]:
             raise PlanError(
-                f"the plan '{plan}' recomputes {', '.join(lost)}, and the model is cut between the operations of its "
-                "trace, which does not call that as a whole; name modules inside, or none for whole stages"
+                f"the plan '{plan}' recomputes {', '.join(lost)}, but the model is cut by its trace, which does not "
+                "call that as a whole. Name modules inside, or none for whole stages"
             )
         return names
     if plan.budget:
         raise PlanError(
-            f"the plan '{plan}' has a budget, and the model is cut between the operations of its trace, which has no "
-            "blocks to choose among; give recompute, for whole stages, or fewer stages, which are cut between blocks"
+            f"the plan '{plan}' has a budget, but the model is cut between the operations of its trace, which has no "
+            "blocks to choose among. Use recompute, for whole stages, or fewer stages, which are cut between blocks"
         )
     return [] if plan.recompute == "none" else [""]
 

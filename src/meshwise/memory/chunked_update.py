@@ -122,7 +122,7 @@ class ChunkedUpdate:
         if self.abandon():
             raise TierError(
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
-                "checkpoint to go on"
+                "checkpoint to continue"
             )
 
     def broke(self) -> None:

@@ -334,8 +334,8 @@ class _Inputs:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RecomputeError(
-                f"a tensor that {self._block} was given has been written to in place since, by itself or by what "
-                "follows, so its forward cannot be repeated. Make a new tensor there, or leave the block out: "
+                f"an input of {self._block} has been written to in place since its forward, which cannot be "
+                "repeated. Make a new tensor there, or leave the block out: "
                 "Options(recomputed=(…)) names the modules to recompute"
             ) from error
         return saved

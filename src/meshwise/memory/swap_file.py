@@ -110,8 +110,8 @@ class SwapFile:
             self._file = _nameless(self.folder)
         except OSError as error:
             raise TierError(
-                f"no file for tensors at rest can be made in {self.folder}: {error.strerror}; name a folder on a disk "
-                "with room, that exists and may be written to"
+                f"no swap file can be made in {self.folder}: {error.strerror}; name an existing, writable folder on a "
+                "disk with room"
             ) from error
         self.size = 0
         self._offsets: dict[int, int] = {}
@@ -183,11 +183,13 @@ class SwapFile:
                 try:
                     count = call(self._file, [data], start)
                 except OSError as error:
-                    raise TierError(f"cannot {kind} a tensor at rest in {self.folder}: {error.strerror}") from error
+                    raise TierError(
+                        f"cannot {kind} a tensor of the swap file in {self.folder}: {error.strerror}"
+                    ) from error
                 if count == 0:
                     raise TierError(
-                        f"the file of tensors at rest in {self.folder} ends at byte {start}, before the {len(data)} "
-                        "that were put there: somebody has cut it; load a checkpoint to go on"
+                        f"the swap file in {self.folder} ends at byte {start}, before {len(data)} bytes that were "
+                        "written: another process has cut it; load a checkpoint to continue"
                     )
                 start, data = start + count, data[count:]
             self.moved.append(MovedChunk(kind, size, begun, time.monotonic()))
@@ -211,8 +213,8 @@ class SwapFile:
         except OSError as error:
             free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
             raise TierError(
-                f"{self.folder} has no room for tensors at rest: {error.strerror}; {size} bytes are needed beside the "
-                f"{self.size} there, and {free} are free. Name a folder on another disk, or let less rest on disk"
+                f"{self.folder} has no room for the swap file: {error.strerror}; {size} bytes are needed besides the "
+                f"{self.size} there, and {free} are free. Name a folder on another disk, or offload less to disk"
             ) from error
 
     def _go_direct(self) -> bool:

@@ -78,7 +78,7 @@ def _with_generator(func: Any) -> Any:
             return overload
     raise ValueError(
         f"the model's constructor draws random numbers with {func}, which takes no generator, so ranks could not agree "
-        "on them; draw them with torch.rand, torch.randn or an initialiser of torch.nn.init"
+        "on them. Draw them with torch.rand, torch.randn or an initialiser of torch.nn.init"
     )
 
 

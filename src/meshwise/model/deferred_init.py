@@ -42,7 +42,7 @@ class ParameterSource:
         for name, tensor in _named_tensors(module):
             if tensor.is_meta and not shapes_only and not (record and record.knows(tensor)):
                 raise ValueError(
-                    f"{name} is on the meta device and nothing tells its values; pass the function that builds "
+                    f"{name} is on the meta device and has no values; pass the function that builds "
                     f"{type(module).__name__} instead of the module, or give the module its values first"
                 )
             self._tensors[name] = tensor.detach()
@@ -138,8 +138,8 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     check_readable(module)
     for name, _ in _unregistered(module):
         raise ValueError(
-            f"{name} holds modules that torch does not register there, so that nobody gives their parameters values, "
-            "nor trains them; put them into an nn.ModuleList or nn.ModuleDict"
+            f"{name} holds modules that torch does not register there, so their parameters get no values and are not "
+            "trained; put them into an nn.ModuleList or nn.ModuleDict"
         )
     return ParameterSource(module, record=record)
 

@@ -18,8 +18,8 @@ def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     """
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"the model returned a {type(logits).__name__}, and this loss is of a tensor of logits; name a loss of "
-            "your own, which is given what the model returns and the batch: loss = 'my_module:my_loss' in a job"
+            f"the model returned a {type(logits).__name__}, and this loss takes a tensor of logits; name a loss of "
+            "your own, loss(output, batch): loss = 'my_module:my_loss' in a job"
         )
     targets = batch[1]
     if logits.shape[:-1] != targets.shape:

@@ -250,7 +250,7 @@ def load(name: str | Path) -> Cluster:
     for at, link in (("inside", cluster.inside), ("between", cluster.between)):
         _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
     if not cluster.device.peak:
-        raise ClusterError(f"{name}: device: peak tells how fast it computes, as in peak = {{bfloat16 = 312e12}}")
+        raise ClusterError(f"{name}: device: peak is its speed, as in peak = {{bfloat16 = 312e12}}")
     return cluster
 
 

@@ -90,7 +90,7 @@ class MemoryShortage:
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
         advice = (
             "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
-            "staging buffers (swap.megabytes of a job, Swap(buffer=…) in Options) may"
+            "staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options) may"
         )
         if self.untold:
             advice = f"what plans need of this model cannot be told without values: {self.untold}"

@@ -166,7 +166,7 @@ def rehearse(
     plan = plan.resolve(ranks)
     rows = tree.rows(subject.batch)
     if not rows:
-        raise ValueError("the batch has no rows, of which there is nothing to rehearse")
+        raise ValueError("the batch has no rows; rehearse with a batch of one row or more")
     schedule = schedule_of(plan)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
     each = -(-rows // (shares * plan.microbatches))

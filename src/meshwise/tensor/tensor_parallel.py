@@ -313,9 +313,9 @@ class _Split:
             if part.role == "colwise":
                 return self._parameters[name].shape[1]
         raise ValueError(
-            "no matrix opens a pair, so there is nothing to split, and nothing tells how many features the stream has; "
-            "use tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that name the matrices of a "
-            "pair, 'colwise' and 'rowwise'"
+            "no matrix opens a pair, so there is nothing to split, and the width of the hidden states is unknown. Use "
+            "tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that name the matrices of a pair, "
+            "'colwise' and 'rowwise'"
         )
 
 

@@ -39,7 +39,7 @@ class WorkerJob:
         if not qualname or "<" in qualname or (module == _MAIN and file is None):
             raise ValueError(
                 f"{qualname or repr(main)} of {module} cannot be imported by another process; pass a function "
-                "defined at the top of a file (what it needs goes into args), or run it on threads"
+                "defined at the top of a file, with its inputs in args, or run it on threads"
             )
         return cls(module, qualname, file, pickle.dumps(args))
 

@@ -94,8 +94,8 @@ class VerifiedSubject:
             return trial
         if self.evaluating:
             raise ValueError(
-                "the same batch gives two different losses, in eval mode too; to be compared, forward and loss have to "
-                "be functions of the parameters and the batch: take random numbers out, or seed them from the batch"
+                "the same batch gives two different losses, in eval mode too. To be compared, forward and loss must be "
+                "functions of the parameters and the batch: remove random numbers, or seed them from the batch"
             )
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
 

@@ -197,8 +197,8 @@ class FlightRecorder:
             )
         if self._waiter is not None and self._waiter != threading.get_ident():
             raise RuntimeError(
-                f"a thread comes to {stamp} while another one of this rank waits in {self.position.stamp}; one thread "
-                "at a time calls the collectives of a rank and waits for them"
+                f"a thread calls {stamp} while another thread of this rank waits in {self.position.stamp}; call the "
+                "collectives of a rank from one thread at a time"
             )
 
     @contextlib.contextmanager

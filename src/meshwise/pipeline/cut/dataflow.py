@@ -159,8 +159,8 @@ class DataflowTracer(TorchDispatchMode):
         self.differentiates = True
         if passes_entrance(tensors(outputs), inputs=tensors(inputs)):
             raise GradientThroughPieces(
-                "the model asks torch.autograd.grad for a gradient through its pieces, of which a stage runs only "
-                "some; ask for it inside of one piece, or by the outputs of the last pieces that it is taken of"
+                "the model asks torch.autograd.grad for a gradient through its pieces, but a stage runs only some. Ask "
+                "for it inside of one piece, or with respect to outputs of the last pieces"
             )
 
     def _keeps(self, module: nn.Module, *, was: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:

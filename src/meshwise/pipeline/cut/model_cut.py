@@ -337,11 +337,11 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
         if found := seen.effect(bound):
             piece, user = found
             raise CutError(
-                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs what {piece} does beside returning its "
-                "output (it changes a tensor that it was given, or puts something into a list, a mapping or an "
-                "attribute); "
-                f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…)). "
-                "A model of transformers does so with output_attentions and output_router_logits: leave them out"
+                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs a side effect of {piece}: it changes "
+                "an input, or stores a value in a list, a mapping or an attribute. "
+                f"Let {piece} return that value, or choose where stages begin: Options(cut=CutOptions(at=…)). "
+                "Models of transformers have such effects with output_attentions and output_router_logits: leave these "
+                "out"
             )
 
 

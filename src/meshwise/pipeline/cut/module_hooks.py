@@ -76,8 +76,8 @@ def refuse_hooks(model: nn.Module, *, pieces: Collection[str], traced: bool) -> 
             )
         if name in shared:
             raise CutError(
-                f"{name} has backward hooks, and several stages may run a part of it, none of which sees the gradients "
-                f"of all: put them on modules inside it, as {next(p for p in pieces if p.startswith(f'{name}.'))}"
+                f"{name} has backward hooks, but several stages may each run a part of it, none sees all gradients. "
+                f"Put them on modules inside it, as {next(p for p in pieces if p.startswith(f'{name}.'))}"
             )
 
 
@@ -85,8 +85,8 @@ def refuse_untraced(module: nn.Module, *, name: str) -> None:
     """Raise CutError for hooks of a module that a trace has the operations of, and does not call."""
     if has_backward_hooks(module):
         raise CutError(
-            f"{name or type(module).__name__} has backward hooks, and a trace does not call that as a whole; put them "
-            "on modules inside it that torch.fx does not look into, as nn.Linear, or cut between pieces "
+            f"{name or type(module).__name__} has backward hooks, but a trace does not call it as a whole. Put them "
+            "on modules inside that torch.fx does not trace into, such as nn.Linear, or cut between pieces "
             "(fewer stages, and how='auto')"
         )
     if not name and any(map(_is_users, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):

@@ -42,14 +42,14 @@ class LateHooks:
         hooked = (name for name, parameter in self._parameters if hooks_on(parameter))
         for name in (*changed, *hooked):
             raise PlanError(
-                f"hooks of {name or 'the model'} were registered or removed after it was cut into stages, which have "
-                "copies of it and know nothing of that; do it before parallelize, or on trainer.model"
+                f"hooks of {name or 'the model'} were registered or removed after it was cut into stages, which are "
+                "copies. Change hooks before parallelize, or on trainer.model"
             )
         for name, module in self._bare:
             if has_backward_hooks(module):
                 raise PlanError(
-                    f"a backward hook was registered on {name} of a stage, which may send what is inside of it; "
-                    "register it before parallelize, on the model that is given to it"
+                    f"a backward hook was registered on {name} of a stage, which may send values from inside it; "
+                    "register it before parallelize, on the original model"
                 )
         if are_global():
             raise PlanError(GLOBAL)

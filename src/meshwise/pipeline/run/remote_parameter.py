@@ -18,7 +18,7 @@ from meshwise.pipeline.run.stage import StageError
 
 REMEDY = (
     "Give it a second name in the module that reads it, as in self.shared = other.weight in its __init__, and read "
-    "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=Where(at=…)), "
+    "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=CutOptions(at=…)), "
     "model.cut_at of a job"
 )
 """What to do where a stage needs a parameter that another one holds."""

@@ -224,9 +224,9 @@ class _Walk:
             if now[name] != before[name]:
                 raise StageError(
                     f"stage {stage} sends as {name}, for micro-batch {index}, {_words(skeleton[name])}, and for "
-                    f"another one of the same shapes {_words(agreed[name])}; between micro-batches of the same shapes "
-                    "only the values of tensors may differ: shapes, dtypes, whether there is a gradient, and values "
-                    "that are no tensors have to be the same (a number that differs can be returned as a tensor)"
+                    f"another one of the same shapes {_words(agreed[name])}. Between micro-batches of the same shapes "
+                    "only values of tensors may differ, not shapes, dtypes, gradients or other values. Return a number "
+                    "that differs as a tensor"
                 )
         return None
 

@@ -281,9 +281,7 @@ class PieceForward:
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
                     )
             except Exception as error:
-                raise StageError(
-                    f"the shape of the output of {key} cannot be told without its values: {error}"
-                ) from error
+                raise StageError(f"the shape of the output of {key} depends on values: {error}") from error
         return self._shapes[asked]
 
 

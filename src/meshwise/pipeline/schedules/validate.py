@@ -124,7 +124,7 @@ def _transfers(schedule: Schedule) -> None:
         for action in sorted(wanted - given):
             raise ScheduleError(f"rank {schedule.rank_of[action.stage]} never {verb} {action}")
         for action in sorted(given - wanted):
-            raise ScheduleError(f"rank {schedule.rank_of[action.stage]} {verb} {action}, which nobody needs")
+            raise ScheduleError(f"rank {schedule.rank_of[action.stage]} {verb} {action}, which no rank needs")
 
 
 def _ordered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:

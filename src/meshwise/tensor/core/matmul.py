@@ -281,7 +281,7 @@ def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollecti
 
 def _nothing() -> Tensor:
     """Return no tensor, where none arrives."""
-    raise AssertionError("an operand that nobody asked for")
+    raise AssertionError("an operand that no product needs")
 
 
 def _there(x: Tensor) -> Finish:

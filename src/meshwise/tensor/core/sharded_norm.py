@@ -37,8 +37,8 @@ class SplitNorm(BoundToRank):
         """(…, local features) to the same. Raises ValueError for complex numbers, for which no formula is known."""
         if x.is_complex():
             raise ValueError(
-                "a norm is known by what it makes of real numbers, and these are complex; choose tp_mode=1d, where "
-                "every rank has all features and the norm is the model's own"
+                "the formula of a norm was found with real numbers, and these are complex; choose tp_mode=1d, where "
+                "every rank has all features and runs the model's own norm"
             )
         wide = x.to(self.norm.statistics or (x.dtype if x.element_size() >= 4 else torch.float32))
         if wide.dtype == x.dtype or self.norm.centred:

@@ -65,8 +65,8 @@ class SplitLogits(GlobalShapeTensor):
         """
         if self.derived:
             raise RuntimeError(
-                f"{func.__name__} would write into logits that are split over the vocabulary and seen through a view "
-                "or a conversion; write into what the head returned, or into a gathered copy: logits + 0"
+                f"{func.__name__} would write into a view or conversion of logits that are split over the vocabulary; "
+                "write into the output of the head, or into a gathered copy: logits + 0"
             )
         self.altered = True
 

@@ -59,10 +59,9 @@ class TensorOrigins:
         if len(found) > 1:
             names = ", ".join(sorted(each.name for each in found.values() if each.name))
             raise ValueError(
-                "what an attention, or another module around a pair, is handed besides the stream is made of "
-                f"something that is trained in its block ({names}) and of something that comes from "
-                "elsewhere. Each rank of tp uses it for its own heads, and the gradients of the one are summed in "
-                "another place than those of the other. Hand them over as two arguments, and add them up inside"
+                f"an argument of an attention is computed from {names}, which is trained in its block, and from a "
+                "tensor of another place. Each rank of tp uses it for its own heads, and the two gradients are summed "
+                "in different places. Pass two arguments, and add them up inside"
             )
         done = next(iter(found), ())
         return tuple(axis for axis in axes if axis not in done)

@@ -24,10 +24,10 @@ def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing:
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
-                f"{attention.name} asks its input x for sizes, of which '{plan}' gives it a part of the tokens, and "
-                "it does not show that only its first matrices read x, which would have all tokens brought together "
-                "for it. Let them be called as self.q(x), self.k(x), self.v(x), or as linear(x) for linear in (self.q, "
-                "self.k, self.v), and nothing else read x. Nearest that works as it is: sequence_parallel=0"
+                f"{attention.name} asks its input x for sizes, but under '{plan}' x has a part of the tokens. All "
+                "tokens are gathered for it only where its first matrices alone read x. Call them as self.q(x), "
+                "self.k(x), self.v(x), or as linear(x) for linear in (self.q, self.k, self.v), and read x nowhere else. "
+                "Nearest that works as it is: sequence_parallel=0"
             )
         if not _fits(attention, ranks=ranks, sharing=sharing):
             heads = attention.heads
@@ -69,7 +69,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
             others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
             raise PlanError(
                 f"{name} ({type(held).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
-                f"reads the stream, of which '{plan}' gives a rank a part. Nearest that works: "
+                f"reads hidden states, of which '{plan}' gives a rank a part. Nearest that works: "
                 f"{rule if others else ''}sequence_parallel=0"
             )
         if plan.tp_mode != "1d" and isinstance(held, nn.Transformer):
@@ -99,8 +99,8 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
     ends = ("head", "block")
     if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
         raise PlanError(
-            f"the model takes and returns a stream of {width} features, of which tp_mode={plan.tp_mode} gives a rank a "
-            "part, and has no repeated blocks, in a ModuleList, where that would begin and end. Nearest that works: "
+            f"the model takes and returns {width} features, of which tp_mode={plan.tp_mode} gives a rank a part, but "
+            "it has no repeated blocks, in a ModuleList, where the split would begin and end. Nearest that works: "
             "tp_mode=1d"
         )
 

@@ -67,8 +67,8 @@ class Rule:
         """Return the rule that `text` states. Raises ValueError for an unknown word or option."""
         if not isinstance(text, str):
             raise ValueError(  # noqa: TRY004 - what a user states is a value
-                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'colwise sections=3', "
-                "and what shall be found by itself has none"
+                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'colwise sections=3'. "
+                "Leave out modules that meshwise should find"
             )
         role, *words = text.split() or [""]
         if role not in _ALLOWED:
