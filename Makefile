@@ -56,6 +56,7 @@ format: install  ## mend what check would complain about, where that is mechanic
 
 docs: install  ## make the generated pages of docs/ again
 	$(BIN)/python -c 'from meshwise.plan.plans_page import plans_page; print(plans_page(), end="")' > docs/plans.md
+	PYTHONPATH=tests $(BIN)/python -m life_of_a_step
 
 DRAW := $(BIN)/meshwise draw
 BESIDE := $(BIN)/meshwise simulate examples/demo.toml --on "2x8 a100-80" --data.context 1024 --train.batch 64 \

@@ -33,8 +33,7 @@ OURS = "meshwise, `offload=optimizer:cpu`"
 
 def contestants(parameters: Sequence[nn.Parameter], *, deepspeed: bool) -> dict[str, Callable[[], object]]:
     """One step of each, by name."""
-    from meshwise.memory.chunk_visit import UpdateChunk
-    from meshwise.memory.chunked_update import ChunkedUpdate
+    from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
     from meshwise.memory.tiers import Tiers
     from meshwise.plan.offload import Offload
 

@@ -15,8 +15,8 @@ from meshwise import testing
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.activation_offload import ActivationTier, activations
+from meshwise.memory.activation_policy import ROUNDS
 from meshwise.memory.parked_storage import ActivationTransfers
-from meshwise.memory.recomputed_blocks import ROUNDS
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import DiskMover
 from meshwise.memory.swap_file import SwapFile, TierError

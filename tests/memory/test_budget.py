@@ -4,8 +4,8 @@ import pytest
 
 from memory.repeated import batches, on, under
 from meshwise.comm.api.world import World
+from meshwise.memory.activation_policy import ROUNDS
 from meshwise.memory.recompute_cost import RecomputeCost, pick
-from meshwise.memory.recomputed_blocks import ROUNDS
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 

@@ -18,8 +18,8 @@ from memory.offloaded import CLIPPED, EARLY, WIDTH, batches, is_refused_until_a_
 from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
 from meshwise.engine.measure_steps import measure
-from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import Options
+from meshwise.engine.step_faults import NonFiniteError
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.swap_file import TierError
 from meshwise.testing import run

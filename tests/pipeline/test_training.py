@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
-from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.step_faults import NonFiniteError
 from meshwise.engine.trainer import Trainer
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.pipeline.cut.model_cut import CutOptions

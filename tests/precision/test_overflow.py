@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.step_faults import NonFiniteError
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan

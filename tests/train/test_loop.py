@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.step_faults import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob

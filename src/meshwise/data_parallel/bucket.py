@@ -9,22 +9,70 @@ et al., "ZeRO", arXiv 1910.02054, section 5):
     | 2       whole               shard            shard                              the same, a reduce a micro-batch
     | 3       shard               shard            shard                              + one all-gather more
 
-A whole buffer of a stage that keeps only a shard exists while a unit needs it, and no longer.
+A whole buffer of a stage that keeps only a shard exists while a unit needs it, and no longer. `ShardGroup` names the
+ranks that share the parameters, `StorageConfig` the plan's stage, dtypes and tiers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.api.world import Work
+from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, OptionRun, Options
-from meshwise.data_parallel.shard_group import ShardGroup
-from meshwise.memory.chunk_visit import UpdateChunk
-from meshwise.memory.tiers import BorrowedTensor
+from meshwise.memory.chunked_update import UpdateChunk
+from meshwise.memory.tiers import BorrowedTensor, Tiers
 from meshwise.model.parameter_table import ParameterRow
+from meshwise.plan.degrees import REPLICAS
+from meshwise.precision.dtype_policy import Precision
+
+
+@dataclass(frozen=True)
+class StorageConfig:
+    """Storage configuration of a plan: zero stage, tiers, dtypes, and the axes whose ranks hold replicas."""
+
+    zero: int = 0
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    replicas: tuple[str, ...] = REPLICAS
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """Ranks that share parameters, and how they store them."""
+
+    world: World
+    axes: tuple[str, ...]
+    keeping: StorageConfig
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage."""
+        return self.keeping.zero
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes."""
+        return self.keeping.precision
+
+    @property
+    def tiers(self) -> Tiers:
+        """Tiers in which tensors rest between their uses."""
+        return self.keeping.tiers
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the parameters."""
+        return self.world.group(self.axes).size
+
+    @property
+    def index(self) -> int:
+        """Which of the equal shards is this rank's."""
+        return self.world.group(self.axes).index
 
 
 class Bucket:

@@ -33,12 +33,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.bucket import Bucket, ShardGroup, StorageConfig
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.parameter_gather import ParameterGatherer
-from meshwise.data_parallel.reached_parameters import reached
-from meshwise.data_parallel.shard_group import ShardGroup, StorageConfig
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
 from meshwise.model.parameter_hooks import put_last
@@ -359,3 +357,26 @@ class DataParallel:
 
 def throw_away(_row: ParameterRow, _gradient: Tensor) -> None:
     """Discard a gradient: an arrival that keeps nothing."""
+
+
+def reached(loss: Tensor) -> set[int] | None:
+    """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
+
+    Returns None when the graph does not show them. A reentrant checkpoint runs its own backwards inside this one: its
+    parameters arrive unannounced, and those with further uses arrive more than once.
+    """
+    leaves: set[int] = set()
+    seen = set()
+    stack = [] if loss.grad_fn is None else [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return None
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            leaves.add(id(variable))
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    return leaves

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.shard_group import StorageConfig
+from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.plan import Plan, PlanError
 
 

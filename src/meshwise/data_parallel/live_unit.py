@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import Work
-from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.shard_group import ShardGroup
+from meshwise.data_parallel.bucket import Bucket, ShardGroup
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterRow, ParameterUnit
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.memory.chunk_visit import UpdateChunk
-from meshwise.memory.chunked_update import ChunkedUpdate
+from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 
 
 class UpdateTiming(Protocol):

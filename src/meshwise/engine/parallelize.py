@@ -20,23 +20,22 @@ from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.joining import connect
 from meshwise.data_parallel.batch_statistics import BatchStatistics, running_norms, take_over
+from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.shard_group import StorageConfig
 from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
 from meshwise.engine.live_stage import LiveStage
 from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
-from meshwise.engine.nonfinite import SkipPolicy
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.engine.staged_runner import StagedRunner
+from meshwise.engine.step_faults import SkipPolicy
 from meshwise.engine.step_result import UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import activations
-from meshwise.memory.activation_policy import ActivationPolicy
+from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import shortage_told
 from meshwise.memory.parked_storage import ActivationTransfers
-from meshwise.memory.recomputed_blocks import RecomputedBlocks
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.blocks import Patterns

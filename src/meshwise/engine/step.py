@@ -23,8 +23,14 @@ from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
 from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
 from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
-from meshwise.engine.nonfinite import NonFiniteError, StateBeforeUpdate, culprits
-from meshwise.engine.rank_mismatch import StepInputs, batch_digest, mismatch_text
+from meshwise.engine.step_faults import (
+    NonFiniteError,
+    StateBeforeUpdate,
+    StepInputs,
+    batch_digest,
+    culprits,
+    mismatch_text,
+)
 from meshwise.engine.step_result import StepResult, StepTotals, UpdateRecipe, check_count
 from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.malloc_settings import shaping

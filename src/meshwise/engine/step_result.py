@@ -6,7 +6,7 @@ import math
 import warnings
 from dataclasses import dataclass
 
-from meshwise.engine.nonfinite import SkipPolicy
+from meshwise.engine.step_faults import SkipPolicy
 from meshwise.model.forward import LossError
 from meshwise.precision.dtype_policy import Precision
 from meshwise.precision.loss_scale import LossScale

@@ -25,9 +25,8 @@ from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepResult, UpdateRecipe, check_count
 from meshwise.memory.activation_offload import ActivationTier
-from meshwise.memory.activation_policy import ActivationPolicy
+from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import shortage_noted
-from meshwise.memory.recomputed_blocks import RecomputedBlocks
 from meshwise.memory.tiers import Tiers
 from meshwise.model.forward import eval_mode
 from meshwise.model.parameter_table import ParameterTable

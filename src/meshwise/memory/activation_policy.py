@@ -1,16 +1,137 @@
-"""Activation policy of a training: recomputed blocks, the tier of activations, and notes on memory."""
+"""Choose what happens to activations: which blocks are recomputed, and the tier of the rest.
+
+A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory,
+and measures what it would keep and save in the other modes. Then each block is given its mode, the same on every rank
+that runs the block. No mode changes a number, so these steps count like all others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
-from meshwise.memory.recomputed_blocks import RecomputedBlocks
+from meshwise.memory.recompute import RecomputedBlock
+from meshwise.memory.recompute_cost import MODES, RecomputeCost, pick
+from meshwise.model.blocks import Patterns, partition, select
 from meshwise.model.forward import Forward
+from meshwise.model.forward_replay import ForwardReplay
+from meshwise.plan import Plan, PlanError
+
+ROUNDS = 2
+"""Steps in which blocks are measured: the first is slow for reasons of its own."""
+
+ALLOWED: Mapping[str, Sequence[str]] = {
+    "none": MODES,
+    "selective": ("none", "selective"),
+    "full": ("none", "full"),
+}
+"""What a budget may choose, by the plan's `recompute`."""
+
+
+class RecomputedBlocks:
+    """The blocks on one rank."""
+
+    def __init__(self, plan: Plan, *, world: World, patterns: Patterns = ()) -> None:
+        """`patterns` name the modules that are recomputed as one; by default they are the model's blocks."""
+        self._plan = plan
+        self._world = world
+        self._patterns = patterns
+        self._blocks: list[RecomputedBlock] = []
+        self._in_flight: dict[str, float] = {}
+        self._rounds = ROUNDS if plan.budget else 0
+        self.costs: dict[str, RecomputeCost] = {}
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """The mode of every block, by name."""
+        return {block.name: block.mode for block in self._blocks}
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Return the modules of a whole model that are blocks; none when nothing is to be recomputed.
+
+        Raises PlanError for a model in which there are none.
+        """
+        if self._plan.recompute == "none" and not self._plan.budget:
+            return []
+        if self._patterns:
+            return list(select(module, units=self._patterns))
+        found = [piece.module for unit in partition(module) for piece in unit if piece.block]
+        if not found:
+            raise PlanError(
+                f"the plan '{self._plan}' recomputes blocks, and {type(module).__name__} has none that its structure "
+                "shows: modules with modules inside, in a list or sequence. Name modules to recompute: "
+                "Options(recomputed=('encoder.*', 'decoder.*')), or leave out recompute and budget"
+            )
+        return found
+
+    def install(
+        self,
+        module: nn.Module,
+        *,
+        names: Sequence[str],
+        recall: ForwardReplay,
+        in_flight: float = 1.0,
+        parts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Recompute these blocks of what this rank runs of the model.
+
+        `parts`: names of blocks of which `module` runs only a part: each is a block with its own cost.
+        """
+        own = dict(module.named_modules())
+        mode = "full" if self._plan.budget else self._plan.recompute
+        for name in names:
+            if name in own and any(True for _ in own[name].parameters()):
+                block = RecomputedBlock(own[name], name=parts.get(name, name), mode=mode, recall=recall)
+                block.measures = self._rounds > 0
+                self._blocks.append(block)
+                self._in_flight[block.name] = in_flight
+
+    def finish(self) -> None:
+        """Finish a step's backwards; every rank calls it. Raises PlanError when a budget cannot be met."""
+        if not self._rounds:
+            return
+        self._rounds -= 1
+        if self._rounds:
+            return
+        found: dict[str, RecomputeCost] = {}
+        for costs in self._world.exchange({block.name: block.cost for block in self._blocks}):
+            for name, cost in costs.items():
+                if cost is not None:
+                    found[name] = cost if name not in found else found[name].least(cost)
+        blocks = {block.name: block for block in self._blocks if block.name in found}
+        self.costs = {
+            name: RecomputeCost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks
+        }
+        self.choose(pick(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute]))
+        for block in blocks.values():
+            block.measures = False
+
+    def choose(self, modes: Mapping[str, str]) -> None:
+        """Give blocks other modes, by name, between two steps; ranks that run the same block must choose the same."""
+        for block in self._blocks:
+            block.mode = modes.get(block.name, block.mode)
+
+    def table(self) -> str:
+        """Return a table as text: what each block keeps, would keep, and what recomputing it costs."""
+        rows = [("block", "mode", "MiB kept", "of", "seconds again", "in flight")]
+        for name, cost in self.costs.items():
+            mode = self.modes[name]
+            kept, of = (f"{cost.held(one) / 2**20:.1f}" for one in (mode, "none"))
+            rows.append((name, mode, kept, of, f"{cost.seconds[mode]:.4f}", f"{cost.in_flight:g}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+    def close(self) -> None:
+        """Put the forwards back."""
+        for block in self._blocks:
+            block.close()
 
 
 @dataclass(frozen=True)

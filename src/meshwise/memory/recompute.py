@@ -33,7 +33,7 @@ from meshwise.base.tensor_tree import map_tensors
 from meshwise.memory.changed_inputs import BlockInputs
 from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
 from meshwise.memory.saved_operations import SavedOperations
-from meshwise.memory.value_sample import glance, is_alike
+from meshwise.model.dispatch_modes import unseen
 from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 
 
@@ -384,3 +384,39 @@ def _surroundings() -> Around:
             yield
 
     return around
+
+
+_ELEMENTS = 64
+_FEW = 1 / 16
+_LITTLE = 0.05
+"""Of the largest element."""
+
+
+def glance(tensor: Tensor) -> Tensor | None:
+    """Return some elements, evenly spread; None of a tensor that has no values, or not where its shape says.
+
+    Byte tensors are not compared: they are the workspace of a kernel (an LSTM on a CPU saves one), which may have
+    written only a part of it.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    if tensor.is_meta or tensor.dtype == torch.uint8:
+        return None
+    with unseen():  # it is no operation of the model
+        values, count = tensor.detach(), tensor.numel()
+        if count <= _ELEMENTS:
+            return values.flatten().clone()
+        places = torch.arange(_ELEMENTS, device=tensor.device) * (count - 1) // (_ELEMENTS - 1)
+        return values[torch.unravel_index(places, tensor.shape)]
+
+
+def is_alike(tensor: Tensor, *, before: Tensor) -> bool:
+    """Return whether a tensor can be the one that was glanced at."""
+    now = glance(tensor)
+    assert now is not None
+    kind = torch.complex128 if before.is_complex() else torch.float64
+    one, other = before.to(kind), now.to(kind)
+    finite = one.abs()[one.isfinite()]
+    most = float(finite.max()) if finite.numel() else 0.0
+    differ = ~torch.isclose(one, other, rtol=0.0, atol=_LITTLE * most, equal_nan=True)
+    return int(differ.sum()) <= _FEW * before.numel()

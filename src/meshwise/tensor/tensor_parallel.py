@@ -24,10 +24,9 @@ from meshwise.tensor.core import activation_reshard as region
 from meshwise.tensor.core.gathered_outputs import GatheredOutputs
 from meshwise.tensor.core.linear import Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.sharded_batch_norm import ShardedBatchNorm, SplitStatistics
 from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
 from meshwise.tensor.core.sharded_multihead import MultiheadSharding
-from meshwise.tensor.core.sharded_norm import ShardedNorm, SplitNorm
+from meshwise.tensor.core.sharded_norm import ShardedBatchNorm, ShardedNorm, SplitNorm, SplitStatistics
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as

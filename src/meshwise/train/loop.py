@@ -27,8 +27,8 @@ from torch.utils.data import Dataset, default_collate
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.world import World
-from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import parallelize
+from meshwise.engine.step_faults import NonFiniteError
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_shortage

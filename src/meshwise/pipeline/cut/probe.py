@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -36,7 +36,6 @@ from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.block_entry import CALL, AttentionCalls, inside, is_repeated, module_at
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, GradientThroughPieces, UnsplittableBlock
 from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
-from meshwise.pipeline.cut.outside_buffers import OutsideBuffers
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
 from meshwise.pipeline.cut.profile_module import (
@@ -408,3 +407,44 @@ def _own_forward(
         elif counts:
             took = watch.counted[kind] = known or took
         return output, took, watch.followed.used
+
+
+class OutsideBuffers:
+    """Watches these buffers during one run."""
+
+    def __init__(self, model: nn.Module, *, pieces: Collection[str]) -> None:
+        inside = {one for name in pieces for one in model.get_submodule(name).modules()}
+        self._owners = [(name, one) for name, one in model.named_modules() if one not in inside]
+        self._start = self._began = self._state()
+        self._runs = False
+
+    def begin(self) -> None:
+        """Note that a piece runs."""
+        if not self._runs:
+            self._began, self._runs = self._state(), True
+
+    @property
+    def early(self) -> frozenset[str]:
+        """Names of the buffers that were changed before the first piece."""
+        return _changes(self._start, self._began)
+
+    @property
+    def late(self) -> frozenset[str]:
+        """Names of the buffers that were changed since."""
+        return _changes(self._began, self._state())
+
+    def _state(self) -> dict[str, tuple[Tensor, int]]:
+        return {
+            f"{owner}.{name}" if owner else name: (held, held._version)
+            for owner, one in self._owners
+            for name, held in one.named_buffers(recurse=False)
+        }
+
+
+def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:
+    """Return the names that were written to or replaced; new names are no state, because each run makes them."""
+    return frozenset(
+        name
+        for name, (tensor, version) in before.items()
+        if name not in after or after[name][0] is not tensor or after[name][1] != version
+    )

@@ -9,7 +9,8 @@ combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,3 +123,41 @@ def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm)
         return dx * scale
 
     return finish
+
+
+@dataclass(frozen=True)
+class SplitStatistics(BoundToRank):
+    """Running statistics of a batch norm, bound to this rank: the axes that split the features, and each rank's number
+    of features.
+    """
+
+    world: World
+    axes: Axes
+    sizes: tuple[int, ...]
+
+    @contextlib.contextmanager
+    def narrowed(self, norm: nn.Module) -> Iterator[None]:
+        """Narrow the running statistics to this rank's features within the block; afterwards they cover all features
+        again.
+        """
+        whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
+        parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
+        norm._buffers.update(parts)
+        try:
+            yield
+        finally:
+            norm._buffers.update(whole)
+        for name, kept in whole.items() if norm.training else ():
+            self.world.all_gather(parts[name].clone(), into=list(kept.split(self.sizes)), axes=self.axes).wait()
+
+
+class ShardedBatchNorm(nn.Module):
+    """A batch norm of this rank's features; a base in front of the module's own class."""
+
+    sharding: SplitStatistics
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
+        """Compute as the original class does, on this rank's part."""
+        with self.sharding.narrowed(self):
+            output: Tensor = super().forward(input)
+        return output

@@ -25,8 +25,8 @@ def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
                 f"{attention.name} asks its input x for sizes, but under '{plan}' x has a part of the tokens. All "
-                "tokens are gathered for it only where its first matrices alone read x. Call them as self.q(x), "
-                "self.k(x), self.v(x), or as linear(x) for linear in (self.q, self.k, self.v), and read x nowhere else. "
+                "tokens are gathered for it only where its first matrices alone read x: call self.q(x), self.k(x), "
+                "self.v(x), or linear(x) for linear in (self.q, self.k, self.v), and read x nowhere else. "
                 "Nearest that works as it is: sequence_parallel=0"
             )
         if not _fits(attention, ranks=ranks, sharing=sharing):

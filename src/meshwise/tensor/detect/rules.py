@@ -29,7 +29,6 @@ from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.known_names import DECLARED, branch_around, of_all_blocks
 from meshwise.tensor.detect.model_structure import ModelStructure
-from meshwise.tensor.detect.outside_blocks import whole_outside
 from meshwise.tensor.detect.pair_sharing import PairSharing
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_misfits, refuse_modes
 
@@ -274,3 +273,25 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
 def _first_of_each(names: Iterable[str]) -> list[str]:
     """Return one name of those that differ in numbers only."""
     return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]
+
+
+_SPLIT = ("embedding", "single", "rowwise")
+_SMALL = ("norm", "positions", "patches", "vector")
+
+
+def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
+    """Return the parts of a model, with all features outside of its blocks where it has no head, or `counts` them
+    there.
+    """
+    blocks = tuple(name for name, part in parts.items() if part.role == "block")
+    split = any(part.role == "head" for part in parts.values()) and not counts
+    if plan.tp_mode == "1d" or not blocks or split:
+        return dict(parts)
+    inside = tuple(f"{block}." for block in blocks)
+    changed = {}
+    for name, part in parts.items():
+        if part.role == "block" or (part.role in _SPLIT and not name.startswith(inside)):
+            changed[name] = dataclasses.replace(part, whole_features=True)
+        elif part.role in _SMALL and not name.startswith(inside):
+            changed[name] = Part("whole")
+    return {**parts, **changed}
