@@ -38,11 +38,11 @@ from meshwise.layout.rectangles import Rectangle, rectangles
 class StoredSlice:
     """A rectangle of a logical tensor on this rank.
 
-    name     of the parameter or buffer
-    slot     which of its tensors, see above
-    shape    the full shape
-    tensor   the elements of the rectangle, with its sizes; writing to it writes what the rank stores
-    stable   whether nothing but an optimizer step changes it
+    | name     of the parameter or buffer
+    | slot     which of its tensors, see above
+    | shape    the full shape
+    | tensor   the elements of the rectangle, with its sizes; writing to it writes what the rank stores
+    | stable   whether nothing but an optimizer step changes it
     """
 
     name: str

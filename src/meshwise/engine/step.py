@@ -41,8 +41,8 @@ from meshwise.precision.loss_scale import LossScale, likely_count
 class TrainingSteps:
     """The steps of one training, and what each leaves to the next.
 
-    applied     whether the last step was neither skipped nor raised
-    clipped     what its gradient was multiplied by to be no longer than the recipe says
+    | applied     whether the last step was neither skipped nor raised
+    | clipped     what its gradient was multiplied by to be no longer than the recipe says
     """
 
     def __init__(

@@ -16,12 +16,12 @@ from meshwise.precision.loss_scale import LossScale
 class StepResult:
     """Result of one step, the same on every rank.
 
-    loss        sum of the loss over the global batch, divided by its count
-    grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
-    tokens      the count that `loss` returned, summed over the global batch
-    seconds     wall time of this rank's step
-    skipped     True when the update was not applied, with the reason in `problem`
-    loss_scale  what the mean loss was multiplied by for the backward (fp16); the other numbers are without it
+    | loss        sum of the loss over the global batch, divided by its count
+    | grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
+    | tokens      the count that `loss` returned, summed over the global batch
+    | seconds     wall time of this rank's step
+    | skipped     True when the update was not applied, with the reason in `problem`
+    | loss_scale  what the mean loss was multiplied by for the backward (fp16); the other numbers are without it
     """
 
     loss: float

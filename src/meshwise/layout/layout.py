@@ -64,9 +64,9 @@ ANYWHERE = DimSplit()
 class Layout:
     """Which axes split which dim of a tensor, and over which axes it is a partial sum; it is copied over the others.
 
-    splits    per dim, the axes that split it, outermost first; () leaves the dim whole
-    partial   the axes over which the true tensor is the sum of the ranks' tensors
-    cuts      per dim, how it may be cut; () lets every dim be cut anywhere
+    | splits    per dim, the axes that split it, outermost first; () leaves the dim whole
+    | partial   the axes over which the true tensor is the sum of the ranks' tensors
+    | cuts      per dim, how it may be cut; () lets every dim be cut anywhere
 
     Prints short and parses back:
 

@@ -60,10 +60,10 @@ def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle
 
     At most 2·ndim - 1 of them, so three for a matrix: the rest of a first row, whole rows, the beginning of a last row.
 
-        shape (4, 5), elements 3 to 16        . . . a a
-                                              b b b b b
-                                              b b b b b
-                                              c . . . .
+        | shape (4, 5), elements 3 to 16        . . . a a
+        |                                       b b b b b
+        |                                       b b b b b
+        |                                       c . . . .
 
     Raises ValueError when the range does not lie within the tensor.
     """

@@ -41,11 +41,11 @@ from meshwise.memory.tiers import Tiers, blocks
 class UpdateChunk:
     """Elements that are updated at once, of one dtype.
 
-    slices      what the optimizer updates of them, one after the other
-    master      their values, where they rest
-    narrow      the parameters as the model has them, to be made of the masters; None where those are the same tensor
-    gradient    their gradients, where they rest when they have arrived
-    factor      what the gradients have yet to be multiplied by
+    | slices      what the optimizer updates of them, one after the other
+    | master      their values, where they rest
+    | narrow      the parameters as the model has them, to be made of the masters; None where those are the same tensor
+    | gradient    their gradients, where they rest when they have arrived
+    | factor      what the gradients have yet to be multiplied by
     """
 
     slices: tuple[nn.Parameter, ...]

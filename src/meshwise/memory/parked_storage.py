@@ -14,9 +14,9 @@ from torch import Tensor
 class ActivationTransfers:
     """Settings for moving activations.
 
-    least    bytes that are worth moving
-    ahead    bytes that are brought back before they are asked for
-    staged   bytes of buffers on the way to the disk
+    | least    bytes that are worth moving
+    | ahead    bytes that are brought back before they are asked for
+    | staged   bytes of buffers on the way to the disk
     """
 
     least: int = 64 * 2**10

@@ -21,9 +21,9 @@ from meshwise.memory.swap_file import BLOCK, aligned
 class SwapConfig:
     """Configuration of the swap file and its staging buffers.
 
-    folder     where the file is made; by default where the system keeps temporary files
-    buffers    how many staging buffers there are for the update: one is read ahead, one updated, one written
-    buffer     bytes of each; larger where what is updated at once does not fit
+    | folder     where the file is made; by default where the system keeps temporary files
+    | buffers    how many staging buffers there are for the update: one is read ahead, one updated, one written
+    | buffer     bytes of each; larger where what is updated at once does not fit
     """
 
     folder: Path | None = None

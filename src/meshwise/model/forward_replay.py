@@ -3,9 +3,9 @@
 A block whose forward is repeated in its backward may keep what is dear to compute and cheap to hold: the outputs of
 matrix products. Who computes such a result (an operation below autograd, or a product that ranks share out) asks here:
 
-    forward     y = recall.once(compute)     computes, and keeps the result
-    repeated    y = recall.once(compute)     the kept result; nothing is computed, and no rank is asked for its part
-    otherwise   y = recall.once(compute)     computes
+    | forward     y = recall.once(compute)     computes, and keeps the result
+    | repeated    y = recall.once(compute)     the kept result; nothing is computed, and no rank is asked for its part
+    | otherwise   y = recall.once(compute)     computes
 
 State that changes from forward to forward (the samples to draw for, the rows of the ranks) is a `RememberedState`. It
 is read when a block begins, and restored when the block is repeated.

@@ -75,9 +75,9 @@ class DimSlice:
 class ActivationRegion:
     """Which slices of the whole model's activations this rank has, from one point of the forward to the next.
 
-    hidden   the cuts of tensors (samples, tokens, features)
-    scores   the cuts of tensors (samples, heads, queries, keys), as attention drops them; of any with 4 or more dims
-    shares   the samples are those of the rank that many shares of the global batch further on
+    | hidden   the cuts of tensors (samples, tokens, features)
+    | scores   the cuts of tensors (samples, heads, queries, keys), as attention drops them; of any with 4 or more dims
+    | shares   the samples are those of the rank that many shares of the global batch further on
 
         | 1d, between the linear layers of a pair     Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
         | sequence parallel, outside of pairs         Region(hidden=(Cut(-2, t, n),))

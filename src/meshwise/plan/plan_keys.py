@@ -38,9 +38,9 @@ def read_size(written: str) -> int | None:
 class Key:
     """Meaning and values of a plan key: whole numbers between two bounds, or one of a few words.
 
-    file    instead of one of the words, the path of a file: with a `/` or a `.` in it
-    auto    the word `auto` stands for None: a value that the world fills in
-    size    a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
+    | file    instead of one of the words, the path of a file: with a `/` or a `.` in it
+    | auto    the word `auto` stands for None: a value that the world fills in
+    | size    a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
     """
 
     meaning: str

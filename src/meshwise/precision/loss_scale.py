@@ -33,10 +33,10 @@ from meshwise.base.tensor_tree import tensors
 class LossScale:
     """A loss scale between two steps.
 
-    value      what the mean loss is multiplied by
-    updates    since the scale last changed
-    overflows  in a row, up to now
-    count      what a batch is taken to count, a power of two; 0 before the first
+    | value      what the mean loss is multiplied by
+    | updates    since the scale last changed
+    | overflows  in a row, up to now
+    | count      what a batch is taken to count, a power of two; 0 before the first
     """
 
     value: float = 2.0**13

@@ -49,10 +49,10 @@ class ParameterFigures:
 class Divergence:
     """The first figure, in the order of computation, that is over its bound.
 
-    what      such as `the gradient of head.weight`
-    step      counted from 1; 0 is before the first
-    module    the first module that diverges: of the forward when its output differs, otherwise of the backward
-    detail    more that can be said: the factor between the two, the ranks that differ
+    | what      such as `the gradient of head.weight`
+    | step      counted from 1; 0 is before the first
+    | module    the first module that diverges: of the forward when its output differs, otherwise of the backward
+    | detail    more that can be said: the factor between the two, the ranks that differ
     """
 
     what: str
@@ -74,12 +74,12 @@ class Divergence:
 class Report:
     """The outcome of `verify`, the same on every rank. Prints as text.
 
-    plan          as resolved
-    setting       ranks, device, dtype, optimizer and bound, in words
-    notes         what was changed or found in order to compare at all
-    steps         a line per optimizer step
-    parameters    a line per parameter, in the order of the table, then of the buffers
-    first         where the two first parted; None when the plan is the same model
+    | plan          as resolved
+    | setting       ranks, device, dtype, optimizer and bound, in words
+    | notes         what was changed or found in order to compare at all
+    | steps         a line per optimizer step
+    | parameters    a line per parameter, in the order of the table, then of the buffers
+    | first         where the two first parted; None when the plan is the same model
     """
 
     plan: str

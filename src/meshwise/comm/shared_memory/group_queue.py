@@ -43,12 +43,12 @@ _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # that of the FNV hash, and w
 class QueuedCall(Work):
     """Part of one rank in a collective.
 
-    gives   its tensors: the others read them, and in some collectives write them
-    brings  whether the call brings their contents; they are the caller's again once it is known to the others
-    needs   the indices of the ranks that must have posted before `act` can be called
-    users   the indices of the ranks that use this rank's tensors in their `act`
-    common  where it gives nothing because it has written to what the ranks hold together, the name of that; else 0
-    after   what is done when all of them have
+    | gives   its tensors: the others read them, and in some collectives write them
+    | brings  whether the call brings their contents; they are the caller's again once it is known to the others
+    | needs   the indices of the ranks that must have posted before `act` can be called
+    | users   the indices of the ranks that use this rank's tensors in their `act`
+    | common  where it gives nothing because it has written to what the ranks hold together, the name of that; else 0
+    | after   what is done when all of them have
     """
 
     gives: Sequence[Tensor] = ()

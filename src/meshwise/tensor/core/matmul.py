@@ -141,8 +141,8 @@ class InputGather:
 class MatmulInput:
     """X as a product reads it.
 
-    value       what is multiplied, or the part that the product gathers by itself
-    stored      with `gathering`: this rank's part of `value`, which is kept instead of it
+    | value       what is multiplied, or the part that the product gathers by itself
+    | stored      with `gathering`: this rank's part of `value`, which is kept instead of it
     """
 
     value: Tensor

@@ -21,10 +21,10 @@ DIMS: Mapping[str, int] = {"rows": 0, "tokens": -2, "features": -1}
 class OperandLayoutMove:
     """A collective on one operand, and its conjugate in the backward.
 
-    axes   over which; () moves nothing
-    dim    which dim it gathers or scatters: `rows` (dim 0), `tokens` (dim -2), `features` (dim -1) of an activation,
-           `out` or `in` of a weight. `alike`: none is split. Every rank has the same X (and the backward sums its
-           gradients), or all get the whole sum Y (and the backward passes its gradient on)
+    | axes   over which; () moves nothing
+    | dim    which dim it gathers or scatters: `rows` (dim 0), `tokens` (dim -2), `features` (dim -1) of an activation,
+    |        `out` or `in` of a weight. `alike`: none is split. Every rank has the same X (and the backward sums its
+    |        gradients), or all get the whole sum Y (and the backward passes its gradient on)
     """
 
     axes: Axes = ()
@@ -74,11 +74,11 @@ class SchemeLookup:
 class Scheme:
     """The products of each part, and which axes split the activations.
 
-    stream, inner      the axes that split the features of the stream, and of what lies within a pair
-    rows, inner_rows   the axes that split the rows of the batch there, besides `replicas`
-    tokens             the axes that split the tokens of the stream
-    twins              of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
-    replicas           the axes whose ranks hold copies of all parameters under every scheme
+    | stream, inner      the axes that split the features of the stream, and of what lies within a pair
+    | rows, inner_rows   the axes that split the rows of the batch there, besides `replicas`
+    | tokens             the axes that split the tokens of the stream
+    | twins              of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
+    | replicas           the axes whose ranks hold copies of all parameters under every scheme
     """
 
     colwise: SchemeProduct

@@ -31,8 +31,8 @@ class ShardSizes:
     """Sizes of all ranks' parts in the forward under way, where a rank's own part does not show them; None means equal
     parts.
 
-    rows     of the batch, of each rank along the axis that gathers them
-    tokens   of the sequence, of each rank along the axes that split them
+    | rows     of the batch, of each rank along the axis that gathers them
+    | tokens   of the sequence, of each rank along the axes that split them
     """
 
     rows: tuple[int, ...] | None = None

@@ -27,9 +27,9 @@ from meshwise.tensor.core.scheme import Axes
 class TensorOrigin(NamedTuple):
     """Something that a tensor was made of.
 
-    name     of the parameter that it is, or ""
-    summed   the axes over which the gradients of all ranks are summed behind it
-    split    the axes over which ranks have parts of it
+    | name     of the parameter that it is, or ""
+    | summed   the axes over which the gradients of all ranks are summed behind it
+    | split    the axes over which ranks have parts of it
     """
 
     name: str

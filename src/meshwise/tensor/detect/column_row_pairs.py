@@ -64,10 +64,10 @@ class FoundAttention:
 class ColumnRowPairs:
     """The parts of all pairs of a model.
 
-    modules    the model's, by name
-    options    the numbers that rules give, by name of a module
-    sharing    how the plan shares heads out
-    reasons    filled with why a module gets no part, by its name
+    | modules    the model's, by name
+    | options    the numbers that rules give, by name of a module
+    | sharing    how the plan shares heads out
+    | reasons    filled with why a module gets no part, by its name
     """
 
     def __init__(

@@ -35,9 +35,9 @@ _KNOWN = ("torch", "transformers", "meshwise")
 class ModelStructure:
     """A model, read for its parts.
 
-    stated    the roles that someone else gave, by name of a module or parameter
-    options   the numbers that were given with them
-    sharing   how the plan shares heads out
+    | stated    the roles that someone else gave, by name of a module or parameter
+    | options   the numbers that were given with them
+    | sharing   how the plan shares heads out
     """
 
     def __init__(

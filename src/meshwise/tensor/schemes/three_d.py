@@ -8,8 +8,8 @@ exchange the roles of j and l:
     | second   X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
     |          Y  T/(i·j), N/l     as the first's X
 
-    forward of one linear   (T·K + K·N + T·N) / p²          backward   the same, kept; X, W twice, free
-    of a block              (16 b·s·h + 12 h²) / p²         7 b·s·h of inputs, 9 of outputs
+    | forward of one linear   (T·K + K·N + T·N) / p²          backward   the same, kept; X, W twice, free
+    | of a block              (16 b·s·h + 12 h²) / p²         7 b·s·h of inputs, 9 of outputs
 
 W is stored over i along the stream's features in both, so that heads are never cut. Within a pair the rows of the batch
 are split over (i, l): other tensors with a batch dim there (an attention mask) must be moved.
