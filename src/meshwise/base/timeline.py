@@ -107,7 +107,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds of each rank between its first and last computation in which it does not compute.
+        """Seconds of each rank without computation between its first and last one.
 
         The largest value is the bubble as published. A rank that starts and ends late could use that time in the next
         step, if the optimizer step between were not common to all.

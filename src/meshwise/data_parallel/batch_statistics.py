@@ -103,7 +103,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
 
     def _each_normalised(self, call: inspect.BoundArguments) -> Tensor:
-        """Return the result of an instance norm, and make its running statistics those of all ranks."""
+        """Return the result of an instance norm, and update its running statistics from all ranks."""
         call.apply_defaults()
         given = call.arguments
         kept = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]

@@ -79,11 +79,11 @@ class Bucket:
     """The parameters of one unit that share dtype, trainability and the axes over which they are replicated.
 
     `whole` is the buffer that the model's parameters view; its storage is empty while a ZeRO-3 unit is not in use.
-    From stage 1 on, ranks that can share memory hold one buffer together (`shared`), of which each rank writes its
-    shard. Gathering and publishing then move nothing. `kept`, from element `kept_from` on, is what this rank has to
-    fill. `owned` is the slice [start, stop) that this rank updates. `master` holds its unrounded values in the dtype of
-    the precision, and is `owned` itself when the dtypes are equal. `slices` are what an optimizer updates: the parts of
-    the master that share options.
+    From stage 1 on, ranks that can share memory hold one buffer together (`shared`); each rank writes its shard.
+    Gathering and publishing then move nothing. `kept`, from element `kept_from` on, is what this rank has to fill.
+    `owned` is the slice [start, stop) that this rank updates. `master` holds its unrounded values in the dtype of the
+    precision, and is `owned` itself when the dtypes are equal. `slices` are what an optimizer updates: the parts of the
+    master that share options.
     """
 
     def __init__(self, rows: Sequence[ParameterRow], *, replication: ShardGroup) -> None:

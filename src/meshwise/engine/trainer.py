@@ -143,11 +143,11 @@ class Trainer:
     ) -> StepResult:
         """Return one optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
 
-        `batch` is the global batch, the same on every rank, of which each rank takes its share. With `local=True` it is
-        this rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout depends on a
-        row's number in the global batch. So a local part needs the number of rows in `total`, cut as `share` says; by
-        default all parts are as long as this one. `only` skips all micro-batches except those with these numbers: a
-        rehearsal need not run equal ones.
+        `batch` is the global batch, the same on every rank; each rank takes its share. With `local=True` it is this
+        rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout depends on a row's
+        number in the global batch. So a local part needs the number of rows in `total`, cut as `share` says; by default
+        all parts are as long as this one. `only` skips all micro-batches except those with these numbers: a rehearsal
+        need not run equal ones.
 
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so. Raises RanksDisagree
         when the ranks called different collectives or were given different global batches (by their shapes; in the

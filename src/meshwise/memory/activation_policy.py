@@ -82,7 +82,7 @@ class RecomputedBlocks:
     ) -> None:
         """Recompute these blocks of what this rank runs of the model.
 
-        `parts`: names of blocks of which `module` runs only a part: each is a block with its own cost.
+        `parts`: names of blocks that `module` runs only in part: each is a block with its own cost.
         """
         own = dict(module.named_modules())
         mode = "full" if self._plan.budget else self._plan.recompute

@@ -9,9 +9,9 @@ optimizer holds the state of everything, as it does with nothing offloaded, and 
 
 A round is as many chunks as fit a staging buffer. With nothing elsewhere there is one round, of everything.
 
-Rounds run when the gradients of all buckets are there (`step`). With `early`, those of a bucket run as soon as its own
-are, on a separate thread during the backward of the others (`begin`, `arrived`, `finish`). What is early is updated
-before it is known whether the step may be applied; `abandon` says whether it was.
+Rounds run when the gradients of all buckets are there (`step`). With `early`, the rounds of a bucket run as soon as its
+gradients are there, on a separate thread during the backward of the others (`begin`, `arrived`, `finish`). What is
+early is updated before it is known whether the step may be applied; `abandon` says whether it was.
 
 Tensors of a chunk that rest on disk lie in one staging buffer meanwhile, as in the file (`ChunkVisit`):
 

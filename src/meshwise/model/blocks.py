@@ -22,9 +22,9 @@ model's own structure says which they are:
    a container with a stack of blocks is opened: a network in stages. Stages with a forward of their own look like
    mixtures from outside; name their blocks in `units`.)
 3. Every other module with parameters is a *piece* as a whole.
-4. Some parameters belong to an opened module as a whole: its own, those of children without a forward
-   (`ParameterList`), and those its forward reads from a child without calling it (`parameter_reads`). They are a unit
-   that spans that module's whole forward.
+4. Some parameters belong to an opened module as a whole: its own, parameters of children without a forward
+   (`ParameterList`), and parameters its forward reads from a child without calling it (`parameter_reads`). They are a
+   unit that spans that module's whole forward.
 5. Neighbouring pieces that are not blocks are merged while the unit stays within 1.25 times the largest piece or block.
    So small ones (a final norm, a position embedding) join their neighbour.
 6. A tied parameter belongs to the first piece that uses it; the modules of all that use it are the unit's.

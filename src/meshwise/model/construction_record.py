@@ -9,7 +9,7 @@ The record is about storages, not tensors: a view only names a storage and a pla
 need no record. Two modes watch the constructor, both of the calling thread alone:
 
 - `_Recorder` sees every operation below autograd. Real tensors that the constructor uses (`torch.tensor`, numpy, a
-  checkpoint) are constants; each gets a meta tensor in its place.
+  checkpoint) are constants, each represented by a meta tensor.
 - `_Pretence` makes meta tensors report the CPU as their device, because initializers and models skip their work on meta
   tensors. It returns real values where the constructor asks for them (`.tolist()`, `print`).
 """

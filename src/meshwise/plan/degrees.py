@@ -14,7 +14,7 @@ REPLICAS = ("dp",)
 
 @dataclass(frozen=True)
 class TensorGrid:
-    """Shape of tp's ranks: axes of equal degree (except `depth`), some of which split the rows of the batch."""
+    """Shape of tp's ranks: axes of equal degree (except `depth`), some of them splitting the rows of the batch."""
 
     axes: str
     power: int

@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks' loss sums and counts add up to those of the global batch: other samples or other tokens."""
+        """Axes whose ranks' loss sums and counts add up to the global batch's: other samples or other tokens."""
         return (*self.row_axes, *self.token_axes)
 
     @property

@@ -65,7 +65,7 @@ def survey_record(survey: SearchResult, *, top: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinity, which stands for memory without a known limit."""
+    """JSON has no infinity, which means memory without a known limit."""
     return value if math.isfinite(value) else None
 
 

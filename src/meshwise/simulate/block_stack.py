@@ -1,6 +1,6 @@
 """A model's stack of like blocks, and the same model with fewer of them.
 
-Blocks are alike when their modules have the same classes and tensors of the same shapes. Besides, one run of the whole
+Blocks are equal when their modules have the same classes and tensors of the same shapes. Besides, one run of the whole
 model must do the same for each of them, operation by operation, because a forward may treat any block differently.
 """
 

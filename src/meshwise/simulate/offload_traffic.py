@@ -25,7 +25,7 @@ _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "
 
 
 def beside(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
-    """Beside the micro-batches. `sizes`: bytes on other tiers; of activations, those of one micro-batch."""
+    """Beside the micro-batches. `sizes`: bytes on other tiers; for activations, the bytes of one micro-batch."""
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
     on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")

@@ -251,11 +251,11 @@ class _Rank:
         return self.play(self._around)
 
     def busy(self) -> float:
-        """Return the seconds in which it computes its micro-batches."""
+        """Return the seconds of computation for its micro-batches."""
         return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
 
     def waits(self) -> Mapping[str, float]:
-        """Return the seconds in which it waits for collectives, by axes, except beside its micro-batches."""
+        """Return the seconds of waits for collectives, by axes, except beside its micro-batches."""
         found = Counter(self.around().exposed)
         for action, part, times in self._actions:
             if action.kind in COMPUTE:

@@ -33,7 +33,7 @@ from meshwise.precision.dtype_policy import Precision
 
 
 class ReferenceRun:
-    """One process that trains a whole model, on the CPU or on `device`. Other arguments are those of `parallelize`.
+    """One process that trains a whole model, on the CPU or on `device`. Other arguments are as in `parallelize`.
 
     A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
     """
@@ -99,7 +99,7 @@ class ReferenceRun:
         return total, float(count)
 
     def _master(self, parameter: nn.Parameter, unrounded: Tensor) -> nn.Parameter:
-        """Return the parameter itself, or the master that is updated in its place."""
+        """Return the parameter itself, or its master, which is updated."""
         dtype = self._precision.master_of(parameter.dtype)
         return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
 

@@ -232,7 +232,7 @@ class VerificationFigures:
             yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
 
     def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
-        """Return the figures of gradients; those of the forward's last module come first."""
+        """Return the figures of gradients, beginning with the forward's last module."""
         assert self._oracle is not None
         place = {module: number for number, module in enumerate(self._oracle.outputs[0].order)}
         names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))

@@ -128,8 +128,8 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class CollectiveSource:
-    """State of a collective's output, in the words of the table above: the axes over which it is split, partial, alike
-    or whole.
+    """State of a collective's output, in the words of the table above: the axes over which it is split, partial,
+    replicated or whole.
     """
 
     whole: tuple[str, ...] = ()

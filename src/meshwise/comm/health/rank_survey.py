@@ -28,7 +28,7 @@ _MOST_STACKS = 4
 class RankAnswer:
     """Answer of a rank about itself.
 
-    `waiting`: the call in which it is blocked, since `waited` seconds. On a GPU waiting does not block: then it is
+    `waiting`: the call that it has been blocked in for `waited` seconds. On a GPU waiting does not block: then it is
     None, and `waited` is the time since the last call. Any recent call may be the one that does not end.
     """
 

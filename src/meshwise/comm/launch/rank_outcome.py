@@ -1,7 +1,7 @@
 """Store the result or error of a rank in a file that its launcher reads.
 
 A result or exception travels in a file, not through the exit status or a pipe. It is there even when the process dies
-right afterwards, and the first of several errors can be told from those it caused.
+right afterwards, and the first of several errors can be separated from later ones.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class HostRanks:
 
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> HostRanks:
-        """Map the boards of `ranks`, all of which call this over the same store. Raises OSError."""
+        """Map the boards of `ranks`; all of them call this over the same store. Raises OSError."""
         board, own = None, ""
         try:
             board = Board.make()

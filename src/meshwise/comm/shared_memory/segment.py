@@ -7,8 +7,8 @@ it through /proc/PID/fd, and see by its label that they got what they wanted.
     owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
-Making and mapping cost a page fault every 4 KB. So a slab whose last tensor is gone is reused for the next one of about
-its size; the last two are kept for that.
+Making and mapping cost a page fault every 4 KB. So an empty slab is reused for the next one of about its size; the last
+two are kept for that.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ is not opened that
 
 - holds parameters itself, or reads them from its modules without calling these;
 - has backward hooks, which see the gradients of all of it;
-- has a list of equal modules, such as experts, of which data may choose some;
+- has a list of equal modules, such as experts, where data may choose some;
 - is called more than once, or again in the backward by torch's checkpoint, which would not know what was received.
 """
 

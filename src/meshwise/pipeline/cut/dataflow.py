@@ -182,7 +182,7 @@ class DataflowTracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def in_place_of(self, module: nn.Module, *, held: nn.Module, key: str, put: Callable[[Any], Any]) -> Iterator[None]:
-        """Run a copy of a piece in its place within the block; attributes that it sets are then set here too."""
+        """Run a copy of a piece instead of the piece within the block; attributes that it sets are then set on both."""
         before = [dict(vars(one)) for one in held.modules()]
         yield
         hand = _Hand(Dependencies(effects=frozenset((key,))), put)

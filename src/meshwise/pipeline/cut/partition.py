@@ -43,7 +43,7 @@ class CutSteps:
         return max(_Table(self).loads(bounds))
 
     def merged(self, places: Sequence[int]) -> CutSteps:
-        """Return the row with cuts allowed only before these steps, the first of which is step 0."""
+        """Return the row with cuts allowed only before these steps; the first is step 0."""
         parts = list(pairwise((*places, len(self.solid))))
         return CutSteps(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],

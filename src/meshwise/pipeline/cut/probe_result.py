@@ -103,7 +103,7 @@ class ProbeResult:
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 
     def opened(self, keys: Collection[str]) -> ProbeResult:
-        """Return the row with those of these blocks opened that can be opened."""
+        """Return the row with those among these blocks opened that can be opened."""
         steps = (
             part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
         )

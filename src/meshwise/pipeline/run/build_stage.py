@@ -70,7 +70,7 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
 def _is_asked(name: str, met: StageContents, cut: ModelCut) -> bool:
     """Return whether a piece may be asked for the shapes of its output.
 
-    Its gradient is never asked for where the stage computes it, nor where its shapes are those of the input.
+    Its gradient is never asked for where the stage computes it, nor where its shapes equal the input's.
     """
     calls = enumerate(zip(met.keys, met.modules, strict=True))
     elsewhere = [key for at, (key, module) in calls if module == name and not met.start <= at < met.stop]
@@ -109,8 +109,8 @@ def _traced(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun) -> 
 
 def _keep_state(module: nn.Module, *, model: nn.Module, cut: ModelCut, index: int) -> None:
     """Give a traced stage the state that a stage of pieces would hold. That includes parameters and buffers that no
-    operation reads, of which fx knows nothing (the buffers on the last stage). State that fx adds is removed: fx makes
-    a buffer of every tensor that an operation reads.
+    operation reads and fx does not know (the buffers on the last stage). State that fx adds is removed: fx makes a
+    buffer of every tensor that an operation reads.
     """
     persistent = {
         f"{path}.{key}" if path else key: buffer

@@ -258,8 +258,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
-    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. None stands for
-    an operand that is not needed.
+    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. None marks an
+    operand that is not needed.
     """
     world, within = operation.world, operation.within
 

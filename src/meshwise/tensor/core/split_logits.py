@@ -23,7 +23,7 @@ from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySpli
 
 
 class SplitLogits(GlobalShapeTensor):
-    """Logits of which this rank holds a part, as a tensor of the full shape.
+    """Logits split over the vocabulary: this rank's part, as a tensor of the full shape.
 
     `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: the logits
     were written to; they are whole from then on. `derived`: made from others, whose memory they may share.

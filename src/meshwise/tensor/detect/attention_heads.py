@@ -230,7 +230,7 @@ def _key_count(source: Mapping[str, Any]) -> int:
 
 
 def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
-    """Return the key heads of three matrices two of which are equal and smaller, k and v."""
+    """Return the key heads of three matrices if two are equal and smaller, k and v."""
     smaller = sorted(firsts)[:2]
     return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
 

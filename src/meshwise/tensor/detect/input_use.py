@@ -3,7 +3,7 @@
 Three linears that read one tensor may gather it once, at the entry of the module around them, if that tensor goes to
 them alone. Any other reader (a norm, a residual) needs the part that the rank has. The source of the forward shows it.
 Where it does not, every linear gathers separately, which only costs traffic. An exception is a forward that reads sizes
-of its input, which should be those of the gathered one.
+of its input, which should be the gathered input's.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Sizes and registration order show which matrices form a pair, but not what the forward does between them. A softmax over
 the hidden features needs all of them, and a bias by head number needs to know which heads they are. So it is tried out.
-A copy of the module, whose first matrices return random numbers, runs with all features and with those of one rank. Its
-second matrix must read this rank's part of the same values, and nothing else in the output may depend on the features.
+A copy of the module, whose first matrices return random numbers, runs with all features and with one rank's. Its second
+matrix must read this rank's part of the same values, and nothing else in the output may depend on the features.
 
     first matrices give   N        ── module ──►  the second reads  R         returns  Y
     and of one rank       N[part]  ── module ──►                    R[part]            Y

@@ -14,9 +14,9 @@ exchange the roles of j and l:
 W is stored over i along the stream's features in both, so that heads are never cut. Within a pair the rows of the batch
 are split over (i, l): other tensors with a batch dim there (an attention mask) must be moved.
 
-The head is the 2D product with (i·j) for row and l for col. Its rows stay those of the hidden states, so labels fit
-them, and its logits, the largest tensor of all, are never a partial sum. Its W gathers h·v/p elements, where the cube's
-form would reduce b·s·v/p². The embedding is stored like it and is that product backwards.
+The head is the 2D product with (i·j) for row and l for col. Its rows stay as in the hidden states, so labels fit them,
+and its logits, the largest tensor of all, are never a partial sum. Its W gathers h·v/p elements, where the cube's form
+would reduce b·s·v/p². The embedding is stored like it and is that product backwards.
 """
 
 from __future__ import annotations
