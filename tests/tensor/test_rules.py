@@ -358,7 +358,7 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
         ({"norm": "attention"}, "'norm' is to be attention, but no pair"),
         ({"blocks.*.mlp": "norm"}, "computes neither LayerNorm nor RMSNorm"),
         ({"embedding": "head"}, "'embedding' is to be 'head', but Embedding computes something else"),
-        ({"head": "colwise"}, "'head' is to be 'colwise', but no pair of matrices was found in which it is that"),
+        ({"head": "colwise"}, "'head' is to be 'colwise', but no pair of matrices was found with it in that role"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_says_so(rules: Any, message: str) -> None:

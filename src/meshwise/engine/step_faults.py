@@ -33,7 +33,7 @@ class NonFiniteError(RuntimeError):
 class SkipPolicy:
     """Number of steps in a row that may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
 
-    ends    whether such a step may leave parts of itself behind, as nobody trains on but from a checkpoint
+    ends    whether such a step may leave a partial update, because training only continues from a checkpoint
     """
 
     most: int

@@ -8,7 +8,7 @@ whole one, and nothing can be compared. Here a draw is a function of
 and of nothing else. So it is the same under every plan, in every repeated forward and after a resume: the step number
 is the only state. A rank computes the slice of the draw that its tensor is. It knows
 
-    which samples    `SampleRows`, from the trainer: those of the micro-batch at hand. They lie along dim 0 of a drawn
+    which samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a drawn
     tensor,
                      alone or as its slower index (samples · heads, samples · tokens); along dim 1 where a module says
                      `batch_first=False` or only dim 1 has their number. A tensor with neither is drawn once for all.
@@ -50,7 +50,7 @@ DRAWING = (
 class SampleRows:
     """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
 
-    further   those of the same micro-batch on the rank whose share of the global batch is n shares further on
+    further   the samples of the same micro-batch on the rank whose share is n shares later
     """
 
     first: int

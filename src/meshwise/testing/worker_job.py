@@ -38,7 +38,7 @@ class WorkerJob:
         file = getattr(sys.modules.get(module), "__file__", None)
         if not qualname or "<" in qualname or (module == _MAIN and file is None):
             raise ValueError(
-                f"{qualname or repr(main)} of {module} cannot be imported by another process; pass a function "
+                f"{qualname or repr(main)} of {module} cannot be imported by another process. Pass a function "
                 "defined at the top of a file, with its inputs in args, or run it on threads"
             )
         return cls(module, qualname, file, pickle.dumps(args))

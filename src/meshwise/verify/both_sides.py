@@ -1,8 +1,8 @@
-"""Both sides of a verification, step by step, and every figure that comes of it.
+"""Run both sides of a verification, step by step, and compare every figure.
 
     one process (rank 0)      │ under the plan (every rank)     compared, by this name in the report
     ──────────────────────────┼──────────────────────────────────────────────────────────────────────
-    parameters, born          │ parameters, born sharded        the value of …, before the first step
+    parameters, initial       │ parameters, initial shards      the value of …, before the first step
     forward, loss             │ forward, loss                   the count, the loss
     backward                  │ backward, reduction             the gradient of …
     norm, clip                │ norm, clip                      the gradient norm

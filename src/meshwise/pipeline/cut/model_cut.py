@@ -337,7 +337,7 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
         if found := seen.effect(bound):
             piece, user = found
             raise CutError(
-                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs a side effect of {piece}: it changes "
+                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs a side effect of {piece}. It changes "
                 "an input, or stores a value in a list, a mapping or an attribute. "
                 f"Let {piece} return that value, or choose where stages begin: Options(cut=CutOptions(at=…)). "
                 "Models of transformers have such effects with output_attentions and output_router_logits: leave these "

@@ -1,29 +1,29 @@
 """Parts: the role of a module in tensor parallelism.
 
-A scheme knows parts, not models: which linear opens a pair, which closes it, which embedding is the vocabulary's. Who
-looks at a model (by rules, or by its structure) says it in these words, and who splits it needs no others.
+A scheme knows parts, not models: which linear opens a pair, which closes it, which embedding is the vocabulary's.
+`detect` finds the part of each module, by rules or by the model's structure; `core` and `schemes` split it.
 
-    stream ── norm ── first ── inner ── second ── + stream        a pair: attention or MLP
+    hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 
 *Hidden states* run from block to block. *Inner* activations lie between the two linears of a pair: the features of
 attention heads, or of an MLP's hidden layer.
 
-    role        is                                                            input    output
-    first       a linear that opens a pair                                    stream   inner
-    second      a linear that closes it                                       inner    stream
-    single      a linear by itself                                            stream   stream
-    head        the linear that gives logits                                  stream   logits, split over the vocabulary
-    embedding   an embedding over the vocabulary                              numbers  stream
-    positions   an embedding that is added (positions, token types)           numbers  stream
-    patches     a convolution whose output channels become features           input    stream
-    norm        a LayerNorm or RMSNorm over the stream's features, or inner   stream   stream
-    vector      parameters whose last dim is the stream's features, used element by element
-    inner       parameters, or an embedding, with a dim that is counted by heads: something for each
-    each_head   a module that treats every head alike (a norm of queries and keys): kept whole
-    attention   the module around a pair, whose attributes count heads
-    pair        the module around a pair, without attributes that count
-    block       a repeated block: with sequence parallelism the tokens are split from the first to the last of them
-    whole       computed whole, on the whole features: a classifier, a pooler
+    | role        module                                                        input    output
+    | colwise     a linear that opens a pair                                    hidden   inner
+    | rowwise     a linear that closes it                                       inner    hidden
+    | single      a linear without a partner                                    hidden   hidden
+    | head        the linear that gives logits                                  hidden   logits, split over the vocabulary
+    | embedding   an embedding over the vocabulary                              numbers  hidden
+    | positions   an embedding that is added (positions, token types)           numbers  hidden
+    | patches     a convolution whose output channels become features           input    hidden
+    | norm        a LayerNorm or RMSNorm over the features, or inner            hidden   hidden
+    | vector      parameters whose last dim is the features, used element by element
+    | inner       parameters, or an embedding, with a dim that counts heads
+    | each_head   a module that treats every head in the same way (a norm of queries and keys): kept whole
+    | attention   the module around a pair, whose attributes count heads
+    | pair        the module around a pair, without attributes that count
+    | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
+    | whole       computed whole, on the whole features: a classifier, a pooler
 
 A part belongs to a module, or (`colwise`, `rowwise`, `vector`, `inner`) to a parameter that a module holds itself.
 """

@@ -65,7 +65,7 @@ class SplitLogits(GlobalShapeTensor):
         """
         if self.derived:
             raise RuntimeError(
-                f"{func.__name__} would write into a view or conversion of logits that are split over the vocabulary; "
+                f"{func.__name__} would write into a view or conversion of split logits; "
                 "write into the output of the head, or into a gathered copy: logits + 0"
             )
         self.altered = True

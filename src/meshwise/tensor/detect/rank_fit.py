@@ -69,7 +69,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
             others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
             raise PlanError(
                 f"{name} ({type(held).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
-                f"reads hidden states, of which '{plan}' gives a rank a part. Nearest that works: "
+                f"reads hidden states, and '{plan}' gives a rank a part of these. Nearest that works: "
                 f"{rule if others else ''}sequence_parallel=0"
             )
         if plan.tp_mode != "1d" and isinstance(held, nn.Transformer):
@@ -99,7 +99,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
     ends = ("head", "block")
     if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
         raise PlanError(
-            f"the model takes and returns {width} features, of which tp_mode={plan.tp_mode} gives a rank a part, but "
+            f"the model takes and returns {width} features, and tp_mode={plan.tp_mode} gives a rank a part of them, but "
             "it has no repeated blocks, in a ModuleList, where the split would begin and end. Nearest that works: "
             "tp_mode=1d"
         )

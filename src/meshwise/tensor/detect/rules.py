@@ -126,7 +126,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     for name, rule in given.items():
         if rule.role in ("colwise", "rowwise") and name in parts and parts[name].role != rule.role:
             raise ValueError(
-                f"{name!r} is to be {rule.role!r}, but no pair of matrices was found in which it is that; without the "
+                f"{name!r} is to be {rule.role!r}, but no pair of matrices was found with it in that role; without the "
                 f"rule it is {parts[name].role!r}"
             )
     placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}

@@ -2,7 +2,7 @@
 
 The first linear of a pair is split by columns, the second by rows; only the end of a pair needs the other ranks:
 
-    X alike ── first W/out ── inner/features ── second W/in ── sum over tp ── alike
+    X whole ── colwise W/out ── inner/features ── rowwise W/in ── sum over tp ── whole
 
 Communication of a block of two pairs, b·s tokens of h features: 2 all-reduces of b·s·h elements in the forward and 2 in
 the backward. With `sequence` the hidden states are split over the tokens (Korthikanti et al., arXiv 2205.05198). Each
