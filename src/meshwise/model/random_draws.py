@@ -8,14 +8,13 @@ whole one, and nothing can be compared. Here a draw is a function of
 and of nothing else. So it is the same under every plan, in every repeated forward and after a resume: the step number
 is the only state. A rank computes the slice of the draw that its tensor is. It knows
 
-    which samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a drawn
-    tensor,
-                     alone or as its slower index (samples · heads, samples · tokens); along dim 1 where a module says
-                     `batch_first=False` or only dim 1 has their number. A tensor with neither is drawn once for all.
-    which place      the module that draws, the how manieth time it is called inside the module that calls it (and that
-                     one, and so on), and the how manieth draw of that call. Hooks keep this stack.
-    which part       `ActivationRegion`, from the part that splits layers: from one module on, a rank's activations are
-    a slice.
+    which samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a
+                     drawn tensor, alone or as its slower index (samples · heads, samples · tokens). They lie along
+                     dim 1 where a module says `batch_first=False` or only dim 1 has their number. A tensor with neither is
+                     drawn once for all samples.
+    which place      the drawing module, the number of this call of it inside the calling module (and so on outwards),
+                     and the number of the draw in that call. Hooks keep this stack.
+    which part       `ActivationRegion`, from tensor parallelism: from one module on, a rank's activations are a slice.
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, with no caller
 on the stack. Such a module keeps the place that it had in the forward. A module that was called from two places is

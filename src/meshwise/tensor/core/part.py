@@ -12,7 +12,7 @@ attention heads, or of an MLP's hidden layer.
     | colwise     a linear that opens a pair                                    hidden   inner
     | rowwise     a linear that closes it                                       inner    hidden
     | single      a linear without a partner                                    hidden   hidden
-    | head        the linear that gives logits                                  hidden   logits, split over the vocabulary
+    | head        the linear that gives logits                                  hidden   logits, split over the words
     | embedding   an embedding over the vocabulary                              numbers  hidden
     | positions   an embedding that is added (positions, token types)           numbers  hidden
     | patches     a convolution whose output channels become features           input    hidden

@@ -99,8 +99,8 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
     ends = ("head", "block")
     if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
         raise PlanError(
-            f"the model takes and returns {width} features, and tp_mode={plan.tp_mode} gives a rank a part of them, but "
-            "it has no repeated blocks, in a ModuleList, where the split would begin and end. Nearest that works: "
+            f"the model takes and returns {width} features, and tp_mode={plan.tp_mode} gives a rank a part. But "
+            "there are no repeated blocks, in a ModuleList, where the split would begin and end. Nearest that works: "
             "tp_mode=1d"
         )
 
