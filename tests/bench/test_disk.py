@@ -66,7 +66,7 @@ def test_the_command_prints_a_table_and_writes_the_rates(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--folder", "/nowhere"], "no file for tensors at rest can be made in /nowhere: No such file"),
+        (["--folder", "/nowhere"], "no swap file can be made in /nowhere: No such file"),
         (["--size", "900000G"], "bytes free, and four files of .* are needed; give a smaller size"),
         (["--size", "much"], "'much' is not a size"),
         (["--rounds", "0"], "rounds = 0 has to be at least 1"),

@@ -35,7 +35,7 @@ def calls_while_another_waits(world: World, name: str, how: str) -> None:
         waiting.start()
         while other.position.waiting_since is None:
             time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="one thread at a time calls the collectives of a rank"):
+        with pytest.raises(RuntimeError, match="call the collectives of a rank from one thread at a time"):
             other.all_reduce(torch.ones(3), axes="rank")
         told.set("refused", "")
         waiting.join()

@@ -80,7 +80,7 @@ def is_refused_until_a_load(trainer: Trainer, *, folder: Path) -> None:
     """A trainer that is part old and part new neither steps nor saves; `folder / "saved"` is of the first step."""
     _, second, third = batches()
     for use in (lambda: trainer.step(third), lambda: trainer.save(folder / "torn")):
-        with pytest.raises(TierError, match="part old and part new; load a checkpoint to go on"):
+        with pytest.raises(TierError, match="part old and part new; load a checkpoint to continue"):
             use()
     assert not (folder / "torn").exists()
     trainer.load(folder / "saved")

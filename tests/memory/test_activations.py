@@ -238,10 +238,10 @@ def test_a_full_disk_a_short_read_and_a_broken_one_are_told(tmp_path: Path, monk
         output.sum().backward()
 
     for call, meets, message in (
-        ("posix_fallocate", full, "has no room for tensors at rest"),
-        ("pwritev", broken, "cannot write a tensor at rest"),
-        ("preadv", broken, "cannot read a tensor at rest"),
-        ("preadv", lambda *_: 0, "somebody has cut it"),
+        ("posix_fallocate", full, "has no room for the swap file"),
+        ("pwritev", broken, "cannot write a tensor of the swap file"),
+        ("preadv", broken, "cannot read a tensor of the swap file"),
+        ("preadv", lambda *_: 0, "another process has cut it"),
     ):
         away, mover = tier(tmp_path)
         with monkeypatch.context() as patch:
@@ -254,7 +254,7 @@ def test_a_full_disk_a_short_read_and_a_broken_one_are_told(tmp_path: Path, monk
 
 
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="name a folder on a disk"):
+    with pytest.raises(TierError, match="name an existing, writable folder on a disk"):
         activations("disk", device=CPU, swap=SwapConfig(folder=tmp_path / "gone"), how=ActivationTransfers())
     with pytest.raises(ValueError, match="give at least 1 byte of each"):
         ActivationTransfers(ahead=0)

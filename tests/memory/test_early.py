@@ -186,7 +186,7 @@ def test_a_disk_that_fails_under_an_early_update_is_told(monkeypatch: pytest.Mon
         trainer.step(batches()[0])
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwritev", broken)
-            with pytest.raises(TierError, match=r"cannot write a tensor at rest in .*: Input/output error"):
+            with pytest.raises(TierError, match=r"cannot write a tensor of the swap file in .*: Input/output error"):
                 trainer.step(batches()[1])
         with pytest.raises(TierError, match="part old and part new"):
             trainer.step(batches()[2])

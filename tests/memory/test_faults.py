@@ -45,7 +45,7 @@ def test_an_update_that_fails_half_way_is_neither_used_nor_saved_and_a_load_mend
         trainer.save(tmp_path / "saved")
         with monkeypatch.context() as broken:
             broken.setattr(os, "pwritev", fails(os.pwritev, after=5))
-            with pytest.raises(TierError, match=r"cannot write a tensor at rest in .*: Input/output error"):
+            with pytest.raises(TierError, match=r"cannot write a tensor of the swap file in .*: Input/output error"):
                 trainer.step(second)
         is_refused_until_a_load(trainer, folder=tmp_path)
         whole = under(world, "dp=1")
@@ -62,7 +62,7 @@ def test_a_disk_that_fails_while_parameters_are_gathered_is_told(monkeypatch: py
         trainer = under(world, PLAN)
         with monkeypatch.context() as broken:
             broken.setattr(os, "preadv", fails(os.preadv, after=1))
-            with pytest.raises(TierError, match=r"cannot read a tensor at rest in .*: Input/output error"):
+            with pytest.raises(TierError, match=r"cannot read a tensor of the swap file in .*: Input/output error"):
                 trainer.step(batches()[0])
         results = [trainer.step(batch) for batch in batches()]
         whole = under(world, "dp=1")
@@ -83,9 +83,7 @@ def test_a_disk_without_room_is_told_when_the_plan_is_applied(monkeypatch: pytes
     monkeypatch.setattr(os, "posix_fallocate", full)
 
     def main(world: World) -> None:
-        with pytest.raises(
-            TierError, match="has no room for tensors at rest: No space left on device; 16384 bytes are"
-        ):
+        with pytest.raises(TierError, match="has no room for the swap file: No space left on device; 16384 bytes are"):
             under(world, PLAN, options=at(tmp_path))
 
     run_threads(1, main)
@@ -94,7 +92,7 @@ def test_a_disk_without_room_is_told_when_the_plan_is_applied(monkeypatch: pytes
 
 def test_a_folder_that_is_not_there_is_told_when_the_plan_is_applied(tmp_path: Path) -> None:
     def main(world: World) -> None:
-        with pytest.raises(TierError, match=r"no file for tensors at rest can be made in .*gone: No such file"):
+        with pytest.raises(TierError, match=r"no swap file can be made in .*gone: No such file"):
             under(world, PLAN, options=at(tmp_path / "gone"))
 
     run_threads(1, main)

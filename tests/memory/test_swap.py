@@ -126,12 +126,14 @@ def test_a_removed_folder_is_told_at_once_and_does_not_matter_later(tmp_path: Pa
     file.write(file.place(rest), values=block(torch.ones(1000))).wait()
     assert rest.sum() == 1000
     file.close()
-    with pytest.raises(TierError, match=rf"can be made in {folder}: No such file or directory; name a folder"):
+    with pytest.raises(
+        TierError, match=rf"can be made in {folder}: No such file or directory; name an existing, writable folder"
+    ):
         SwapFile(folder)
 
 
 def test_a_full_disk_is_told_before_anything_is_written(file: SwapFile) -> None:
-    with pytest.raises(TierError, match=r"has no room for tensors at rest: .*; \d+ bytes are needed beside"):
+    with pytest.raises(TierError, match=r"has no room for the swap file: .*; \d+ bytes are needed besides"):
         file.allocate(1 << 50, dtype=torch.float32)
     assert file.allocate(3, dtype=torch.float32).tolist() == [0, 0, 0]
 
@@ -159,7 +161,7 @@ def test_a_file_that_was_cut_is_told(file: SwapFile) -> None:
     rest = file.allocate(4096, dtype=torch.float32)
     place, memory = file.place(rest), aligned(4 * 4096)
     os.ftruncate(file._file, place)
-    with pytest.raises(TierError, match=r"ends at byte \d+, before the 16384 that were put there"):
+    with pytest.raises(TierError, match=r"ends at byte \d+, before 16384 bytes that were written"):
         file.read(place, into=memory).wait()
 
 
@@ -168,7 +170,7 @@ def test_a_disk_that_fails_is_told(file: SwapFile) -> None:
     place = file.place(rest)
     descriptor = file._file
     file._file = os.open(file.folder, os.O_RDONLY)
-    with pytest.raises(TierError, match="cannot write a tensor at rest in"):
+    with pytest.raises(TierError, match="cannot write a tensor of the swap file in"):
         file.write(place, values=block(torch.ones(10))).wait()
     os.close(file._file)
     file._file = descriptor

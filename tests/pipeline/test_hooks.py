@@ -114,7 +114,7 @@ def refused(hook: Hook, reason: str, **options: Any) -> None:
 
 def test_backward_hooks_of_a_module_that_stages_share() -> None:
     for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
-        refused(lambda model, put=register: put(model.body, doubled), "body has backward hooks, and several stages may")  # type: ignore[misc]
+        refused(lambda model, put=register: put(model.body, doubled), "body has backward hooks, but several stages may")  # type: ignore[misc]
 
 
 def test_backward_hooks_beside_forward_hooks() -> None:
@@ -127,7 +127,7 @@ def test_backward_hooks_beside_forward_hooks() -> None:
 
 @pytest.mark.parametrize("name", ["backward of blocks", "backward pre of the model", "old backward"])
 def test_backward_hooks_that_a_trace_would_not_call(name: str) -> None:
-    refused(HOOKS[name], "has backward hooks, and a trace does not call that as a whole", cut=CutOptions(how="trace"))
+    refused(HOOKS[name], "has backward hooks, but a trace does not call it as a whole", cut=CutOptions(how="trace"))
 
 
 def test_forward_hooks_of_the_model_that_a_trace_would_not_call() -> None:

@@ -145,7 +145,7 @@ FAULTS = [
     ("0F0 1F0 0B0 1B0", "rank 0 does 0B0 before 1B0 or 1I0"),
     ("0F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 never sends 0SEND_F0"),
     ("0F0 0SEND_F0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 never receives 0RECV_B0"),
-    ("0F0 0B0 0SEND_B0", "rank 0 sends 0SEND_B0, which nobody needs"),
+    ("0F0 0B0 0SEND_B0", "rank 0 sends 0SEND_B0, which no rank needs"),
     ("0SEND_F0 0F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 does 0SEND_F0 before 0F0"),
     ("0F0 0SEND_F0 0B0 0RECV_B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 does 0B0 before 0RECV_B0"),
     ("0F0 0GATHER 0B0 0FREE", "rank 0 does 0F0 while stage 0 is not gathered"),

@@ -195,14 +195,14 @@ def changed_and_used(embedding: Any, layers: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("into", INTO)
 def test_what_a_piece_puts_somewhere_is_refused_where_others_need_it(into: str, bare: bool) -> None:
     model = made(lambda: Model(collecting, *(Kept(into) for _ in range(4))))
-    with pytest.raises(CutError, match=r"cannot begin at layers.2: .* needs what layers.[01] does beside returning"):
+    with pytest.raises(CutError, match=r"cannot begin at layers.2: .* needs a side effect of layers.[01]"):
         cut(model, bare=bare)
 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_so_is_what_a_piece_changes(bare: bool) -> None:
     model = made(lambda: Model(changed_and_used, InPlace(), *linears(3)))
-    with pytest.raises(CutError, match=r"layers.2: the result needs what layers.0 does beside returning its output"):
+    with pytest.raises(CutError, match=r"layers.2: the result needs a side effect of layers.0"):
         cut(model, bare=bare)
     is_the_model(model, example, cut(model, at="layers.0", bare=bare))
 
@@ -241,7 +241,7 @@ def hooked(embedding: Any, layers: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_so_is_what_hooks_collect_inside_of_pieces(bare: bool) -> None:
-    with pytest.raises(CutError, match=r"layers.2: the result needs what layers.0 does beside returning its output"):
+    with pytest.raises(CutError, match=r"layers.2: the result needs a side effect of layers.0"):
         cut(made(lambda: Model(hooked)), bare=bare)
 
 
@@ -285,7 +285,7 @@ def test_what_a_piece_writes_anew_before_it_reads_it_is_its_own_in_every_call(ba
 
     model = made(lambda: Model(twice, Reshapes(), *linears(3)))
     is_the_model(model, example, cut(model, bare=bare))
-    with pytest.raises(CutError, match=r"layers.0:2 needs what layers.0 does beside returning its output"):
+    with pytest.raises(CutError, match=r"layers.0:2 needs a side effect of layers.0"):
         cut(made(lambda: Model(twice, Remembers(), *linears(3))), bare=bare)
 
 

@@ -144,11 +144,11 @@ class Takes(nn.Linear):
 @pytest.mark.parametrize(
     "what, said",
     [
-        ("rows", r"tensor(size=(2, 4), requires_grad=True), and .* tensor(size=(3, 4), requires_grad=True);"),
-        ("dtype", r"tensor(size=(3, 4), dtype=torch.float64, .*, and .* tensor(size=(3, 4), requires_grad=True);"),
-        ("gradient", r"tensor(size=(3, 4)), and .* tensor(size=(3, 4), requires_grad=True);"),
-        ("number", r"(tensor(size=(3, 4), requires_grad=True), 2), and .* tensor(size=(3, 4), requires_grad=True);"),
-        ("a set", r"(tensor.*, frozenset({3.0})), and for another one .* frozenset({12.0}));"),
+        ("rows", r"tensor(size=(2, 4), requires_grad=True), and .* tensor(size=(3, 4), requires_grad=True)"),
+        ("dtype", r"tensor(size=(3, 4), dtype=torch.float64, .*, and .* tensor(size=(3, 4), requires_grad=True)"),
+        ("gradient", r"tensor(size=(3, 4)), and .* tensor(size=(3, 4), requires_grad=True)"),
+        ("number", r"(tensor(size=(3, 4), requires_grad=True), 2), and .* tensor(size=(3, 4), requires_grad=True)"),
+        ("a set", r"(tensor.*, frozenset({3.0})), and for another one .* frozenset({12.0}))"),
     ],
 )
 def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, said: str) -> None:

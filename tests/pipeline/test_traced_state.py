@@ -104,7 +104,7 @@ class Twice(nn.Module):
     "inner, words",
     [
         (lambda: nn.Dropout(0.3), "draws random numbers and is called more than once, and a trace cannot tell"),
-        (lambda: nn.BatchNorm1d(WIDTH), "needs what .* does beside returning its output"),
+        (lambda: nn.BatchNorm1d(WIDTH), "needs a side effect of .*"),
     ],
 )
 def test_calls_of_one_module_that_a_trace_cannot_tell_apart_are_refused(inner: Any, words: str) -> None:
@@ -146,7 +146,7 @@ def test_a_buffer_that_one_stage_would_change_and_another_read_is_refused(first:
         model: Any = (lambda: Averaging(first=first).double()) if function else Averaging(first=first).double()
         parallelize(model, "pp=2", loss=squares, world=world, options=options, lr=1e-2)
 
-    with pytest.raises(PlanError, match=r"needs what .* does beside returning its output"):
+    with pytest.raises(PlanError, match=r"needs a side effect of .*"):
         run(2, main)
 
 

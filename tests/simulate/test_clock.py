@@ -265,7 +265,7 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
         ("inside.collectives", "allgather = [[1, 2]]", "unknown key allgather; did you mean all_gather"),
         ("inside.collectives", "all_gather = 3", "collectives.all_gather is a list of"),
         ("host", "link = nan", "link = nan has to be above 0"),
-        ("device", "launch = 1e-6", "device: peak tells how fast"),
+        ("device", "launch = 1e-6", "device: peak is its speed"),
     ],
 )
 def test_a_cluster_of_which_no_time_can_be_told_is_refused(section: str, wrong: str, says: str, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_logits_that_are_written_to_are_whole_from_then_on() -> None:
 
     def main(world: World) -> None:
         _, logits = split_logits(world, torch.zeros(4, CLASSES))
-        with pytest.raises(RuntimeError, match="would write into logits"):
+        with pytest.raises(RuntimeError, match="would write into a view or conversion of split logits"):
             logits.float().fill_(1.0)
 
     run(RANKS, main)

@@ -211,7 +211,9 @@ def test_a_model_without_a_head_has_all_features_outside_of_its_blocks() -> None
 def test_a_model_without_blocks_has_no_place_for_a_stream_in_parts() -> None:
     model = Block(Attention(16, 4, kv_heads=4), width=16, hidden=48)
     find_parts(model, plan=Plan.parse("tp=2"))
-    with pytest.raises(PlanError, match=r"stream of 16 features.*no repeated blocks.*Nearest that works: tp_mode=1d"):
+    with pytest.raises(
+        PlanError, match=r"takes and returns 16 features.*no repeated blocks.*Nearest that works: tp_mode=1d"
+    ):
         find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
 
 

@@ -78,7 +78,7 @@ BAD = [
     ([*JOB, "--compare", "dp=2"], "times are drawn and compared on a cluster: name it, as in --on"),
     ([*JOB, "--html=a.html"], "times are drawn and compared on a cluster"),
     ([*JOB, ON, "--run=/nowhere"], "/nowhere is not there; train with --train.timeline=3"),
-    ([*JOB, ON, "--measure"], "--measure is told beside the prediction of --memory: give that too"),
+    ([*JOB, ON, "--measure"], "--measure is compared with the prediction of --memory: give --memory too"),
     (JOB, "say what to tell: --memory, or --on a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
     (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),

@@ -1,7 +1,7 @@
 """Batches as trees of tensors.
 
 A batch is whatever the user's dataset yields: a tensor, a pair, a mapping, a dataclass of any of these. The engine
-only ever needs three things of it: how many samples it holds, some of its samples, and its tensors on a device. In
+needs its number of samples, parts of it along named dims (`BatchDims`: rows, tokens), and its tensors on a device. In
 every tensor of a batch, dim 0 counts the samples.
 
 torch has a tree library of its own (`torch.utils._pytree`); it is private and asks every dataclass to be registered,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,6 +75,56 @@ def reachable(value: Any) -> Iterator[Tensor]:
         open_ += getattr(item, "__dict__", {}).values()
 
 
+@dataclass(frozen=True)
+class BatchDims:
+    """Named dims of a batch, `rows` (samples) and `tokens`: which dim of each tensor is which.
+
+    `sizes` has the size of each name. `dims` has, per tensor in the tree's order, the dim of each name that it has: an
+    input (B, T) has both, a label per sample (B,) has rows only.
+    """
+
+    sizes: Mapping[str, int]
+    dims: tuple[Mapping[str, int], ...]
+
+    @classmethod
+    def of(cls, tree: Any, *, tokens: int | None = None, stated: Mapping[int, int] | None = None) -> BatchDims:
+        """Find the dims of a batch from its sizes.
+
+        Rows lie along dim 0 of every tensor. With `tokens`, the length of a sequence, the tokens of a tensor lie along
+        its one other dim of that size; `stated` gives that dim for tensors with several, by number in the tree's order.
+
+        Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
+        """
+        sizes = {"rows": rows(tree)} | ({} if tokens is None else {"tokens": tokens})
+        dims: list[Mapping[str, int]] = []
+        for number, tensor in enumerate(tensors(tree)):
+            found = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == tokens]
+            if number in (stated or {}):
+                found = [(stated or {})[number]]
+            if len(found) > 1:
+                raise ValueError(
+                    f"tensor {number} of the batch, of shape {tuple(tensor.shape)}, has {len(found)} dims of {tokens} "
+                    f"tokens; state one of {found}: stated={{{number}: {found[0]}}}"
+                )
+            dims.append({"rows": 0} | ({"tokens": found[0]} if found else {}))
+        return cls(sizes, tuple(dims))
+
+    def take(self, tree: Any, *, name: str, start: int, stop: int) -> Any:
+        """Return places `start` to `stop` (excluded) along the dim `name` of every tensor that has it, as views.
+
+        Raises ValueError when the batch does not hold these places.
+        """
+        if not 0 <= start <= stop <= self.sizes[name]:
+            raise ValueError(f"{name} {start} to {stop} of a batch of {self.sizes[name]} {name}")
+        along = iter(self.dims)
+
+        def cut(tensor: Tensor) -> Tensor:
+            dim = next(along).get(name)
+            return tensor if dim is None else tensor.narrow(dim, start, stop - start)
+
+        return map_tensors(cut, tree)
+
+
 def rows(tree: Any) -> int:
     """Return the number of samples a batch holds: the size of dim 0, the same in all its tensors.
 
@@ -93,7 +144,4 @@ def take_rows(tree: Any, *, start: int, stop: int) -> Any:
 
     Raises ValueError when the batch does not hold these samples.
     """
-    held = rows(tree)
-    if not 0 <= start <= stop <= held:
-        raise ValueError(f"rows {start} to {stop} of a batch of {held} rows")
-    return map_tensors(lambda tensor: tensor[start:stop], tree)
+    return BatchDims.of(tree).take(tree, name="rows", start=start, stop=stop)

@@ -10,8 +10,8 @@ is the only state. A rank computes the slice of the draw that its tensor is. It 
 
     which samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a
                      drawn tensor, alone or as its slower index (samples · heads, samples · tokens). They lie along
-                     dim 1 where a module says `batch_first=False` or only dim 1 has their number. A tensor with neither is
-                     drawn once for all samples.
+                     dim 1 where a module says `batch_first=False` or only dim 1 has their number. A tensor without
+                     either is drawn once for all samples.
     which place      the drawing module, the number of this call of it inside the calling module (and so on outwards),
                      and the number of the draw in that call. Hooks keep this stack.
     which part       `ActivationRegion`, from tensor parallelism: from one module on, a rank's activations are a slice.
