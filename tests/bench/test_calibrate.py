@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
-from meshwise.cli import calibrate_command as command
+from meshwise.cli import bench_command as command
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.simulate.cluster import load, parse_cluster, to_table
@@ -41,8 +41,8 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "cores, told",
     [
-        (1, "the ranks share 1 core, but are told as if each had one: calibrate and train with --ranks 1"),
-        (4, "other work had 45% of their time: calibrate again when the machine is quieter"),
+        (1, "2 ranks share 1 core: calibrate and train with --ranks 1"),
+        (4, "other work took 45% of the CPU time: calibrate again when the machine is quieter"),
     ],
 )
 def test_ranks_that_did_not_have_their_cores_are_told_why(
@@ -51,5 +51,5 @@ def test_ranks_that_did_not_have_their_cores_are_told_why(
     found = Calibrated(parse_cluster("cpu4"), share=0.55)
     monkeypatch.setattr(command, "run", lambda *_, **__: [found])
     monkeypatch.setattr(command, "cores", lambda: cores)
-    assert command.main(["--ranks", "2", "--device", "cpu", "--output", str(tmp_path / "here.toml")]) == 0
+    assert command.main(["calibrate", "--ranks", "2", "--device", "cpu", "--output", str(tmp_path / "here.toml")]) == 0
     assert capsys.readouterr().out.endswith(f"2 ranks; {told}\n")

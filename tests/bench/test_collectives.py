@@ -144,7 +144,7 @@ def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measure
     "words, said",
     [
         ([], "meshwise bench collectives"),
-        (["colectives"], "no benchmark 'colectives'"),
+        (["colectives"], "unknown benchmark 'colectives'"),
         (["collectives", "--groups", "3", "--ranks", "4"], "groups may have 2, 4 ranks"),
         (["collectives", "--sizes", "4X"], "'4X' is not a size"),
         (["collectives", "--collectives", "alreduce"], "no collective alreduce"),

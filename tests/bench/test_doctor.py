@@ -140,14 +140,14 @@ def test_local_ranks_that_can_talk_end_with_status_0(
     status = main(["doctor", "--ranks", "2"])
 
     text = capfd.readouterr().out
-    assert f"2 ranks on cpu, joined by {medium}, talked: 1 pair, median latency" in text
+    assert f"2 ranks on cpu, joined by {medium}, communicate: 1 pair, median latency" in text
     assert (status, "all is well" in text) == (0, True)
 
 
 @pytest.mark.processes
 def test_a_rank_alone_has_nobody_to_talk_to(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--ranks", "1"]) == 0
-    assert "1 rank on cpu has no other to talk to" in capfd.readouterr().out
+    assert "1 rank on cpu has no peer" in capfd.readouterr().out
 
 
 def test_a_problem_ends_with_status_1_and_its_remedy(port: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,7 +270,7 @@ def test_a_tensor_with_gaps_is_saved_as_what_it_shows(tmp_path: Path) -> None:
 MEMORY = """
     import sys, torch
     from pathlib import Path
-    from meshwise.checkpoint import SaveContent, CheckpointReader, read_index, save
+    from meshwise.checkpoint import CheckpointReader, SaveContent, read_index, save
     from meshwise.comm.in_process.thread_world import run_threads
     from meshwise.data_parallel.stored_slices import StoredSlice
 

@@ -108,7 +108,7 @@ def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pyt
     assert "--job" in capsys.readouterr().err
     (tmp_path / "job.toml").write_text(to_toml(JOB))
     assert main(["checkpoint", "export", str(root / "step-2"), str(tmp_path / "out")]) == 2
-    assert "out/model.safetensors is there already, and stays as it is" in capsys.readouterr().err
+    assert "out/model.safetensors exists and is not replaced" in capsys.readouterr().err
     words = ["export", str(root / "step-1"), str(tmp_path / "other"), "--job", str(tmp_path / "job.toml")]
     assert main(["checkpoint", *words]) == 0
 

@@ -21,7 +21,7 @@ from meshwise.plan import Plan
 from meshwise.simulate import available_memory as room
 from meshwise.simulate.fitting_plans import MemoryNeeds, ShortageError, shortage
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.train.failure_report import SAY_ALL
+from meshwise.train.failure_report import SELF_EXPLAINING
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run
 JOB = """
@@ -119,7 +119,7 @@ def test_what_is_a_shortage_of_memory(error: Exception, *, told: bool) -> None:
 
 
 def test_the_answer_is_told_without_a_traceback_and_so_is_a_broken_disk() -> None:
-    assert {ShortageError, TierError} <= set(SAY_ALL)
+    assert {ShortageError, TierError} <= set(SELF_EXPLAINING)
 
 
 def test_the_answer_comes_from_another_process_as_it_is() -> None:

@@ -111,11 +111,11 @@ def test_the_command_shows_where_a_jobs_model_would_be_cut(capsys: pytest.Captur
 
 
 BAD = [
-    (["draw"], "name what to draw; there is: meshwise draw schedule, meshwise draw cut, meshwise draw mesh"),
+    (["draw"], "name what to draw; choose from: meshwise draw schedule, meshwise draw cut, meshwise draw mesh"),
     ([*CUT, "--plan=dp=2"], "the plan 'dp=2' has one stage"),
     ([*CUT, "--plan=pp=13"], "13 stages do not fit: GPT has 12 pieces, so at most pp·virtual_stages=12"),
     ([*CUT, "--plan=pp=2", "--model.cut-at", "block.1"], "a stage cannot begin at 'block.1'; it can at, for"),
-    (["draw", "tree"], "no drawing 'tree'"),
+    (["draw", "tree"], "unknown drawing 'tree'"),
     (["draw", "schedule"], "give either a plan or a table"),
     (["draw", "schedule", "--plan=pp=4 microbatches=6 schedule=interleaved"], "Nearest that works: 'pp=4"),
     (["draw", "schedule", "--plan=pp=4 microbatchs=6"], "unknown plan key 'microbatchs'; did you mean microbatches?"),
@@ -123,7 +123,7 @@ BAD = [
     (["draw", "schedule", "--plan=pp"], "'pp' in the plan 'pp' is not key=value"),
     (["draw", "schedule", "--plan=pp=2 schedule=zb"], "schedule=zb: schedule is one of 1f1b"),
     (["draw", "schedule", "--plan=pp=2 microbatches=4 budget=much"], "budget='much': budget is a whole number"),
-    (["draw", "schedule", "--plan=pp=2", "--forward=0"], "times are positive"),
+    (["draw", "schedule", "--plan=pp=2", "--forward=0"], "times have to be above 0"),
     (["draw", "schedule", "--table=nowhere.txt"], "nowhere.txt"),
 ]  # fmt: skip
 

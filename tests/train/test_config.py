@@ -85,18 +85,21 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
         (["--sead=3"], "unknown key sead; did you mean train.seed?"),
         (
             ["--model.layers=3"],
-            "unknown key model.layers; an argument of what is named there is given as in --model.arg",
+            "unknown key model.layers; give an argument of your own function as --model.arguments layers=…",
         ),
         (
             ["--model.arguments.layers=3"],
-            "model.arguments is a table, and layers in it is given as in --model.arguments layers=…",
+            "model.arguments is a table: give --model.arguments layers=…",
         ),
         (["--train.steps", "ten"], "--train.steps: 'ten' is no whole number"),
         (["--train.steps"], "--train.steps is given without a value"),
         (["--ranks", "two"], "--ranks takes INT, not 'two'"),
         (["--optimizer.betas", "0.9"], "--optimizer.betas takes FLOAT FLOAT, not '0.9'"),
         (["--optimizer.lr", "high"], "--optimizer.lr: 'high' is no number"),
-        (["--train.dtype", "float16"], "'float16' is none of float32, float64, which parameters are kept in; half"),
+        (
+            ["--train.dtype", "float16"],
+            "train.dtype = 'float16' is none of float32, float64; for half precision",
+        ),
         (
             ["--plan", "dp=2", "zero=1"],
             """unexpected 'zero=1'; a value with blanks is written in quotes, as in --plan "dp=""",
@@ -105,7 +108,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
         (["train.steps=3"], "cannot read the job train.steps=3"),
         (
             ["--train.steps=3", "job.toml"],
-            "'job.toml' is not in its place; a job, and there is one, is named before all",
+            "'job.toml' comes after a flag; name one job, before all flags",
         ),
         (["--train.tensorboard", "yes"], "unexpected 'yes'"),
         (["--train.tensorboard", "true"], "--train.tensorboard: 'true' is none of 'True', 'False'"),
@@ -134,7 +137,7 @@ def test_a_wrong_flag_gets_one_message_that_says_what_to_change(words: list[str]
 def test_tensor_rules_are_patterns_and_parts() -> None:
     words = ("--model.tensor-rules", "blocks.*.qkv=colwise sections=3", "head=head")
     assert job_of(*words).model.tensor_rules == {"blocks.*.qkv": "colwise sections=3", "head": "head"}
-    with pytest.raises(JobError, match=re.escape("'blocks.*.up' = 3 is not a part")):
+    with pytest.raises(JobError, match=re.escape("'blocks.*.up' = 3 is not a role")):
         ModelJob(tensor_rules={"blocks.*.up": 3})
 
 

@@ -90,14 +90,14 @@ def test_a_user_without_a_home_is_asked_for_a_folder(tmp_path: Path, monkeypatch
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    with pytest.raises(JobError, match="no home folder to keep the text in; name another, as in"):
+    with pytest.raises(JobError, match="no home folder for the text cache; name another folder, as in"):
         load_data(DataJob(files=(str(tmp_path / "a.txt"),)))
 
 
 @pytest.mark.parametrize("place", ["a.txt", "a.txt/below", "/proc/1/none"])
 def test_a_cache_that_cannot_be_made_says_so(place: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(JobError, match=r"cannot keep the text in .*; name a folder with room"):
+    with pytest.raises(JobError, match=r"cannot keep the text in .*; name a folder that is writable"):
         token_file([f"{tmp_path}/a.txt"], cache=tmp_path / place)
 
 
@@ -140,10 +140,10 @@ def test_a_file_left_half_written_by_a_killed_run_is_not_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "names, message",
     [
-        (["nowhere.txt"], "'nowhere.txt' is no file, no folder with files and no glob that matches any"),
-        (["empty"], "'.*empty' is no file, no folder with files and no glob"),
-        (["*.none"], r"none' is no file"),
-        (["blank.txt"], "no file of 1 has any text in it"),
+        (["nowhere.txt"], "'nowhere.txt' is neither a file, a folder with files nor a glob that matches files"),
+        (["empty"], "'.*empty' is neither a file, a folder with files nor a glob"),
+        (["*.none"], r"none' is neither a file"),
+        (["blank.txt"], "all 1 files are empty"),
     ],
 )
 def test_data_that_is_not_there_is_named(names: list[str], message: str, tmp_path: Path) -> None:

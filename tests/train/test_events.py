@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
-from meshwise.train.progress_lines import LiveTerminal, PlainTerminal, terminal
+from meshwise.train.progress_lines import LiveTerminal, PlainTerminal, terminal_sink
 from meshwise.train.record_files import JsonLines, TensorBoard
 
 
@@ -81,7 +81,7 @@ next: meshwise verify runs/a/job.toml
 
 def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
     out = io.StringIO()
-    sink = terminal(Console(file=out, width=40), every=2)
+    sink = terminal_sink(Console(file=out, width=40), every=2)
     with Events([sink]) as events:
         for event in RUN:
             events.emit(event)
@@ -93,7 +93,7 @@ def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
 @pytest.mark.parametrize("live", [False, True])
 def test_what_the_loss_counts_once_a_sample_is_told_as_samples(live: bool) -> None:
     out = io.StringIO()
-    sink = terminal(Console(file=out, width=140, force_terminal=live, color_system=None), every=1)
+    sink = terminal_sink(Console(file=out, width=140, force_terminal=live, color_system=None), every=1)
     assert isinstance(RUN[0], Start)
     for event in (replace(RUN[0], batch=16), replace(step(4), tokens=16), Validation(4, 1.5, 13)):
         sink.write(event)
@@ -105,7 +105,7 @@ def test_what_the_loss_counts_once_a_sample_is_told_as_samples(live: bool) -> No
 
 def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
     out = io.StringIO()
-    sink = terminal(Console(file=out, width=40), every=1)
+    sink = terminal_sink(Console(file=out, width=40), every=1)
     for number, rate in enumerate([1.0, 400.0, *[100.0] * 20], start=1):
         sink.write(replace(step(number), rate=rate, tokens=100))
 
@@ -116,7 +116,7 @@ def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
 
 def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
     out = io.StringIO()
-    sink = terminal(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
+    sink = terminal_sink(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
     with Events([sink]) as events:
         for event in RUN:
             events.emit(event)
@@ -134,7 +134,7 @@ def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
 @pytest.mark.parametrize("live", [False, True])
 def test_what_a_model_writes_does_not_steer_the_terminal(live: bool) -> None:
     out = io.StringIO()
-    terminal(Console(file=out, force_terminal=live, color_system=None), every=1).write(
+    terminal_sink(Console(file=out, force_terminal=live, color_system=None), every=1).write(
         Sample(1, "", "a\x1b[2Jb\r\x07c")
     )
 

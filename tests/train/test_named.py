@@ -13,8 +13,7 @@ from torch import nn
 
 from meshwise.reference import GPT, MLP, next_token_loss
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, TrainJob
-from meshwise.train.named_objects import locate, loss_function, model_function, optimizer
-from meshwise.train.regression_loss import mean_squared_error
+from meshwise.train.named_objects import locate, loss_function, mean_squared_error, model_function, optimizer
 
 OWN = """
 from torch import nn
@@ -96,7 +95,7 @@ def test_a_wrong_model_is_told_what_is_wrong(name: str, arguments: dict[str, Any
 def test_a_file_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("def build(): ...")
 
-    with pytest.raises(JobError, match="another module is called 'json' already; rename the file"):
+    with pytest.raises(JobError, match="another module has the name 'json'; rename the file"):
         locate(f"{tmp_path}/json.py:build", key="model.name")
 
 

@@ -90,7 +90,7 @@ def test_a_thousand_million_samples_cost_no_memory() -> None:
 
 
 def test_no_samples_have_no_order() -> None:
-    with pytest.raises(ValueError, match="order of 0 samples"):
+    with pytest.raises(ValueError, match="SampleOrder of 0 samples"):
         SampleOrder(0, seed=0)
 
 

@@ -17,7 +17,7 @@ from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.plan import Plan
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
-from meshwise.train.run_start import LAUNCH, find_run_start
+from meshwise.train.run_folder import LAUNCH, find_run_start
 from meshwise.train.sample_order import SampleOrder
 from run_job import run_job
 
@@ -165,11 +165,11 @@ def test_what_would_be_another_run_is_refused_with_the_keys(whole: Path, job: Jo
         run_job(other)
 
     assert str(error.value).splitlines() == [
-        "with these changes the run that is resumed would be another one:",
+        "the job differs from the job of the checkpoint:",
         "  data.context: 16 -> 8",
         "  optimizer.lr: 0.01 -> 1.0",
         "  train.seed: 0 -> 1",
-        "take them back, or say that you mean them: --train.accept data.context optimizer.lr train.seed",
+        "undo these changes, or accept them: --train.accept data.context optimizer.lr train.seed",
     ]
 
 
@@ -203,7 +203,7 @@ def test_the_text_is_compared_by_what_it_says(whole: Path, job: Job, tmp_path: P
     assert "changed: data.files" in run_job(resumed)[1]
 
     moved.write_text(moved.read_text().replace("lazy", "busy"))
-    with pytest.raises(JobError, match=r"what the data hold: 1801 bytes, \w+ -> 1801 bytes, \w+\n.* data"):
+    with pytest.raises(JobError, match=r"content of the data: 1801 bytes, \w+ -> 1801 bytes, \w+\n.* data"):
         run_job(resumed)
 
 
@@ -235,7 +235,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tm
     _, said = run_job(change(job, "train", output=str(folder), resume="auto"))
 
     assert steps(folder) == steps(whole)[3:]
-    assert f"DAMAGED, passed over: {torn}" in said
+    assert f"DAMAGED, skipped: {torn}" in said
     assert "step-4/checkpoint.json" in said
 
     for path in (folder / "checkpoints").glob("*/checkpoint.json"):
@@ -248,10 +248,10 @@ def test_without_a_checkpoint_auto_begins_and_a_folder_is_refused(job: Job, tmp_
     _, said = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
     assert "resume" not in said
     _, said = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
-    assert "there is no checkpoint yet: from the start" in said
+    assert "no checkpoint yet: from the start" in said
     with pytest.raises(JobError, match=r"no checkpoint there; name the folder of a run"):
         run_job(change(job, "train", resume=job.train.output))
-    with pytest.raises(JobError, match=r"is there and is no run"):
+    with pytest.raises(JobError, match=r"is no run"):
         run_job(change(job, "train", resume="auto", output=str(tmp_path)))
 
 

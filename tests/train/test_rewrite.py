@@ -66,7 +66,7 @@ def test_a_file_that_may_not_be_written_is_one_message(tmp_path: Path, monkeypat
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     monkeypatch.setattr(os, "access", lambda place, _mode: place != path)
-    with pytest.raises(JobError, match=r"cannot write .*job\.toml: it is read-only; it is as it was"):
+    with pytest.raises(JobError, match=r"cannot write .*job\.toml: it is read-only; it is unchanged"):
         rewrite(path, changes={("plan",): "dp=8"})
     assert path.read_text() == JOB
 

@@ -33,11 +33,10 @@ A trainer offers all of it in three methods, which every rank calls and which en
 """
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError
-from meshwise.checkpoint.checkpoint_folder import newest_valid
+from meshwise.checkpoint.checkpoint_folder import newest_valid, prune
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import damages, differences
 from meshwise.checkpoint.load_state import CheckpointReader, load
-from meshwise.checkpoint.prune import prune
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from meshwise.base.atomic_file import flush
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
+from meshwise.checkpoint.damage_check import is_valid
 
 LATEST = "latest"
 DATA = "rank-*.safetensors"
@@ -153,3 +154,27 @@ def remove_quietly(path: Path) -> None:
 def _folders(root: Path) -> Iterator[Path]:
     if root.is_dir():
         yield from (path for path in root.iterdir() if is_checkpoint(path))
+
+
+def prune(root: Path, *, keep_last: int) -> list[Path]:
+    """Remove the checkpoints of a root that are older than its `keep_last` newest valid ones, and return what went.
+
+    A damaged one is no reason to remove an older one; it stays until that many valid ones are newer. What failed saves
+    have left goes when a newer checkpoint is there. Raises ValueError for keep_last below 1, OSError.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last}: at least one checkpoint has to stay")
+    found = [path for path, _ in checkpoints(root)]
+    kept: list[Path] = []
+    gone: list[Path] = []
+    for path in found:
+        if len(kept) == keep_last:
+            gone.append(path)
+        elif is_valid(path):
+            kept.append(path)
+    if kept:
+        newest = (kept[0] / INDEX).stat().st_mtime_ns
+        gone += [path for path in leftovers(root) if path.stat().st_mtime_ns < newest]
+    for path in gone:
+        remove(path)
+    return gone

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.safetensors_dtypes import DTYPES, dtype_name
+from meshwise.checkpoint.safetensors_format import DTYPES, dtype_name
 from meshwise.layout.rectangles import Rectangle
 
 INDEX = "checkpoint.json"

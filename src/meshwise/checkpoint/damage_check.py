@@ -13,7 +13,7 @@ from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointIndex, StoredTensor, read_index, tensors_of
 from meshwise.checkpoint.load_state import CheckpointReader
 from meshwise.checkpoint.read_rectangles import SourceFile, read_verified
-from meshwise.checkpoint.safetensors_header import TensorEntry, read_header
+from meshwise.checkpoint.safetensors_format import TensorEntry, read_header
 from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.layout.rectangles import Rectangle, rectangles
 

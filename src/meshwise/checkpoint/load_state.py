@@ -11,7 +11,7 @@ import torch
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex, StoredRectangle, StoredTensor, read_index
 from meshwise.checkpoint.read_rectangles import ByteSpan, SourceFile, read, spans
-from meshwise.checkpoint.safetensors_header import read_header
+from meshwise.checkpoint.safetensors_format import read_header
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
 

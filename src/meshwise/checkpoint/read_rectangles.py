@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
-from meshwise.checkpoint.safetensors_header import TensorEntry
+from meshwise.checkpoint.safetensors_format import TensorEntry
 from meshwise.layout.rectangles import Rectangle
 
 WINDOW = 8 * BLOCK

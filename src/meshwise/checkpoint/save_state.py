@@ -22,11 +22,16 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import SaveError
-from meshwise.checkpoint.checkpoint_folder import make_aside, next_sequence, publish, remove_quietly, write_flushed
+from meshwise.checkpoint.checkpoint_folder import (
+    make_aside,
+    next_sequence,
+    prune,
+    publish,
+    remove_quietly,
+    write_flushed,
+)
 from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, StoredRectangle, file_row, parse_index, part_row
-from meshwise.checkpoint.prune import prune
-from meshwise.checkpoint.safetensors_dtypes import dtype_name
-from meshwise.checkpoint.safetensors_header import TensorSpec, header
+from meshwise.checkpoint.safetensors_format import TensorSpec, dtype_name, header
 from meshwise.checkpoint.staged_write import CHUNK, STAGING, StagedWriter
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice

@@ -20,9 +20,9 @@ from torch import Tensor
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex
+from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, under_names, unused
 from meshwise.checkpoint.load_state import fill, load, together
-from meshwise.checkpoint.pretrained import is_pretrained, read_pretrained, under_names, unused
-from meshwise.checkpoint.safetensors_dtypes import dtype_name
+from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.data_parallel.checkpoint_refill import CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine

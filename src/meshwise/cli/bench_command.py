@@ -1,36 +1,51 @@
-"""`meshwise bench`: what links could do, what the collectives do, what a rank computes, what a disk takes and gives."""
+"""The command `meshwise bench`: measure collectives, the machine for a simulation, or a disk.
+
+| bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
+| bench calibrate     compute, copy and network rates of this machine, written as a cluster file
+| bench disk          read and write rates of the disk tier, beside dd
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+import tomli_w
 import torch
+from rich.table import Table
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.byte_sizes import parse_size
+from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
 from meshwise.bench.collective_tables import as_csv, as_json, as_table
-from meshwise.bench.collectives import SizeSweep, group_sizes, measure
-from meshwise.bench.machine import Interface, link_text, network_interfaces
+from meshwise.bench.collectives import SizeSweep, group_sizes
+from meshwise.bench.collectives import measure as measure_collectives
+from meshwise.bench.disk import KINDS, TIER, Disk
+from meshwise.bench.disk import measure as measure_disk
+from meshwise.bench.machine import link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
-from meshwise.cli import calibrate_command as calibrate
-from meshwise.cli import disk_command as disk
-from meshwise.cli.output_files import check_outputs, write_output
-from meshwise.cli.rank_count import MOST_BY_DEFAULT, asked, chosen, launched_ranks
+from meshwise.cli.output_files import check_outputs, write_and_say
+from meshwise.cli.rank_count import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks
 from meshwise.comm import World, run, torchrun_line
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.launch.cores import cores
-from meshwise.train.counted import counted
+from meshwise.memory.swap_file import TierError
+from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import OutputConsole, screen
+from meshwise.train.output_stream import OutputConsole, console_of_width, counted
 
 _WIDTH = 110
-"""Of the table where the output is not a terminal."""
+"""Columns of the table where stdout is not a terminal."""
+
+UNDISTURBED = 0.9
+"""Below this fraction of CPU time for the ranks, calibrate warns that other work ran on the machine."""
 
 
 @dataclass(frozen=True)
@@ -38,83 +53,67 @@ class Collectives:
     """Time every collective over sizes and group sizes, beside a copy in memory."""
 
     ranks: int | None = None
-    """Local ranks to start; by default one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
+    """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the tensors are; auto takes the GPUs when there are any."""
+    """Device of the tensors; auto takes the GPUs when there are any."""
 
     collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
-    """Which collectives."""
+    """The collectives to time."""
 
     sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
-    """Bytes of the tensor: 4K, 64M; of its whole side where one side is larger."""
+    """Bytes of the full tensor, as in 4K or 64M."""
 
     groups: tuple[int, ...] = ()
-    """Sizes of the groups; by default all that divide the number of ranks."""
+    """Sizes of the groups. Default: all that divide the number of ranks."""
 
     on: tuple[Literal["ordinary", "shared", "common", "gloo"], ...] = ("ordinary",)
-    """What to measure on: ordinary tensors; tensors in memory that the ranks share (all_gather in place: each part lies
-    in the whole); one that they hold together (all_gather); torch's own collectives over gloo on ordinary tensors, as a
-    yardstick on one machine's CPUs."""
+    """Memory and transport: ordinary tensors; tensors in memory that the ranks share (all_gather in place); one tensor
+    that all ranks hold together (all_gather); torch's own collectives over gloo on ordinary CPU tensors."""
 
     comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host talk: through shared memory, by messages over gloo, or as they can."""
+    """How ranks on CPUs of one host communicate: through shared memory, by messages over gloo, or the best there is."""
 
     rounds: int = 5
-    """Times that everything takes its turn."""
+    """Times that every measurement is repeated, in turns."""
 
     csv: Path | None = None
     """Write the measurements here, times in seconds and bandwidths in bytes per second."""
 
     json: Path | None = None
-    """The same as JSON."""
+    """Write the measurements here as JSON."""
 
     png: Path | None = None
     """Draw bus bandwidth over size; needs the extra `plot`."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark that the words name. Raises JobError before any rank is started."""
+    """Run the benchmark that the first word names. Raises JobError before any rank is started."""
     if words and words[0] in ("-h", "--help"):
-        print(f"usage: meshwise bench {'|'.join(_BENCHMARKS)} [OPTIONS]; with --help, each tells its options")
+        print(f"usage: meshwise bench {'|'.join(_BENCHMARKS)} [OPTIONS]; each has --help")
         return 0
     if not words or words[0] not in _BENCHMARKS:
-        given = f"no benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
-        raise JobError(f"{given}; there are: {', '.join(f'meshwise bench {name}' for name in _BENCHMARKS)}")
+        given = f"unknown benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
+        raise JobError(f"{given}; choose from: {', '.join(f'meshwise bench {name}' for name in _BENCHMARKS)}")
     return _BENCHMARKS[words[0]](words[1:])
 
 
 def _collectives(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
-    size, comm = _ranks(flags), chosen(flags.comm)
+    size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
     check_outputs((flags.csv, flags.json, flags.png))
     sweep = _sweep(flags, size)
-    console = screen(width=_WIDTH)
-    if not is_rank():
-        line = torchrun_line(size, ["-m", "meshwise", "bench", "collectives", *words])
-        console.print(
-            f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    device = None if flags.device == "auto" else flags.device
-    measurements = run(size, _rank, args=(sweep,), device=device, comm=comm)[0]
+    _say_start(size, "collectives", words)
+    measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
     if prints_for_job():
         if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
-            raise JobError("nothing was measured: these ranks hold no memory in common; measure on ordinary")
-        _tell(console, flags, measurements)
+            raise JobError("no collective was measured: these ranks share no memory; use --on ordinary")
+        _print_collectives(flags, measurements)
     return 0
 
 
-def _rank(world: World, sweep: SizeSweep) -> list[Measurement]:
-    return measure(sweep, world=world)
-
-
-def _ranks(flags: Collectives) -> int:
-    if launched := launched_ranks():
-        return launched
-    gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
-    return asked(flags.ranks) or gpus or max(2, min(MOST_BY_DEFAULT, cores()))
+def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
+    return measure_collectives(sweep, world=world)
 
 
 def _sweep(flags: Collectives, size: int) -> SizeSweep:
@@ -131,13 +130,12 @@ def _sweep(flags: Collectives, size: int) -> SizeSweep:
             require_matplotlib()
     except ValueError as error:
         raise JobError(str(error)) from error
-    if flags.device == "cuda" and not torch.cuda.is_available():
-        raise JobError("--device cuda, and torch sees no GPU here; try --device cpu, or ask `meshwise doctor`")
     return sweep
 
 
-def _tell(console: OutputConsole, flags: Collectives, measurements: Sequence[Measurement]) -> None:
-    links = [link_text(interface) for interface in network_interfaces() if _is_link(interface)]
+def _print_collectives(flags: Collectives, measurements: Sequence[Measurement]) -> None:
+    console = console_of_width(_WIDTH)
+    links = [link_text(interface) for interface in network_interfaces() if interface.up and interface.speed > 0]
     caption = (
         "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: all ranks of the group copy as much "
         "in their own memory, at the same time."
@@ -146,19 +144,142 @@ def _tell(console: OutputConsole, flags: Collectives, measurements: Sequence[Mea
         caption += f" Links of this machine to others: {', '.join(links)}."
     console.show(as_table(measurements, caption=caption))
     for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
-        if path is not None:
-            write_output(path, write=functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
-            console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
-    if flags.png is not None:
-        write_output(flags.png, write=lambda path: plot(measurements, path=path))
-        console.print(f"wrote {flags.png}", highlight=False, markup=False, soft_wrap=True)
+        write_and_say(path, write=functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
+    write_and_say(flags.png, write=lambda path: plot(measurements, path=path))
 
 
-def _is_link(interface: Interface) -> bool:
-    """Return whether its rate is known and it leads to other machines."""
-    return interface.up and interface.speed > 0
+@dataclass(frozen=True)
+class Calibration:
+    """Measure how fast this machine computes, copies and sends with all its ranks busy; write it as a cluster file."""
+
+    output: Path = Path("cluster.toml")
+    """The cluster file to write, which `meshwise simulate --on` reads."""
+
+    ranks: int | None = None
+    """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to measure; auto takes the GPUs when there are any."""
+
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host communicate: choose the same as for training."""
+
+    rounds: int = CalibrationEffort.rounds
+    """Times that every measurement is repeated, in turns."""
+
+    lengths: tuple[int, ...] = CalibrationEffort.lengths
+    """Length of each dim of the matrix products."""
+
+    sizes: tuple[str, ...] = ("16K", "128K", "1M", "8M", "64M")
+    """Bytes that operations and collectives move."""
+
+
+def _calibrate(words: Sequence[str]) -> int:
+    flags = parse_flags(words, prog="meshwise bench calibrate", default=Calibration())
+    device = _device(flags)
+    try:
+        effort = CalibrationEffort(flags.lengths, tuple(parse_size(size) for size in flags.sizes), flags.rounds)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1 or not flags.sizes:
+        raise JobError("nothing to measure: give at least one round, one length of at least 1 and one size")
+    longest = effort.longest(on_gpu=flags.device != "cpu" and torch.cuda.is_available())
+    if min(flags.lengths) > longest:
+        raise JobError(f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}")
+    check_outputs([flags.output])
+    size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
+    _say_start(size, "calibrate", words)
+    found: Calibrated = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
+    if prints_for_job():
+        text = tomli_w.dumps(to_table(found.cluster))
+        told = f": {found.cluster.device.name}, {counted(size, of='rank')}"
+        if found.share < UNDISTURBED:
+            told += f"; {_disturbance(found, size=size)}"
+        write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=told)
+    return 0
+
+
+def _calibrate_rank(world: World, effort: CalibrationEffort) -> Calibrated:
+    return calibrate(world, effort=effort)
+
+
+def _disturbance(found: Calibrated, *, size: int) -> str:
+    """Return why the ranks did not get all of their CPU time, and what to do."""
+    most = cores()
+    if found.cluster.device.kind == "cpu" and not launched_ranks() and size > most:
+        return f"{size} ranks share {counted(most, of='core')}: calibrate and train with --ranks {most}"
+    return f"other work took {1 - found.share:.0%} of the CPU time: calibrate again when the machine is quieter"
+
+
+@dataclass(frozen=True)
+class DiskBench:
+    """Read and write a folder's disk as `offload=…:disk` does, in turns with dd."""
+
+    folder: Path | None = None
+    """A folder on the disk that `swap.folder` of a job will use. Default: the folder of temporary files."""
+
+    size: str = "1G"
+    """Bytes to read, and to write; four times as much has to be free."""
+
+    rounds: int = 5
+    """Times that every measurement is repeated, in turns."""
+
+    json: Path | None = None
+    """Write the rates here, in bytes per second, round by round."""
+
+
+def _disk(words: Sequence[str]) -> int:
+    flags = parse_flags(words, prog="meshwise bench disk", default=DiskBench())
+    if flags.rounds < 1:
+        raise JobError(f"rounds = {flags.rounds} has to be at least 1")
+    check_outputs([flags.json])
+    folder = flags.folder or Path(tempfile.gettempdir())
+    try:
+        disk = measure_disk(folder, size=parse_size(flags.size), rounds=flags.rounds)
+    except (TierError, ValueError) as error:
+        raise JobError(str(error)) from error
+    OutputConsole().show(disk_table(disk, folder=folder))
+    rates = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
+    text = json.dumps({"direct": disk.direct, "rates": rates}, indent=1) + "\n"
+    write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
+    return 0
+
+
+def disk_table(disk: Disk, *, folder: Path) -> Table:
+    """Return a table of median rates in GB/s (10^9 bytes), and the ratio of the tier to the best dd."""
+    access = "direct access" if disk.direct else "through the page cache: this file system has no direct access"
+    table = Table(caption=f"GB/s, medians, in {folder}, {access}", caption_justify="left")
+    table.add_column("")
+    for kind in KINDS:
+        table.add_column(kind if kind != "both" else "both at once", justify="right")
+    for who in dict.fromkeys(rate.who for rate in disk.rates):
+        table.add_row(who, *(f"{disk.of(who, kind=kind).median / 1e9:.2f}" for kind in KINDS))
+    table.add_section()
+    table.add_row(f"{TIER} / best of dd", *(f"{disk.share(kind):.2f}" for kind in KINDS))
+    return table
+
+
+def _ranks(flags: Collectives | Calibration, *, least: int) -> int:
+    """Return the number of ranks to measure on: torchrun's, those asked for, one per GPU, or `least` to 4 per core."""
+    if launched := launched_ranks():
+        return launched
+    gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
+    return checked_ranks(flags.ranks) or gpus or max(least, min(DEFAULT_RANKS, cores()))
+
+
+def _device(flags: Collectives | Calibration) -> Literal["cpu", "cuda"] | None:
+    """Return the device asked for, None for auto. Raises JobError for CUDA without a GPU."""
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise JobError("--device cuda, but torch sees no GPU; use --device cpu, or run `meshwise doctor`")
+    return None if flags.device == "auto" else flags.device
+
+
+def _say_start(size: int, name: str, words: Sequence[str]) -> None:
+    if not is_rank():
+        line = torchrun_line(size, ["-m", "meshwise", "bench", name, *words])
+        print(f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}", flush=True)
 
 
 _BENCHMARKS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
-    {"collectives": _collectives, "calibrate": calibrate.main, "disk": disk.main}
+    {"collectives": _collectives, "calibrate": _calibrate, "disk": _disk}
 )

@@ -1,4 +1,4 @@
-"""`meshwise checkpoint`: what there is, what is in it, whether it is whole, what has changed, and out of it.
+"""The command `meshwise checkpoint`: list, show, check, compare and export checkpoints.
 
     list FOLDER              the checkpoints of a run, newest first
     show CHECKPOINT          its tensors and what else was saved
@@ -6,7 +6,7 @@
     diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
     export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
 
-The status is 0 when all is well, 1 when something is damaged, different or not exported, 2 when there is no checkpoint.
+The exit status is 0 on success, 1 for damage, differences and failed exports, 2 without a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import damages, differences
-from meshwise.checkpoint.hf_export import ExportError, export
-from meshwise.train.counted import counted
+from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_config import from_text, from_toml
 from meshwise.train.named_objects import model_function
-from meshwise.train.output_stream import OutputConsole, takes_no_more
+from meshwise.train.output_stream import OutputConsole, counted, stdout_failed
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3
 _PIPE_WIDTH = 200
-"""Columns of a table that nobody looks at in a terminal."""
+"""Columns of a table where stdout is not a terminal."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the words ask. Raises JobError for a folder that is no checkpoint, and for one without a job."""
+    """Run the subcommand that the words name. Raises JobError for a folder without a checkpoint or a job."""
     console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
     for name in ("checkpoint", "one", "other"):
@@ -49,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     try:
         return act(flags, console)
     except (DamageError, ExportError, OSError) as error:
-        if isinstance(error, OSError) and takes_no_more():
+        if isinstance(error, OSError) and stdout_failed():
             raise
         print(f"meshwise checkpoint: {error}", file=sys.stderr)
         return 1
@@ -72,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         for place in places.split():
             verb.add_argument(place, type=Path, metavar=place.upper())
         if name == "export":
-            verb.add_argument("--job", type=Path, help="the job whose model it is; by default the one saved with it")
+            verb.add_argument("--job", type=Path, help="the job whose model it is; default: the job saved with it")
         verb.set_defaults(act=act)
     return parser
 
@@ -117,11 +116,9 @@ def _show(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
-    """Return one checkpoint, or all of a run."""
-    one = is_checkpoint(flags.folder)
-    folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
+    folders = [flags.folder] if is_checkpoint(flags.folder) else [path for path, _ in checkpoints(_root(flags.folder))]
     if not folders:
-        raise JobError(f"no checkpoint in {flags.folder}, and so nothing to check; name a checkpoint or a run")
+        raise JobError(f"no checkpoint in {flags.folder}: name a checkpoint or a run")
     wrong = 0
     for folder in folders:
         found = list(damages(folder))
@@ -149,7 +146,7 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
     try:
         done = export(flags.checkpoint, into=flags.into, build=model_function(job))
     except FileExistsError as error:
-        raise JobError(f"{error.filename} is there already, and stays as it is; name another folder") from error
+        raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
     except ValueError as error:
         raise JobError(str(error)) from error
     for path in done.files:
@@ -159,30 +156,28 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _job(flags: argparse.Namespace) -> Job:
-    """Return the job whose model is exported. Raises JobError when none is known."""
+    """Return the job whose model is exported. Raises JobError for a checkpoint without one."""
     if flags.job is not None:
         return from_toml(flags.job, kind=Job)
     text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
     if text is None:
         raise JobError(
-            f"{flags.checkpoint} was saved without a job, so nothing says how to build its model; name one with --job"
+            f"{flags.checkpoint} was saved without a job, which says how to build its model; name one with --job"
         )
     return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
 
 
 def _require(folder: Path) -> None:
-    """Refuse a folder that is no checkpoint, with the checkpoints that lie below it. Raises JobError."""
+    """Raise JobError for a folder that is no checkpoint; the message names checkpoints below it."""
     if is_checkpoint(folder):
         return
     inside = [str(path) for path, _ in checkpoints(_root(folder))]
-    names = f"; name one of its checkpoints: {', '.join(inside[:_MOST_NAMES])}" if inside else ""
-    raise JobError(f"{folder} is no checkpoint, there is no {INDEX} in it{names}")
+    names = f"; name one of: {', '.join(inside[:_MOST_NAMES])}" if inside else ""
+    raise JobError(f"{folder} is no checkpoint: it has no {INDEX}{names}")
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder with the checkpoints: the given one, or the one of the given run. Raises JobError when it is
-    none.
-    """
+    """Return the folder of checkpoints: the given one, or that of the given run. Raises JobError for no folder."""
     if not folder.is_dir():
         raise JobError(f"{folder} is {'a file' if folder.exists() else 'not there'}; name a run or its checkpoints")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

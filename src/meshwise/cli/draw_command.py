@@ -1,27 +1,220 @@
-"""`meshwise draw`: a schedule, a cut and a mesh before a run, a step of a run after it."""
+"""The command `meshwise draw`: schedules, cuts and meshes before a run, and a measured step after it.
+
+| draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
+| draw cut        the stages that a job's model is cut into
+| draw mesh       the rank at each place of a plan's mesh, and the ranks that share a node
+| draw timeline   a measured step of a run, beside the schedule's ideal times
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-from meshwise.cli import draw_cut, draw_mesh, draw_schedule, draw_timeline
-from meshwise.train.job import JobError
+import torch
+import tyro
+from torch.utils.data import default_collate
 
-DRAWINGS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "schedule": draw_schedule.main,
-    "cut": draw_cut.main,
-    "mesh": draw_mesh.main,
-    "timeline": draw_timeline.main,
-}
+from meshwise.cli.output_files import (
+    DrawingFiles,
+    check_drawings,
+    drawing_console,
+    read_step,
+    write_drawings,
+    write_picture,
+)
+from meshwise.cli.rank_count import local_ranks, named_cluster
+from meshwise.engine.cut_agreement import CutExample, cut_source, plan_schedule
+from meshwise.model.deferred_init import build_with_values
+from meshwise.model.forward import default_forward
+from meshwise.pipeline.schedules import planned_schedule, read_schedule
+from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
+from meshwise.plan import Plan
+from meshwise.plan.plan_keys import keys_of
+from meshwise.plan.plan_text import check_keys, read_words
+from meshwise.train.flags import parse_flags
+from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job_config import read_job
+from meshwise.train.prepare import prepare
+from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.picture import stacked
+from meshwise.view.plan_account import PlanAccount, measured
+from meshwise.view.schedule_text import figures, picture, strip
+
+_MOST_FORWARDS = 100_000
+"""Forwards in a schedule that can still be drawn within minutes."""
+
+_LONGEST_TIME = 1e100
+"""Times above this make sums and ratios overflow."""
+
+
+@dataclass(frozen=True)
+class DrawMesh:
+    """Draw the ranks of a plan: one grid for the two innermost axes, repeated for the other axes."""
+
+    plan: str = ""
+    """The plan, as in "pp=2 dp=2 tp=2"."""
+
+    on: str = ""
+    """A cluster, as in "4x8 h100": dp=auto fills its ranks, and the picture shows its nodes."""
+
+    png: Path | None = None
+    """Draw a PNG; needs the extra `plot`."""
+
+    svg: Path | None = None
+    """Draw an SVG."""
+
+
+@dataclass(frozen=True)
+class DrawSchedule(DrawingFiles):
+    """Draw when each rank computes what, for a plan's schedule or a table of your own."""
+
+    plan: str = ""
+    """The plan, of which pp, microbatches, schedule, virtual_stages and zero are read."""
+
+    table: Path | None = None
+    """A table instead: a text file with one row of actions per rank, as in `0F0 0F1 0B0 0B1`."""
+
+    forward: float = 1.0
+    """Time of a stage's forward."""
+
+    input: float = 1.0
+    """Time of its backward for the input."""
+
+    weight: float = 1.0
+    """Time of its backward for the weights; a whole backward takes both."""
+
+    link: float = 0.0
+    """Time for what a stage sends to arrive."""
+
+    actions: bool = False
+    """Print the table as well, with the sends, receives, gathers and reductions of a run."""
+
+
+@dataclass(frozen=True)
+class DrawTimeline(DrawingFiles):
+    """Draw a step of a run that was trained with `--train.timeline`: the actions of each rank, and lost time."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
+    """The run's folder, or its timeline.json."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Draw what the words name. Raises JobError for what cannot be drawn, before anything is."""
-    there_is = ", ".join(f"meshwise draw {name}" for name in DRAWINGS)
+    """Draw what the first word names. Raises JobError for what cannot be drawn, before anything is."""
+    names = ", ".join(f"meshwise draw {name}" for name in _DRAWINGS)
     if words and words[0] in ("-h", "--help"):
-        print(f"usage: {there_is}; each tells its options with --help")
+        print(f"usage: {names}; each has --help")
         return 0
-    if not words or words[0] not in DRAWINGS:
-        given = f"no drawing {words[0]!r}" if words and not words[0].startswith("-") else "name what to draw"
-        raise JobError(f"{given}; there is: {there_is}")
-    return DRAWINGS[words[0]](words[1:])
+    if not words or words[0] not in _DRAWINGS:
+        given = f"unknown drawing {words[0]!r}" if words and not words[0].startswith("-") else "name what to draw"
+        raise JobError(f"{given}; choose from: {names}")
+    _DRAWINGS[words[0]](words[1:])
+    return 0
+
+
+def _draw_cut(words: Sequence[str]) -> None:
+    """Print the cut of a job. Raises JobError or PlanError where the job itself would."""
+    job = read_job(words, prog="meshwise draw cut", kind=StudiedJob)
+    prepared = prepare(job, ranks=local_ranks(job))
+    plan = prepared.job.plan
+    if plan.pp == 1:
+        raise JobError(f"the plan '{plan}' has one stage; give one with pp, as in --plan 'pp=4 microbatches=8'")
+    source = build_with_values(prepared.model, seed=job.train.seed)
+    source.buffers()
+    rows = default_collate([prepared.data.train[0]] * job.train.batch)
+    example = CutExample(rows, default_forward, job.model.where)
+    cut = cut_source(source, plan=plan, schedule=plan_schedule(plan), example=example, device=torch.device("cpu"))
+    drawing_console().print(str(cut), highlight=False, markup=False, soft_wrap=True)
+
+
+def _draw_mesh(words: Sequence[str]) -> None:
+    flags = parse_flags(words, prog="meshwise draw mesh", default=DrawMesh())
+    if not flags.plan:
+        raise JobError('give a plan: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
+    check_drawings(DrawingFiles(png=flags.png, svg=flags.svg))
+    plan = Plan.parse(flags.plan)
+    cluster = named_cluster(flags.on) if flags.on else None
+    if cluster is not None:
+        plan = plan.resolve(cluster.ranks)
+    elif plan.dp is None:
+        raise JobError('dp=auto fills a cluster: name it, as in --on "4x8 h100"')
+    mesh = plan.mesh()
+    nodes = mesh_picture(mesh, ranks_per_node=cluster.ranks_per_node if cluster else 0)
+    drawing_console().print(mesh.picture(), highlight=False, markup=False, soft_wrap=True)
+    write_picture(stacked([nodes]), png=flags.png, svg=flags.svg)
+
+
+def _draw_schedule(words: Sequence[str]) -> None:
+    flags = parse_flags(words, prog="meshwise draw schedule", default=DrawSchedule())
+    if (flags.table is None) == (not flags.plan):
+        raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
+    times = (flags.forward, flags.input, flags.weight)
+    if not (all(0 < time <= _LONGEST_TIME for time in times) and 0 <= flags.link <= _LONGEST_TIME):
+        raise JobError("times have to be above 0, --link at least 0, and none above 1e100")
+    plan = plan_words(flags.plan)
+    pp, microbatches, virtual = plan["pp"], plan["microbatches"], plan["virtual_stages"]
+    if not flags.table and pp * microbatches * (virtual or 1) > _MOST_FORWARDS:
+        raise JobError(f"'{flags.plan}' has more than {_MOST_FORWARDS} forwards; give fewer stages or microbatches")
+    check_drawings(flags)
+    try:
+        schedule = (
+            read_schedule(flags.table)
+            if flags.table
+            else planned_schedule(plan["schedule"], pp=pp, microbatches=microbatches, virtual_stages=virtual)
+        )
+        lowered = lower(schedule, zero=plan["zero"])
+    except OSError as error:
+        raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    title = flags.table.name if flags.table else flags.plan
+    console = drawing_console()
+    costs = ActionCost(flags.forward, flags.input, flags.weight, link=flags.link)
+    timeline = clock(lowered, costs=costs)
+    console.show(picture(timeline, width=console.width))
+    console.print()
+    console.show(figures(timeline, peaks=peaks(lowered, costs=costs)))
+    if flags.actions:
+        console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
+    write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)
+
+
+def plan_words(text: str) -> dict[str, Any]:
+    """Return every key of a plan's text with its value or default, without a check of the plan as a whole.
+
+    Raises PlanError for a word that is not key=value, an unknown key, and a value that its key does not take.
+    """
+    keys, given = keys_of(Plan), read_words(text)
+    check_keys(given, known=keys)
+    values: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan)} | {"virtual_stages": None}
+    for key, value in given.items():
+        values[key] = keys[key].read(value)
+        keys[key].check(values[key], name=key)
+    return values
+
+
+def _draw_timeline(words: Sequence[str]) -> None:
+    flags = parse_flags(words, prog="meshwise draw timeline", default=DrawTimeline())
+    check_drawings(flags)
+    run = read_step(flags.run)
+    console = drawing_console()
+    accounts = measured(run)
+    longest = max(account.timeline.seconds for account in accounts)
+    for account in accounts[:2]:
+        console.print(f"{account.title}: {account.timeline.seconds:.4g} s", highlight=False)
+        console.show(strip(account.timeline, width=console.width, seconds=longest))
+        console.print()
+    console.print(str(run), highlight=False, soft_wrap=True)
+    write_drawings(accounts, files=flags, title=f"a step of {flags.run}")
+
+
+_DRAWINGS: Mapping[str, Callable[[Sequence[str]], None]] = {
+    "schedule": _draw_schedule,
+    "cut": _draw_cut,
+    "mesh": _draw_mesh,
+    "timeline": _draw_timeline,
+}

@@ -1,11 +1,10 @@
-"""The command `meshwise`: which command it is, and what status it ends with.
+"""The command `meshwise`: choose the subcommand, and turn what it raises into one message and an exit status.
 
-0     all is well
-1     the run failed; one message, which names the file with the traceback of the rank that did
-2     the job, the plan, the loss or the command line cannot work, or this machine cannot start ranks; one message, no
-      traceback
+0     success
+1     the run failed; the message names the file with the traceback of the failed rank
+2     the job, the plan, the loss or the command line is wrong, or this machine cannot start ranks; no traceback
 130   Ctrl-C
-141   nobody reads what it prints any more: `meshwise train --help | head`
+141   the reader of stdout has ended, as in `meshwise train --help | head`
 """
 
 from __future__ import annotations
@@ -13,21 +12,22 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import bench_command as bench
-from meshwise.cli import checkpoint_command as checkpoint
-from meshwise.cli import doctor_command as doctor
-from meshwise.cli import draw_command as draw
-from meshwise.cli import plan_command as plan
-from meshwise.cli import simulate_command as simulate
-from meshwise.cli import train_command as train
-from meshwise.cli import verify_command as verify
+from meshwise.cli import (
+    bench_command,
+    checkpoint_command,
+    doctor_command,
+    draw_command,
+    plan_command,
+    simulate_command,
+    train_command,
+    verify_command,
+)
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.rank_lost import RankLostError
@@ -40,16 +40,18 @@ from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
 from meshwise.train.failure_report import leave_traceback, notes
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import STDOUT, is_unread, takes_no_more, tolerate
+from meshwise.train.output_stream import STDOUT, is_unread, replace_missing_characters, stdout_failed
 
 _RANK_0_SECONDS = 5
-_STDERR = 2
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: one line for the overview, the function that gets the words after its name, and whether that starts
-    ranks as processes.
+    """A subcommand.
+
+    summary        one line for the overview
+    main           takes the words after the subcommand's name, and returns the exit status
+    starts_ranks   whether `main` starts ranks as processes
     """
 
     summary: str
@@ -58,60 +60,42 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("train a job on local ranks, or under torchrun", train.main, starts_ranks=True),
-    "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main, starts_ranks=True),
-    "simulate": Command("foretell what a plan takes, on ranks that need not be there", simulate.main),
-    "plan": Command("choose the quickest plan for a cluster that need not be there", plan.main),
-    "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
+    "train": Command("train a job on local ranks, or under torchrun", train_command.main, starts_ranks=True),
+    "verify": Command("prove that a plan is the same model, on a few steps", verify_command.main, starts_ranks=True),
+    "simulate": Command("predict the time and memory of a plan, without the ranks", simulate_command.main),
+    "plan": Command("choose the fastest plan for a cluster", plan_command.main),
+    "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint_command.main),
     "bench": Command(
-        "measure the collectives of this machine, and all that a simulation needs of it", bench.main, starts_ranks=True
+        "measure collectives and disks, and this machine for simulations", bench_command.main, starts_ranks=True
     ),
-    "draw": Command("draw schedules, cuts, meshes, and a step of a run as it was", draw.main),
-    "doctor": Command("examine this machine, and whether ranks can talk", doctor.main, starts_ranks=True),
+    "draw": Command("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
+    "doctor": Command(
+        "examine this machine, and whether ranks can communicate", doctor_command.main, starts_ranks=True
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `meshwise` with these words and return the exit status.
+    """Run `meshwise` with these words, by default those of the process, and return the exit status.
 
-    Without any, they are the process's own. It is the command then, and may have done nothing but import: the ranks
-    that it starts are copies of it.
-    """
-    with _streams():
-        try:
-            try:
-                return _answer(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
-            finally:
-                sys.stdout.flush()
-                if arguments is None and not is_rank():
-                    # The status is known: another Ctrl-C is not to change it, nor what the end has to remove.
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)
-        except OSError as error:  # of stdout: all others have been answered
-            unread = is_unread()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still writes when it ends
-            return 141 if unread else _say(f"meshwise: cannot write the answer: {error.strerror}", status=1)
-
-
-@contextlib.contextmanager
-def _streams() -> Iterator[None]:
-    """Replace a closed stdout or stderr by a sink, and escape characters that stdout cannot encode, within the
-    block.
+    With the process's own words, ranks are forked copies of this process, which has done nothing but import.
     """
     open_streams()
-    with contextlib.ExitStack() as stack:
-        # Not the null device anew: ranks write where these numbers lead.
-        if sys.stdout is None:
-            stack.enter_context(contextlib.redirect_stdout(os.fdopen(STDOUT, "w", closefd=False)))
-        if sys.stderr is None:
-            stack.enter_context(contextlib.redirect_stderr(os.fdopen(_STDERR, "w", closefd=False)))
-        tolerate()
-        yield
+    replace_missing_characters()
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:  # of stdout: `_guarded` catches all others
+        unread = is_unread()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still writes at exit
+        return 141 if unread else _say(f"meshwise: cannot write the answer: {error.strerror}", status=1)
 
 
-def _answer(words: list[str], *, own: bool) -> int:
-    """Return the status of the command that the words are. `own`: of this process, which has done nothing but
-    import.
-    """
+def _run(words: list[str], *, own: bool) -> int:
+    """Return the exit status of a command line. `own`: whether the words are those of the process."""
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -123,39 +107,37 @@ def _answer(words: list[str], *, own: bool) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         return _say(f"meshwise: unknown command {name!r}; {hint}", status=2)
-    return _guarded(name, rest, copy=own and COMMANDS[name].starts_ranks and not is_rank())
+    return _guarded(name, rest, fork=own and COMMANDS[name].starts_ranks and not is_rank())
 
 
-def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
-    """Return the command's status, whatever it raises. `copy`: its ranks are to be copies of this process."""
+def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
+    """Return the subcommand's exit status, whatever it raises. `fork`: its ranks are forked from this process."""
     try:
-        if not copy:
-            return _carried_out(name, words)
+        if not fork:
+            return _call(name, words)
         with tidying():
-            with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
+            with contextlib.suppress(OSError):  # forking only saves time; an error comes again when ranks start
                 copied()
-            return _carried_out(name, words)
+            return _call(name, words)
     except NoSemaphoresError as error:
         return _say(f"meshwise {name}: {error.strerror}", status=2)
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
         return _say(f"meshwise {name}: stopped by Ctrl-C", status=130) if prints_for_job() else 130
-    except RankLostError as error:
-        if is_rank():  # the lost one has more to say; torchrun ends this one meanwhile
+    except (NonFiniteError, RankLostError, RanksDisagree) as error:
+        if isinstance(error, RankLostError) and is_rank():  # the lost rank's own message matters more
             time.sleep(CONSEQUENCE_SECONDS)
         return _say(f"meshwise {name} failed: {error}", status=1)
-    except (NonFiniteError, RanksDisagree) as error:
-        return _say(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:
-        if isinstance(error, OSError) and takes_no_more():
+        if isinstance(error, OSError) and stdout_failed():
             raise
         leave_traceback(error)
-        told = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
-        return _say(f"meshwise {name} failed: {told}", status=1)
+        message = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
+        return _say(f"meshwise {name} failed: {message}", status=1)
 
 
-def _carried_out(name: str, words: Sequence[str]) -> int:
+def _call(name: str, words: Sequence[str]) -> int:
     try:
         return COMMANDS[name].main(words)
     except BaseException:
@@ -166,13 +148,13 @@ def _carried_out(name: str, words: Sequence[str]) -> int:
 def _say(message: str, *, status: int, once: bool = False) -> int:
     """Print to stderr and return the status.
 
-    `once`: every rank under torchrun has the same to say. Rank 0 says it and ends, whereupon torchrun ends the others;
-    if it does not, they say it after all.
+    `once`: every rank under torchrun has the same message. Rank 0 prints it and ends, and torchrun then ends the
+    others. They print it themselves if that does not happen within 5 s.
     """
     rank = os.environ.get("RANK")
     if once and rank not in (None, "0"):
         time.sleep(_RANK_0_SECONDS)
-    with contextlib.suppress(OSError):  # where nobody hears it, the status tells
+    with contextlib.suppress(OSError):  # without a stderr, the status has to do
         print(message if rank is None else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     return status
 
@@ -188,7 +170,7 @@ def _overview() -> str:
             *rows,
             "",
             "  --version  print the version",
-            "  --help     print this; meshwise COMMAND --help tells the options of a command",
+            "  --help     print this; meshwise COMMAND --help prints the options of a command",
         ]
     )
 

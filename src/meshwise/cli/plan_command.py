@@ -1,4 +1,4 @@
-"""`meshwise plan`: the quickest plans for a job on a cluster that need not be there, and why the others lost."""
+"""The command `meshwise plan`: the fastest plans for a job on a named cluster, and why the others are slower."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from meshwise.cli.drawing_output import DrawingFiles, check, save
-from meshwise.cli.output_files import check_outputs
-from meshwise.cli.simulate_command import subject_of
+from meshwise.cli.output_files import DrawingFiles, check_drawings, check_outputs, write_drawings
+from meshwise.cli.rank_count import named_cluster
 from meshwise.comm.launch.cores import cores
 from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
@@ -27,23 +25,24 @@ from meshwise.plan.plan_keys import in_words, read_size
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
 from meshwise.planner.search_tables import best_table, lost_table, survey_record
-from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
+from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import text
 from meshwise.simulate.value_requests import ASKS_ITS_BATCH
-from meshwise.train.counted import counted
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
-from meshwise.train.output_stream import screen
+from meshwise.train.output_stream import console_of_width, counted, text_table
 from meshwise.train.prepare import prepare
 from meshwise.train.toml_rewrite import rewrite
 from meshwise.view.plan_account import predicted
 
-_DRAWN = 4
-"""Plans that are drawn beside one another at most."""
+_MOST_DRAWN = 4
+"""Plans in one drawing."""
 
 _WIDTH = 160
-"""Of the tables where the output is not a terminal."""
+"""Columns of the tables where stdout is not a terminal."""
+
+_WRAPPED = ("plan", "nearest", "lost because")
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if job.write and path is None:
         raise JobError("--write writes into the job's file: name one, as in meshwise plan job.toml --write")
-    check(job)
+    check_drawings(job)
     check_outputs([path] if job.write else [])
-    cluster = _cluster(job.on)
+    if not job.on:
+        raise JobError('say on which cluster: --on "64x8 h100"')
+    cluster = named_cluster(job.on)
     subject, space = _searched(job, cluster)
     limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
@@ -108,11 +109,11 @@ def main(arguments: Sequence[str]) -> int:
     if job.write:
         print(f'{path}: plan = "{best[0].plan}"')
     if job.wanted:
-        shown = best[:_DRAWN]
+        shown = best[:_MOST_DRAWN]
         predictions = [prediction_of(subject, candidate=one, cluster=cluster) for one in shown]
         accounts = [predicted(each, title=str(one.plan)) for each, one in zip(predictions, shown, strict=True)]
         with contextlib.redirect_stdout(sys.stderr if job.json else sys.stdout):
-            save(accounts, files=job, title=f"the best plans on {job.on}")
+            write_drawings(accounts, files=job, title=f"the best plans on {job.on}")
     return 0
 
 
@@ -135,7 +136,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
         stages=len(job.model.cut_at) + 1 if job.model.cut_at else None,
         fixed=fixed,
     )
-    return subject_of(prepared), space
+    return prepared.rehearsal_subject(), space
 
 
 def _shown(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
@@ -200,7 +201,7 @@ def _parameters(subject: RehearsalSubject) -> int:
 
 
 def _tell(survey: SearchResult, *, asked: _Asked, top: int, seconds: float) -> None:
-    console = screen(width=_WIDTH)
+    console = console_of_width(_WIDTH)
     for line in asked.lines():
         console.print(line, highlight=False, markup=False)
     told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
@@ -208,20 +209,10 @@ def _tell(survey: SearchResult, *, asked: _Asked, top: int, seconds: float) -> N
     if any(one.figures.asked for one in survey.candidates.values()):
         console.print(ASKS_ITS_BATCH, highlight=False)
     if survey.best():
-        console.show(_table(best_table(survey, top=top)))
+        console.show(text_table(best_table(survey, top=top), wrapped=_WRAPPED))
     lost = lost_table(survey, top=top)
     if len(lost) > 1:
-        console.show(_table(lost))
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in rows[0]:
-        last = title in ("plan", "nearest", "lost because")
-        table.add_column(title, justify="left" if last else "right", no_wrap=not last)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
+        console.show(text_table(lost, wrapped=_WRAPPED))
 
 
 def _closest(survey: SearchResult) -> str:
@@ -255,15 +246,6 @@ def _write(path: Path, best: Candidate, *, on: str) -> None:
         ("predicted", "memory"): best.figures.memory,
     }
     rewrite(path, changes=changes)
-
-
-def _cluster(on: str) -> Cluster:
-    if not on:
-        raise JobError('say on which cluster: --on "64x8 h100"')
-    try:
-        return parse_cluster(on)
-    except ClusterError as error:
-        raise JobError(f"--on: {error}") from error
 
 
 def _limit(written: str) -> int:

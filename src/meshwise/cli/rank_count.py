@@ -1,4 +1,4 @@
-"""Choose the number of ranks of a command and the world that joins them, from flags and environment."""
+"""Values of `--ranks`, `--comm` and `--on`: the number of ranks, how they communicate, and the cluster to simulate."""
 
 from __future__ import annotations
 
@@ -11,48 +11,47 @@ from meshwise.comm.launch.cores import cores
 from meshwise.comm.launch.joining import asked_comm
 from meshwise.comm.network.torch_world import Comm
 from meshwise.plan import AXES
+from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.train.job import Job, JobError
 
-MOST_BY_DEFAULT = 4
-"""Local ranks that `dp=auto` fills when nobody says how many; more than a laptop's cores would only slow it down."""
+DEFAULT_RANKS = 4
+"""Local ranks at most where neither the plan nor a flag says how many: more than a laptop's cores are slower."""
 
 
-def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
-    """Return the value of `--comm` for `run`; None leaves the choice to the environment. Raises JobError when that asks
-    for what there is not.
+def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
+    """Return the value of `--comm` for `run`; None means: as MESHWISE_COMM says, and for threads.
+
+    Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS.
     """
     if comm == "threads":
         return None
-    said = None if comm == "auto" else comm
     try:
-        if said is None:
+        if comm == "auto":
             asked_comm()
         stall_seconds_from_environment()
     except ValueError as error:
         raise JobError(str(error)) from error
-    return said
+    return None if comm == "auto" else comm
 
 
-def asked(ranks: int | None) -> int | None:
-    """Return the local ranks that were asked for. Raises JobError for none."""
+def checked_ranks(ranks: int | None) -> int | None:
+    """Return the value of `--ranks`. Raises JobError below 1."""
     if ranks is not None and ranks < 1:
         raise JobError(f"ranks = {ranks} has to be at least 1")
     return ranks
 
 
 def launched_ranks() -> int | None:
-    """Return the ranks that a launcher says it has started; None when this process is none of them. Raises JobError
-    when what it says makes no sense.
-    """
+    """Return the ranks that torchrun has started; None without a launcher. Raises JobError for a half-set launcher."""
     try:
-        told = launched()
+        rank = launched()
     except ValueError as error:
         raise JobError(str(error)) from error
-    return None if told is None else told.size
+    return None if rank is None else rank.size
 
 
 def local_ranks(job: Job) -> int:
-    """Return the ranks of this job: torchrun's, or those asked for, or what the plan needs.
+    """Return the ranks of a job: torchrun's, or those asked for, or what the plan needs.
 
     A plan with `dp=auto` gets a rank for each core, at most four, rounded down to what its other axes allow.
     """
@@ -63,4 +62,12 @@ def local_ranks(job: Job) -> int:
     needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)
     if job.plan.dp is not None:
         return needed
-    return needed * max(1, min(MOST_BY_DEFAULT, cores()) // needed)
+    return needed * max(1, min(DEFAULT_RANKS, cores()) // needed)
+
+
+def named_cluster(name: str) -> Cluster:
+    """Return the cluster of `--on`. Raises JobError for one that is not known."""
+    try:
+        return parse_cluster(name)
+    except ClusterError as error:
+        raise JobError(f"--on: {error}") from error

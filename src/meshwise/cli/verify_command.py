@@ -1,36 +1,31 @@
-"""`meshwise verify`: whether a plan is the same model, for the model, data and optimizer of a training job.
+"""The command `meshwise verify`: compare a plan with one process, for the model, data and optimizer of a job.
 
-The status is 0 when it is, 1 when it is not.
+The exit status is 0 when both are the same model, else 1.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from rich.console import OverflowMethod
-from rich.table import Table
 
-from meshwise.cli.rank_count import chosen, local_ranks
+from meshwise.cli.rank_count import checked_comm, local_ranks
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.launch import run, torchrun_line
-from meshwise.train.counted import counted
-from meshwise.train.dataset import length, read
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
-from meshwise.train.output_stream import OutputConsole
-from meshwise.train.prepare import Prepared, check_plan, prepare
-from meshwise.train.sample_order import SampleOrder
+from meshwise.train.output_stream import OutputConsole, counted, text_table
+from meshwise.train.prepare import check_plan, prepare
 from meshwise.verify import Report, verify
 
 _MOST_ROWS = 40
-_PATIENCE_SECONDS = "3600"
+_STALL_SECONDS = "3600"
 
 
 @dataclass(frozen=True)
@@ -40,10 +35,10 @@ class VerifyJob(StudiedJob):
     steps: int = 3
     """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    """Element type of the parameters, in place of train.dtype. In float64 the two may differ by 1e-9, relatively;
-    otherwise by what rounding explains, which is measured."""
+    """Element type of the parameters, in place of train.dtype. In float64 the relative difference may be 1e-9;
+    otherwise what rounding explains, which is measured."""
     comm: Literal["auto", "local", "gloo", "threads"] = "auto"  # type: ignore[assignment] # one way more than training
-    """What joins the ranks: processes as in training, or when not under torchrun threads, which start faster."""
+    """How the ranks communicate: as in training, or with `threads` as threads of this process, which start faster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,12 +49,12 @@ class VerifyJob(StudiedJob):
 def main(arguments: Sequence[str]) -> int:
     """Verify the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
     job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
-    size, comm = local_ranks(job), chosen(job.comm)
+    size, comm = local_ranks(job), checked_comm(job.comm)
     prepared = prepare(job, ranks=size)
     if not is_rank():
         check_plan(prepared)
-    # The ranks wait while the first one takes a whole step alone, which is no hang.
-    os.environ.setdefault("MESHWISE_STALL_SECONDS", _PATIENCE_SECONDS)
+    # The other ranks wait while rank 0 takes whole steps of the reference run: that is no hang.
+    os.environ.setdefault("MESHWISE_STALL_SECONDS", _STALL_SECONDS)
     if is_rank() or job.comm != "threads":
         if not is_rank():
             print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
@@ -75,13 +70,13 @@ def main(arguments: Sequence[str]) -> int:
 def show(report: Report, *, console: OutputConsole) -> None:
     """Print a report: the verdict, the steps, and the parameters that are furthest from their bounds."""
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
-    told = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
-    console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False, end="\n\n")
-    console.show(_table(report.step_rows()))
+    lines = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False, end="\n\n")
+    console.show(text_table(report.step_rows(), failed="!"))
     console.print()
     worst = sorted(report.parameters, key=lambda line: -line.excess)[:_MOST_ROWS]
     shown = [line for line in report.parameters if line in worst]
-    console.show(_table(report.parameter_rows(shown)))
+    console.show(text_table(report.parameter_rows(shown), wrapped=("parameter",), failed="!"))
     if rest := len(report.parameters) - len(shown):
         console.print(f"and {rest} more, further from their bounds than these", highlight=False)
 
@@ -92,7 +87,7 @@ def _rank(world: World, job: VerifyJob) -> Report:
         return verify(
             prepared.model,
             prepared.loss,
-            _batches(prepared, job),
+            prepared.batches(job.steps),
             prepared.job.plan,
             world=world,
             dtype=getattr(torch, job.dtype),
@@ -103,25 +98,3 @@ def _rank(world: World, job: VerifyJob) -> Report:
     except Exception as error:
         leave_traceback(error, world=world)
         raise
-
-
-def _batches(prepared: Prepared, job: VerifyJob) -> Iterator[Any]:
-    """Yield the first global batches of the job, whole on every rank."""
-    dataset = prepared.data.train
-    numbers = range(0, job.steps * job.train.batch, job.train.batch)
-    return read(dataset, numbers=numbers, share=_everything, order=SampleOrder(length(dataset), seed=job.train.seed))
-
-
-def _everything(size: int) -> tuple[int, int]:
-    return 0, size
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for number, title in enumerate(rows[0]):
-        names = title == "parameter"
-        overflow: OverflowMethod = "fold" if names else "ellipsis"
-        table.add_column(title, justify="right" if number else "left", no_wrap=not names, overflow=overflow)
-    for row in rows[1:]:
-        table.add_row(*row, style="red" if any(cell.endswith("!") for cell in row) else None)
-    return table

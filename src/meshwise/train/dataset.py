@@ -1,12 +1,11 @@
-"""The data of a run: map-style datasets, and the reading of this rank's rows of each global batch.
+"""The data of a run: `load_data` makes map-style datasets, `read` yields this rank's rows of each global batch.
 
              number    0 … B-1        B … 2B-1       …          Order: number → sample
     global batch     └── step 0 ──┘ └── step 1 ──┘
     rank 0 reads      0 … 3           8 … 11                   its share of every batch, and nothing else
     rank 1 reads      4 … 7          12 … 15
 
-torch's DataLoader does the reading (worker processes, pinning, collation); what it reads is a list of rows that this
-module draws from a counter, so there is no sampler whose state has to be kept.
+torch's DataLoader reads, pins and collates. The rows to read follow from a counter, so no sampler has state to save.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwise.base.tensor_tree import take_rows
-from meshwise.train.counted import counted
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.named_objects import bind, locate
+from meshwise.train.output_stream import counted
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
 
@@ -33,22 +32,22 @@ Share: TypeAlias = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains and validates on.
+    """The data of a run.
 
-    picture     one line for the reader
-    text        whether a sample is a pair of (bytes, the same bytes one further on)
-    content     tells other data from this, wherever it lies: for text a digest, for a dataset how much there is
+    summary     one line about it
+    text        whether a sample is a pair (bytes, the same bytes shifted by one)
+    content     identifies the data: size and digest of text, number of samples of a dataset
     """
 
     train: Dataset[Any]
     validation: Dataset[Any] | None
-    picture: str
+    summary: str
     text: bool
     content: str
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a token file: sample i is tokens i·context … (i+1)·context and the same one token further on."""
+    """Windows of a token file: sample i is tokens i·context … (i+1)·context, and the same shifted by one token."""
 
     def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
         self._arguments = (path, start, stop, context)
@@ -64,13 +63,13 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a worker process maps the file itself; pickling a memory map would copy it."""
+        """Pickle the arguments: a worker process maps the file itself, where pickling the map would copy it."""
         path, start, stop, context = self._arguments
         return _text, (path, start, stop, context)
 
 
 class DatasetPart(Dataset[Any]):
-    """The part `start` to `stop` of a dataset in the order of a permutation, in constant memory."""
+    """The samples `start` to `stop` of a dataset in the order of a permutation, in constant memory."""
 
     def __init__(self, dataset: Dataset[Any], *, order: SampleOrder, start: int, stop: int) -> None:
         self._dataset = dataset
@@ -87,12 +86,12 @@ class DatasetPart(Dataset[Any]):
 
 
 def load_data(job: DataJob) -> RunData:
-    """Return the datasets of a job. Raises JobError when there is no data, or too little for a single sample."""
+    """Return the datasets of a job. Raises JobError for no data, or too little for one sample."""
     return _load_text(job) if job.dataset is None else _load_dataset(job)
 
 
 def length(dataset: Dataset[Any]) -> int:
-    """Return samples in a map-style dataset. Raises JobError for a dataset that has no length."""
+    """Return the number of samples of a map-style dataset. Raises JobError for a dataset without a length."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError as error:
@@ -108,10 +107,8 @@ def read(
     """Yield this rank's rows of one global batch after the other, collated by torch.
 
     numbers     the global numbers, stepping by the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
-    share       `trainer.share`: which rows of a batch of that size this rank takes; taking none gives a batch of none
+    share       as `trainer.share`: the rows (start, stop) of a batch of a given size that this rank reads; may be none
     order       global number → sample; by default the number itself
-
-    What __getitem__ draws from a global generator depends on the rank that reads it; what should not, should not.
     """
     rows = _Rows(numbers, share, order)
     loader: DataLoader[Any] = DataLoader(
@@ -127,7 +124,7 @@ def read(
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's samples, batch by batch. A batch of none asks for one sample, which shows what a row looks like."""
+    """This rank's samples, batch by batch. An empty batch reads one sample, for the shape of a row."""
 
     numbers: range
     share: Share
@@ -165,9 +162,9 @@ def _load_text(job: DataJob) -> RunData:
         )
     train = TextDataset(path, start=0, stop=size - held_out, context=job.context)
     validation = TextDataset(path, start=size - held_out, stop=size, context=job.context) if held_out else None
-    picture = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
+    summary = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
     content = f"{size} bytes, {digest(open_tokens(path))}"
-    return RunData(train, validation, f"{picture} of {counted(job.context, of='byte')}", text=True, content=content)
+    return RunData(train, validation, f"{summary} of {counted(job.context, of='byte')}", text=True, content=content)
 
 
 def _load_dataset(job: DataJob) -> RunData:

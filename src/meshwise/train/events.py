@@ -1,8 +1,7 @@
-"""What happens in a run, as one stream of typed values.
+"""The events of a run, as typed values, and `Events`, which hands each event to all sinks.
 
-A loop that prints here, logs there and writes metrics somewhere else tells each of them something different. Here the
-loop emits events, and sinks write them: `terminal` for people, `records` for files. Rank 0 has the sinks; on the other
-ranks the same stream goes nowhere.
+The loop only emits events; sinks print them (`progress_lines`) and write them to files (`record_files`). Only rank 0
+has sinks.
 """
 
 from __future__ import annotations
@@ -16,8 +15,11 @@ from typing import Any, Protocol, TypeAlias
 
 @dataclass(frozen=True)
 class Start:
-    """The run begins. Memory is bytes of model state on rank 0, by kind, precision its dtypes; `stages` the table
-    of the cut, with pp.
+    """The run begins.
+
+    stages      the table of the cut, with pp; else empty
+    memory      bytes of model state on rank 0, by kind
+    precision   dtypes of the same kinds
     """
 
     plan: str
@@ -35,7 +37,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """A budget has picked what the blocks of rank 0 compute again, by this table."""
+    """The recompute budget has chosen what the blocks of rank 0 recompute, shown in `table`."""
 
     step: int
     table: str
@@ -43,12 +45,12 @@ class Budgeted:
 
 @dataclass(frozen=True)
 class Resume:
-    """The run goes on where a checkpoint was.
+    """The run resumes from a checkpoint.
 
-    step, samples   done before it was saved
-    path            the checkpoint; empty when there was none yet, and the run begins in the folder of an earlier start
-    changes         what of the job differs from the one that saved it
-    damaged         what was wrong with newer checkpoints that were passed over
+    step, samples   done before the checkpoint was saved
+    path            the checkpoint; empty if there was none yet, and the run begins in the folder of an earlier start
+    changes         differences between the job and the job of the checkpoint
+    damaged         damage in newer checkpoints, which were skipped
     """
 
     step: int
@@ -60,17 +62,17 @@ class Resume:
 
 @dataclass(frozen=True)
 class Step:
-    """One step is over.
+    """One step has ended.
 
     step        1 … steps
     loss        mean over the global batch
-    grad_norm   of all parameters, before clipping
+    grad_norm   norm of all gradients, before clipping
     lr          the learning rate of this step
-    tokens      what the loss counted, over the whole global batch
+    tokens      count of the loss, over the whole global batch
     rate        tokens per second of this step, all ranks together
-    memory      bytes rank 0 has used at most so far: of its GPU, or resident in its process
-    eta         seconds to the last step, at the mean pace so far
-    skipped     whether the update was left out
+    memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
+    eta         seconds to the end of the last step, at the mean pace so far
+    skipped     whether the update was skipped
     """
 
     step: int
@@ -95,9 +97,12 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the others waited for: `seconds` and `others` are the mean busy times of it and of them in `steps`.
+    """A rank that the others waited for.
 
-    `step` is the last step that was looked at.
+    step      the last step of the window that was compared
+    steps     the steps in which the rank was slow
+    seconds   its mean busy time in these steps
+    others    the mean of the other ranks' median busy time in these steps
     """
 
     step: int
@@ -109,9 +114,9 @@ class Slow:
 
 @dataclass(frozen=True)
 class Measured:
-    """Where the time of a step went: the one of the last `steps` steps whose time is the median, action by action.
+    """The times of the actions of one step: of the last `steps` steps, the one of median time.
 
-    table   per rank, in words
+    table   a text table with a row per rank
     path    the file for `meshwise draw timeline`
     """
 
@@ -123,7 +128,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of the state after `step` is complete, `seconds` after it was begun; training stood for `held`."""
+    """A checkpoint of the state after `step` is complete, after `seconds`, of which training waited for `held`."""
 
     step: int
     path: str
@@ -133,7 +138,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """There is no checkpoint of `step`, and why; those from before are as they were."""
+    """The checkpoint of `step` could not be written; older checkpoints are unchanged."""
 
     step: int
     problem: str
@@ -150,7 +155,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that the model wrote after `prompt`."""
+    """Text that the model generated after `prompt`."""
 
     step: int
     prompt: str
@@ -159,9 +164,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Compared:
-    """What was predicted of the plan, on the cluster `on`, and what rank 0 measured: the median of its steps after the
-    first, and the most bytes it used, less what its process held before there was a trainer: the interpreter and
-    the libraries, which nothing predicts.
+    """The prediction for the plan on the cluster `on`, and what rank 0 measured.
+
+    seconds   the median step time, without the first step
+    memory    peak bytes, less what the process held before it had a trainer (interpreter and libraries)
     """
 
     on: str
@@ -173,7 +179,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class End:
-    """The run is over: what it came to, what is where, and the next command to try."""
+    """The run has ended: its output files by name, and the next command to try."""
 
     steps: int
     seconds: float
@@ -200,17 +206,17 @@ Event: TypeAlias = (
 
 
 class EventSink(Protocol):
-    """Somewhere events are written."""
+    """A destination of events."""
 
     def write(self, event: Event) -> None:
-        """Write one event; what is written survives the process."""
+        """Write one event so that it survives the end of the process."""
 
     def close(self) -> None:
         """Close the sink: no more events follow."""
 
 
 class Events:
-    """The stream of one run; a context manager that closes the sinks."""
+    """The events of one run; a context manager that closes the sinks."""
 
     def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
         self._sinks = tuple(sinks)
@@ -231,5 +237,5 @@ class Events:
 
 
 def record(event: Event) -> dict[str, Any]:
-    """Return the event as a plain mapping, its kind under `event`: the line of metrics.jsonl."""
+    """Return the event as a dict, with its name under `event`: a line of metrics.jsonl."""
     return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}

@@ -1,7 +1,6 @@
-"""What is left of an error: a line that says where it was raised, and a file with the rest.
+"""Tracebacks as files: `leave_traceback` writes one, and adds a note with the user's own line and the file's name.
 
-A traceback through a launcher, a loop, an engine and torch is forty lines of which the user wrote two. The last of
-those two belongs into the message, all forty into a file that the message names.
+A traceback through launcher, loop, engine and torch has some forty lines, of which the user wrote two.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwise.plan import PlanError
 from meshwise.simulate.fitting_plans import ShortageError
 from meshwise.train.job import JobError
 
-SAY_ALL = (
+SELF_EXPLAINING = (
     DamageError,
     JobError,
     LossError,
@@ -36,19 +35,19 @@ SAY_ALL = (
     ShortageError,
     TierError,
 )
-"""Errors whose message tells everything: a traceback would only show where that was noticed."""
+"""Errors whose message is complete; their traceback only shows where the library found the problem."""
 
 _FILE = "; the whole traceback is in "
 _NO_FILE = "; the whole traceback could not be written: "
 
 
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
-    """Write the traceback into `folder` (by default, that of temporary files), and a note of the error that says so.
+    """Write the traceback into `folder` (by default the folder of temporary files), and add a note to the error.
 
-    An error whose message tells everything is left as it is, and so is one that has such a note. Where there is no room
-    for the file, the note says that.
+    Does nothing for an error in SELF_EXPLAINING, and for one with such a note. If the file cannot be written, the note
+    says why.
     """
-    if isinstance(error, SAY_ALL) or any(_FILE in note or _NO_FILE in note for note in notes(error)):
+    if isinstance(error, SELF_EXPLAINING) or any(_FILE in note or _NO_FILE in note for note in notes(error)):
         return
     where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
     name = "failure.txt" if world is None else f"failure-rank-{world.rank}.txt"
@@ -67,5 +66,5 @@ def _write(error: Exception, file: Path) -> None:
 
 
 def notes(error: Exception) -> list[str]:
-    """Return the notes of one line. A rank that was started here adds its traceback as one of many."""
+    """Return the notes of one line; the launcher adds a rank's traceback as a note of many lines."""
     return [note for note in getattr(error, "__notes__", []) if "\n" not in note]

@@ -1,10 +1,8 @@
-"""The job: everything a training run is told, as one typed tree of frozen values.
+"""The job: all settings of a training run, as one typed tree of frozen dataclasses.
 
-Settings that live in several files and flags contradict each other, and an unbounded bag of keys takes a misspelled
-one in silence. A job is declared once, here: the type of every field, its default, what it means. The TOML file, the
-command line, the help text and the job written beside a run are all read from this declaration (`config`).
-
-A field that may be None defaults to None, so that a TOML file, which has no null, can say everything a job can.
+Each field is declared once, here: its type, default and meaning. The TOML file, the flags, the help text and the job
+written beside a run all follow this declaration (`job_config`). A field that may be None defaults to None, because TOML
+has no null.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from meshwise.plan import Plan
 
 
 class JobError(ValueError):
-    """A job that cannot be run as it is written; the message names the key, its value and what to change."""
+    """Raised for a wrong job; the message names the key, its value and what to change."""
 
 
 def _least(key: str, value: int, least: int) -> None:
@@ -34,7 +32,7 @@ def _least(key: str, value: int, least: int) -> None:
 
 
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """`layers=4 widths=[64,64] position=rotary`: each value as in TOML, a bare word being a string."""
+    """Return keyword arguments from `layers=4 widths=[64,64] position=rotary`: TOML values, a bare word as a string."""
     arguments: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -57,32 +55,9 @@ Arguments: TypeAlias = Annotated[
         str_from_instance=lambda value: [f"{key}={item}" for key, item in value.items()],
     ),
 ]
-"""Arguments by keyword for something named in the job."""
+"""Keyword arguments of a function that the job names."""
 
-_DTYPES = ("float32", "float64")
-
-
-def _parse_dtype(words: Sequence[str]) -> str | None:
-    """Return one of `_DTYPES`, or None if none is named. Raises ValueError."""
-    if words[0] not in (*_DTYPES, "None"):
-        raise ValueError(
-            f"{words[0]!r} is none of {', '.join(_DTYPES)}, which parameters are kept in; half precision is a matter "
-            "of the plan: precision=bf16, or precision=fp16"
-        )
-    return None if words[0] == "None" else words[0]
-
-
-Dtype: TypeAlias = Annotated[
-    Literal["float32", "float64"] | None,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{float32,float64}",
-        instance_from_str=_parse_dtype,
-        is_instance=lambda value: value in (*_DTYPES, None),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
-"""An element type of parameters, or None."""
+DTYPES = ("float32", "float64")
 
 PlanLine: TypeAlias = Annotated[
     Plan,
@@ -102,19 +77,19 @@ class ModelJob:
     """The model: one of the reference models, or your own."""
 
     name: str = "gpt"
-    """`gpt`, `mlp`, or where your own function (or nn.Module class) is that builds the model: `package.module:function`
-    or `path/to/file.py:function`."""
+    """`gpt`, `mlp`, or your own function (or nn.Module class) that builds the model: `package.module:function` or
+    `path/to/file.py:function`."""
     arguments: Arguments = field(default_factory=dict)
     """Arguments of that function by keyword, as in `layers=4 heads=4`. For `gpt`, the vocabulary (256) and the context
     (`data.context`) are filled in when absent."""
     tensor_rules: Arguments = field(default_factory=dict)
-    """With tp, the parts of modules whose names match a pattern, where they are not found by themselves:
+    """With tp, the role of modules whose names match a pattern, where detection does not find it:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
     cut: Literal["auto", "blocks", "trace"] = "auto"
-    """With pp, where the model is cut: between its blocks, between the operations of its trace, or by what fits."""
+    """With pp, where the model is cut: between its blocks, between the operations of its trace, or whichever fits."""
     cut_at: tuple[str, ...] = ()
     """With pp, the blocks, or the operations of the trace, at which each stage but the first begins, as in
-    `["blocks.3", "head"]`. Default: as even as can be, as the plan's `partition` says. `meshwise draw cut` shows it."""
+    `["blocks.3", "head"]`. Default: as even as possible, by the plan's `partition`. `meshwise draw cut` shows it."""
 
     @property
     def where(self) -> CutOptions:
@@ -124,7 +99,7 @@ class ModelJob:
     def __post_init__(self) -> None:
         for pattern, part in self.tensor_rules.items():
             if not isinstance(part, str):
-                raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a part, a word such as "colwise"')
+                raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a role such as "colwise"')
 
 
 @dataclass(frozen=True)
@@ -144,7 +119,7 @@ class DataJob:
     validation: float = 0.05
     """Fraction of the data kept for validation: the last bytes of text, samples drawn by seed from a dataset."""
     workers: int = 0
-    """Processes per rank that read ahead; 0 reads in the rank itself, which is right for text."""
+    """Processes per rank that read ahead; 0 reads in the rank itself, which suits text."""
     cache: str | None = None
     """Folder where text is kept as one memory-mapped file of tokens. Default: `meshwise` in $XDG_CACHE_HOME or in
     ~/.cache."""
@@ -176,7 +151,7 @@ class OptimizerJob:
 
 @dataclass(frozen=True)
 class ScheduleJob:
-    """How the learning rate moves over the steps of the run."""
+    """The learning rate over the steps of the run."""
 
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """After the warm-up: constant; a straight line or half a cosine down to the floor; or wsd (warm-up, stable, decay):
@@ -184,7 +159,7 @@ class ScheduleJob:
     warmup: int = 0
     """Steps over which the rate rises from 0 in a straight line."""
     floor: float = 0.1
-    """Where the rate ends, as a fraction of the peak."""
+    """The final rate, as a fraction of the peak."""
     decay: float = 0.2
     """For wsd: the fraction of all steps that the decay takes, at the end."""
 
@@ -208,10 +183,11 @@ class TrainJob:
     clip_norm: float | None = None
     """Scale gradients down to this norm (over all parameters). Default: never."""
     nonfinite: str = "raise"
-    """When a gradient is not finite: `raise` ends the run, `skip:N` skips the step, at most N in a row; `end` ends the
-    run as well, and lets tiers on the CPU or a disk update units while the backward goes on (docs/memory.md)."""
-    dtype: Dtype = None
-    """Element type of the parameters and of floating-point data. Default: as the model and the data come."""
+    """If a gradient is not finite: `raise` ends the run; `skip:N` skips the step, at most N in a row; `end`
+    ends the run too, and lets parameters on CPU or disk tiers be updated during the backward (docs/memory.md)."""
+    dtype: str | None = None
+    """`float32` or `float64`: the element type of parameters and floating-point data. Default: that of the model and
+    the data. For half precision see the plan's `precision`."""
     log_every: int = 10
     """Steps between progress lines on a terminal that is not interactive; metrics.jsonl has every step."""
     validate_every: int = 0
@@ -219,23 +195,23 @@ class TrainJob:
     validate_batches: int | None = None
     """Global batches of a validation. Default: all the validation data."""
     output: str = "runs/train"
-    """Folder of the run. One that exists is left alone: `-2`, `-3` … is appended to the name; with `resume = "auto"`
-    the run in it goes on."""
+    """Folder of the run. An existing one is not changed: `-2`, `-3` … is appended to the name; with
+    `resume = "auto"` the run in it is resumed."""
     save_every: int = 0
     """Steps between checkpoints, which are written to `checkpoints` in the run's folder while training goes on, and at
     the end; 0 writes none."""
     keep_last: int = 3
-    """Checkpoints that are kept; older ones are removed when a newer one is complete."""
+    """Checkpoints to keep; older ones are removed when a newer one is complete."""
     resume: str | None = None
-    """Go on from a checkpoint: `auto` from the newest valid one in `output` (from the start when there is none); or a
-    folder, of a run or of one of its checkpoints, to begin a new run where that one was. Default: from the start. A
-    run that its launcher has started again goes on by itself."""
+    """Resume from a checkpoint: `auto` from the newest valid one in `output` (from the start without one); or the
+    folder of a run or of one of its checkpoints, to begin a new run there. Default: from the start. Ranks that their
+    launcher has started again resume by themselves."""
     accept: tuple[str, ...] = ()
-    """Keys of the job that may differ from those of the checkpoint though the run is another one with them, as in
-    `optimizer.lr`. Without this, resuming with another learning rate, data, model or seed is refused."""
+    """Keys of the job that may differ from the checkpoint's although they change the results, as in `optimizer.lr`.
+    Without this, resuming with another learning rate, data, model or seed is refused."""
     timeline: int = 0
-    """Steps that are measured action by action, after the first two of a start: where their time went is printed, and
-    kept in `timeline.json` in the run's folder for `meshwise draw timeline`. 0 measures none."""
+    """Steps to measure action by action, after two steps of warm-up. Their times are printed and written to
+    `timeline.json` in the run's folder, for `meshwise draw timeline`. 0 measures none."""
     tensorboard: bool = False
     """Write TensorBoard files too; needs the extra `tensorboard`."""
 
@@ -248,19 +224,24 @@ class TrainJob:
             _least("train.validate_batches", self.validate_batches, 1)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise JobError(f"train.clip_norm = {self.clip_norm} has to be above 0; leave it out for no clipping")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise JobError(
+                f"train.dtype = {self.dtype!r} is none of {', '.join(DTYPES)}; for half precision use the plan: "
+                "precision=bf16 or precision=fp16"
+            )
         SkipPolicy.parse(self.nonfinite)
 
 
 @dataclass(frozen=True)
 class SwapJob:
-    """How state rests on disk, with `offload=…:disk` in the plan."""
+    """The disk tier, with `offload=…:disk` in the plan."""
 
     folder: str | None = None
-    """Folder of a fast disk, where each rank makes a file without a name. Default: that of temporary files."""
+    """Folder of a fast disk, where each rank makes an unnamed file. Default: the folder of temporary files."""
     buffers: int = 3
-    """Staging buffers of the update: one is read ahead, one updated, one written."""
+    """Staging buffers of the update: one is read ahead, one updated, one written back."""
     megabytes: int = 64
-    """Size of each."""
+    """Size of a staging buffer, in MiB."""
 
     @property
     def made(self) -> SwapConfig:
@@ -274,14 +255,14 @@ class SwapJob:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """The text a model of bytes writes at the end of the run."""
+    """Text that a byte-level model generates at the end of the run."""
 
     length: int = 0
     """Bytes to generate; 0 for none."""
     temperature: float = 0.8
-    """Divides the logits before sampling; 0 takes the likeliest byte each time."""
+    """Divisor of the logits before sampling; 0 always takes the most likely byte."""
     prompt: str = ""
-    """What the text begins with. Empty: the start of a file."""
+    """Beginning of the text. Empty: the start of a file."""
 
     def __post_init__(self) -> None:
         _least("sample.length", self.length, 0)
@@ -291,24 +272,24 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class PredictedJob:
-    """What `meshwise plan` has predicted of the plan that it chose; a run ends with what was measured beside it."""
+    """Predictions of `meshwise plan --write` for its plan; a run prints them beside its measurements at the end."""
 
     plan: str = ""
-    """The plan; of another one nothing is told."""
+    """The plan; under another plan the predictions are ignored."""
     on: str = ""
-    """The cluster that it was predicted on."""
+    """The cluster of the prediction."""
     seconds: float = 0.0
-    """The time of a step."""
+    """Seconds of a step."""
     memory: int = 0
-    """Bytes on the fullest rank, with what libraries take."""
+    """Bytes on the fullest rank, libraries included."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A training job, from a TOML file and dotted flags (a flag wins)."""
 
-    passed_over: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
-    """Keys that a file may have, and that are not read."""
+    ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
+    """Keys that a TOML file may have although this command ignores them."""
 
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
@@ -319,19 +300,19 @@ class Job:
     swap: SwapJob = SwapJob()
     predicted: PredictedJob = PredictedJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
-    """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` fills the ranks there are."""
+    """The split of the model over the ranks, as in "dp=2 zero=1"; `dp=auto` uses all ranks."""
     loss: str = "cross-entropy"
-    """`cross-entropy`, `mse`, or where your own function is (`package.module:function`, `path/to/file.py:function`):
-    loss(output, batch) returns the sum of the losses and how many it summed."""
+    """`cross-entropy`, `mse`, or your own function (`package.module:function`, `path/to/file.py:function`):
+    loss(output, batch) returns the sum of the losses and their number."""
     ranks: int | None = None
     """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores that
     this process may use, at most 4."""
     comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host talk: `local`, through shared memory; `gloo`, by messages; `auto`, through shared
-    memory where there is some, unless MESHWISE_COMM says otherwise."""
+    """How ranks on CPUs of one host communicate: `local`, through shared memory; `gloo`, by messages; `auto`, through
+    shared memory where possible, unless MESHWISE_COMM names another way."""
     restarts: int = 0
-    """How many times the local ranks are ended and started again when one fails; they go on from the newest checkpoint
-    (`train.save_every`). Under torchrun, its own --max-restarts counts."""
+    """How often the local ranks are started again after one fails; they resume from the newest checkpoint
+    (`train.save_every`). Under torchrun its --max-restarts counts instead."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
@@ -339,14 +320,14 @@ class Job:
         _least("restarts", self.restarts, 0)
         if self.restarts and not self.train.save_every:
             raise JobError(
-                f"restarts = {self.restarts} with train.save_every = 0: ranks that are started again would begin anew; "
-                "set train.save_every to the steps you are ready to lose"
+                f"restarts = {self.restarts} with train.save_every = 0: restarted ranks would begin from step 0; "
+                "set train.save_every to the steps you can afford to lose"
             )
 
 
 @dataclass(frozen=True)
 class StudiedJob(Job):
-    """A training job for a command that does not train it: what only a run needs is passed over, and not offered."""
+    """A training job for a command that does not train it: fields that only a run needs are hidden and ignored."""
 
     restarts: tyro.conf.Suppress[int] = 0
-    passed_over: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("restarts",)})
+    ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("restarts",)})

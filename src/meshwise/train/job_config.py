@@ -1,6 +1,6 @@
-"""A job from a TOML file and dotted flags, and back to TOML.
+"""Read a job from a TOML file and dotted flags (`read_job`, `from_toml`, `from_text`), and write it (`to_toml`).
 
-What the file says is the default under the user's own flags, so a flag wins and `--help` shows the values of the file.
+The values of the file become the defaults of the flags, so a flag wins and `--help` shows the values of the file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from meshwise.plan import Plan
-from meshwise.train.flag_errors import without_flag
-from meshwise.train.flags import Key, flags_of, parse_flags
+from meshwise.train.flags import Key, flags_of, parse_flags, without_flag
 from meshwise.train.job import Job, JobError
 
 J = TypeVar("J", bound=Job)
@@ -26,7 +25,7 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
     """Return the job of a command line: an optional TOML file, then dotted flags.
 
     `kind` is Job or a frozen dataclass that adds fields to it. Prints and exits with status 0 for `--help`. Raises
-    JobError with one readable message, which names the file and the key when it came from the file.
+    JobError that names the flag, or the file and its key.
     """
     flags = list(arguments)
     job = kind()
@@ -36,7 +35,7 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
 
 
 def from_toml(path: Path, *, kind: type[J]) -> J:
-    """Return the job of a TOML file. Raises JobError that names the file and every key that is wrong."""
+    """Return the job of a TOML file. Raises JobError that names the file and every wrong key."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -47,14 +46,12 @@ def from_toml(path: Path, *, kind: type[J]) -> J:
 
 
 def from_text(text: str, *, source: str, kind: type[J]) -> J:
-    """Return the job of a TOML text that is from `source`. Raises JobError that names it and every key that is
-    wrong.
-    """
+    """Return the job of a TOML text. Raises JobError that names `source` and every wrong key."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{source} is not TOML: {error}") from error
-    flags = {key: words for key, words in flags_of(table, leaves=_mappings(kind)) if key not in kind.passed_over}
+    flags = {key: words for key, words in flags_of(table, leaves=_mappings(kind)) if key not in kind.ignored_keys}
     try:
         return parse_flags([word for words in flags.values() for word in words], prog=source, default=kind())
     except JobError as error:
@@ -96,14 +93,14 @@ def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
         try:
             parse_flags(words, prog="job", default=kind())
         except JobError as error:
-            name, told = ".".join(key), without_flag(str(error))
-            # The message may begin with the key itself.
-            problems.append(told if told.startswith((f"unknown key {name};", f"{name} = ")) else f"{name}: {told}")
+            name, message = ".".join(key), without_flag(str(error))
+            named = message.startswith((f"unknown key {name};", f"{name} = "))
+            problems.append(message if named else f"{name}: {message}")
     return problems
 
 
 def _merge(base: J, job: J) -> J:
-    """`job` with the arguments that `base` has and `job` does not: a flag changes one argument, not all of them."""
+    """Return `job` plus the arguments that only `base` has: a flag changes one argument, not the whole table."""
     for section, name in _mappings(type(job)):
         own = getattr(job, section)
         arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}

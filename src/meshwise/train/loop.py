@@ -1,10 +1,10 @@
-"""The loop: a job on the ranks of a world, from the first sample to the files at the end.
+"""The training loop: `train` runs a job on the ranks of a world, from the first sample to the files at the end.
 
-    at the start  the state of a checkpoint, when there is one to go on from (origin)
-    each step     this rank's rows (data) → trainer.step → event → learning rate → validation, checkpoint when due
-    at the end    the full parameters, validation, a generated sample
+    at the start  restore a checkpoint, if there is one to resume from (`resume`)
+    each step     learning rate → this rank's rows (`dataset`) → trainer.step → events → validation, checkpoint when due
+    at the end    full parameters, validation, generated text (`generate`)
 
-Every rank runs it; what is printed and written comes from rank 0.
+Every rank runs it; rank 0 prints and writes. `StepTimelines` measures some steps action by action.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, default_collate
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.world import World
+from meshwise.engine.measure_steps import StepMeasurement, measure
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_faults import NonFiniteError
 from meshwise.engine.step_result import StepResult
@@ -39,7 +40,9 @@ from meshwise.train.events import (
     Budgeted,
     Compared,
     End,
+    Event,
     Events,
+    Measured,
     NonFinite,
     Sample,
     Start,
@@ -47,24 +50,22 @@ from meshwise.train.events import (
     Validation,
 )
 from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import Job
+from meshwise.train.job import Job, SampleJob
 from meshwise.train.lr_schedule import rate
 from meshwise.train.output_stream import OutputConsole
 from meshwise.train.parameter_export import write_parameters
 from meshwise.train.prepare import Prepared, prepare
-from meshwise.train.resume import RunProgress, checked_origin, kept, on_first_rank, take_up
+from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
 from meshwise.train.run_checkpoints import RunCheckpoints
-from meshwise.train.run_folder import RunFolder
-from meshwise.train.run_start import RunStart
+from meshwise.train.run_folder import RunFolder, RunStart
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.slow_ranks import BusyTimer, RankPace
-from meshwise.train.step_timelines import StepTimelines
-from meshwise.train.text_sample import generate
+from meshwise.train.token_file import START
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to: the loss of its last step, that of its last validation, its folder (on rank 0)."""
+    """The result of a run: losses of the last step and the last validation, the run's folder (on rank 0)."""
 
     loss: float
     validation: float | None
@@ -72,17 +73,17 @@ class Summary:
 
 
 def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
-    """Run a job on the ranks of `world`; every rank calls it. `console`: where rank 0 talks, by default stdout.
+    """Run a job on the ranks of `world`; every rank calls it. `console`: where rank 0 prints, by default stdout.
 
-    Raises JobError or PlanError for a job that cannot run, or that is not the one of the checkpoint it should go on
-    from; DamageError when no checkpoint is valid, SaveError when the last one could not be written; NonFiniteError as
-    `train.nonfinite` says, and whatever the user's own model, loss and data raise.
+    Raises JobError or PlanError for a job that cannot run or is not the job of its checkpoint. Raises DamageError when
+    no checkpoint is valid, SaveError when the last one could not be written, NonFiniteError as `train.nonfinite` says,
+    and whatever the user's own model, loss and data raise.
     """
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
     attempt = JobAttempt.current()
-    origin = on_first_rank(lambda: checked_origin(prepared, attempt=attempt), world=world)
-    had = _held_memory(world.device)
+    start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world)
+    memory_before = _held_memory(world.device)
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -92,11 +93,11 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         options=prepared.options(example=default_collate([prepared.data.train[0]])),
         **prepared.optimizer_arguments,
     )
-    folder = on_first_rank(lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt), world=world)
+    folder = on_first_rank(lambda: RunFolder.claim(job, path=start.folder, attempt=attempt), world=world)
     sinks = [] if world.rank else folder.sinks(console or OutputConsole(), every=job.train.log_every)
     try:
         with Events(sinks) as events:
-            return _Run(trainer, prepared, folder, events, had=had).run(origin)
+            return _Run(trainer, prepared, folder, events, memory_before=memory_before).run(start)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
         if is_shortage(error):
@@ -107,10 +108,14 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
 
 
 class _Run:
-    """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints."""
+    """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints.
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events, *, had: int) -> None:
-        """`had`: the bytes that this process held before it had a trainer."""
+    memory_before   bytes that this process held before it had a trainer
+    """
+
+    def __init__(
+        self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events, *, memory_before: int
+    ) -> None:
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -123,20 +128,20 @@ class _Run:
         self._rate = rate(job.schedule, steps=job.train.steps)
         self._validation: float | None = None
         self._seconds: list[float] = []
-        self._had = had
+        self._memory_before = memory_before
         self._checkpoints = RunCheckpoints(
             trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
         )
 
-    def run(self, origin: RunStart) -> Summary:
-        """Start, steps, end."""
+    def run(self, start: RunStart) -> Summary:
+        """Resume, train, and write what the job asks for."""
         job, trainer = self._job, self._trainer
         started = time.monotonic()
-        self._start()
-        self._progress = take_up(trainer, origin=origin, prepared=self._prepared, emit=self._emit)
+        self._emit(self._start_event())
+        self._progress = restore_run(trainer, start=start, prepared=self._prepared, emit=self._emit)
         self._steps()
-        self._keep()
-        self._compare()
+        self._write_parameters()
+        self._compare_prediction()
         self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
@@ -145,26 +150,25 @@ class _Run:
         where = None if trainer.world.rank else str(self._folder.path)
         return Summary(self._progress.loss, self._validation, where)
 
-    def _start(self) -> None:
+    def _start_event(self) -> Start:
         job, trainer = self._job, self._trainer
-        start = Start(
+        return Start(
             plan=str(job.plan),
             mesh=trainer.world.mesh.picture(),
             stages="" if trainer.cut is None else str(trainer.cut),
             device=_device(trainer.world),
             parameters=sum(row.numel for row in trainer.table.rows),
-            data=self._data.picture,
+            data=self._data.summary,
             steps=job.train.steps,
             batch=job.train.batch,
             memory=trainer.memory(),
             precision=dict(trainer.precision),
             output=str(self._folder.path),
         )
-        self._emit(start)
 
     def _steps(self) -> None:
         job, trainer, progress = self._job.train, self._trainer, self._progress
-        pace, watched = RankPace(trainer.world), BusyTimer(trainer.world)
+        pace, busy_timer = RankPace(trainer.world), BusyTimer(trainer.world)
         before = progress.step
         timelines = StepTimelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
         timelines.plan(before + 1, last=job.steps)
@@ -174,9 +178,9 @@ class _Run:
         for step in range(before + 1, job.steps + 1):
             lr = self._set_rate()
             timelines.before(step)
-            watched.start()
+            busy_timer.start()
             result = self._step(step, next(batches))
-            busy = watched.stop()
+            busy = busy_timer.stop()
             progress.count(result, batch=job.batch)
             self._seconds.append(result.seconds)
             now = time.monotonic()
@@ -210,12 +214,13 @@ class _Run:
         for slow in pace.compare():
             self._emit(slow)
 
-    def _compare(self) -> None:
-        """Tell what was predicted of this plan, if anything was, and what came of it."""
-        told = self._job.predicted
-        if len(self._seconds) > 1 and told.seconds and Plan.parse(told.plan) == self._job.plan:
+    def _compare_prediction(self) -> None:
+        """Emit what `meshwise plan` predicted of this plan, if anything, beside what was measured."""
+        predicted = self._job.predicted
+        if len(self._seconds) > 1 and predicted.seconds and Plan.parse(predicted.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
-            self._emit(Compared(told.on, told.seconds, told.memory, seconds, max(0, memory - self._had)))
+            own = max(0, memory - self._memory_before)
+            self._emit(Compared(predicted.on, predicted.seconds, predicted.memory, seconds, own))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:
@@ -227,7 +232,7 @@ class _Run:
             raise
 
     def _set_rate(self) -> float:
-        """Return the learning rate of the coming step, a function of how many updates there have been."""
+        """Set and return the learning rate of the coming step, a function of the updates applied so far."""
         fraction = self._rate(self._progress.updates)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
@@ -235,13 +240,13 @@ class _Run:
 
     def _checkpoint(self, step: int) -> None:
         job = self._job.train
-        self._checkpoints.look()
+        self._checkpoints.report_published()
         if job.save_every and (step % job.save_every == 0 or step == job.steps):
-            extra = kept(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
+            extra = run_extra(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
             self._checkpoints.save(step, extra=extra)
 
     def _batches(self) -> Iterator[Any]:
-        """Yield this rank's rows of each global batch that the run has left."""
+        """Yield this rank's rows of each remaining global batch."""
         job, done = self._job.train, self._progress
         numbers = range(done.samples, done.samples + (job.steps - done.step) * job.batch, job.batch)
         return self._read(self._data.train, numbers, SampleOrder(length(self._data.train), seed=job.seed))
@@ -264,8 +269,8 @@ class _Run:
         dtype = getattr(torch, self._job.train.dtype)
         return (map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, batch) for batch in rows)
 
-    def _keep(self) -> None:
-        """Write what was trained, before anything else can fail."""
+    def _write_parameters(self) -> None:
+        """Write the trained parameters, before anything else can fail."""
         job, folder = self._job, self._folder
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
         write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
@@ -285,7 +290,7 @@ def _device(world: World) -> str:
 
 
 def _held_memory(device: torch.device) -> int:
-    """Return the bytes this process uses now; where the system does not tell, the most so far."""
+    """Return the bytes this process uses now; without /proc, the most it has used."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -295,10 +300,67 @@ def _held_memory(device: torch.device) -> int:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes this process has used so far: of its GPU, or resident."""
+    """Return the most bytes this process has used so far: allocated on its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, IndexError):
         return int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux it begins with that of whoever started this
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux it includes the peak of the parent
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) -> str:
+    """Generate `sample.length` bytes after the prompt and decode them as UTF-8, bad bytes as U+FFFD.
+
+    The model maps tokens (1, T), T at most `context`, to logits (1, T, vocabulary). Every rank calls it and generates
+    the whole text from the same seed: under zero=3 a forward gathers parameters, so all ranks need equally many.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompt = [START, *sample.prompt.encode()]
+    tokens = list(prompt)
+    for _ in range(sample.length):
+        logits = trainer.predict(torch.tensor([tokens[-context:]]))[0, -1].double().cpu()
+        tokens.append(_sampled(logits, sample.temperature, generator))
+    return bytes(token % 256 for token in tokens[len(prompt) :]).replace(b"\0", b"").decode(errors="replace")
+
+
+def _sampled(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+
+
+_WARM_UP_STEPS = 2
+"""Slower steps at the start of a run, which are not measured."""
+
+
+class StepTimelines:
+    """Measures `count` steps after the warm-up, and writes the one of median time to `path`."""
+
+    def __init__(self, trainer: Trainer, *, count: int, path: Path, emit: Callable[[Event], None]) -> None:
+        self._trainer, self._count, self._path, self._emit = trainer, count, path, emit
+        self._block = contextlib.ExitStack()
+        self._measuring: StepMeasurement | None = None
+        self._steps = range(0)
+
+    def plan(self, first: int, *, last: int) -> None:
+        """Choose the steps to measure, given the run's first and last step."""
+        begin = max(first, min(first + _WARM_UP_STEPS, last - self._count + 1))
+        self._steps = range(begin, min(begin + self._count, last + 1))
+
+    def before(self, step: int) -> None:
+        """Prepare for a step that is about to run."""
+        if step == self._steps.start and self._steps:
+            self._measuring = self._block.enter_context(measure(self._trainer))
+
+    def after(self, step: int) -> None:
+        """Finish a step; after the last measured one, write the file and emit its times."""
+        if self._measuring is None or step + 1 < self._steps.stop:
+            return
+        self._block.close()
+        typical = self._measuring.typical()
+        self._measuring = None
+        assert typical is not None
+        if self._trainer.world.rank == 0:
+            typical.write(self._path)
+        self._emit(Measured(step, len(self._steps), str(typical), str(self._path)))

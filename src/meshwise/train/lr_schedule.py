@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run, as a plain function of the step.
+"""The learning rate over the steps of a run, as a function of the step (`rate`).
 
     1 ┤   ╭──╮               ╭───────────╮
       │  ╱    ╲  cosine     ╱             ╲  wsd
@@ -7,8 +7,7 @@ floor ┤╱        ╰──       ╱                 ╲
       └ warm-up          warm-up  stable   decay
 
 Cosine: Loshchilov and Hutter, *SGDR*, 2016, without restarts. WSD (warm-up, stable, decay): Hu et al., *MiniCPM*, 2024,
-with a straight decay. The loop asks it with the number of updates that there have been, so a skipped step does not move
-the rate.
+with a straight decay. The loop passes the number of updates, so a skipped step does not move the rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From the names in a job to what they name: models, losses, optimizers, functions of the user's own.
+"""Models, losses, optimizers and datasets by the names that a job has for them.
 
-Everything a name can be wrong about is said here, before a rank is started: a file that is not there, a module without
-that function, an argument it does not take, an optimizer that refuses its learning rate.
+A wrong name is refused here, before a rank is started: a missing file, a module without the function, an argument that
+the function does not take, an optimizer that refuses its learning rate.
 """
 
 from __future__ import annotations
@@ -10,22 +10,35 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import flat_optimizer
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from meshwise.train.flags import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
-from meshwise.train.regression_loss import mean_squared_error
 
 BYTES = 256
+"""Values of a byte, the tokens of text."""
+
+
+def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Return the summed squared difference of `output` and `batch[1]`, and the number of elements.
+
+    Raises ValueError when the shapes differ.
+    """
+    target = batch[1]
+    if output.shape != target.shape:
+        raise ValueError(f"mse: the output is {tuple(output.shape)} but the target {tuple(target.shape)}")
+    return torch.square(output - target).sum(), target.numel()
+
+
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squared_error}
 
 
@@ -77,8 +90,8 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
     }
     if job.name not in kinds:
         near, known = _nearest(job.name, kinds), ", ".join(kinds)
-        told = near if known in near else f"{near} There are {known}"
-        raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {told}")
+        hint = near if known in near else f"{near} There are {known}"
+        raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {hint}")
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
     kind = kinds[job.name]
@@ -93,8 +106,8 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
 def locate(name: str, *, key: str) -> Callable[..., Any]:
     """Return the object that `package.module:function` or `path/to/file.py:function` names.
 
-    The folder of the file, or the current one, is put on the import path, as `python file.py` and `python -m` do.
-    Raises JobError when it is not there; what the user's own module raises while it is imported passes through.
+    Puts the folder of the file, or the current one, on the import path, as `python file.py` and `python -m` do. Raises
+    JobError when there is no such object, and whatever the user's own module raises while it is imported.
     """
     where, _, what = name.rpartition(":")
     if not where:
@@ -110,7 +123,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         raise JobError(f"{key} = {name!r} cannot be imported: {error}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path.resolve():
-        raise JobError(f"{key} = {name!r}: another module is called {module_name!r} already; rename the file")
+        raise JobError(f"{key} = {name!r}: another module has the name {module_name!r}; rename the file")
     found = getattr(module, what, None)
     if not callable(found):
         functions = [known for known, value in vars(module).items() if callable(value)]
@@ -119,7 +132,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str) -> Callable[[], Any]:
-    """Return the call of `function` with these arguments. Raises JobError when it does not take them."""
+    """Return a function that calls `function` with these arguments. Raises JobError when it does not accept them."""
     signature = inspect.signature(function)
     unknown = [name for name in arguments if name not in signature.parameters]
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -133,7 +146,7 @@ def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str
 
 
 def _configure(job: Job, default: Any) -> Any:
-    """Return the shape of a reference model, its arguments read as flags are."""
+    """Return the configuration of a reference model from the job's arguments, read as flags."""
     words = [word for _, flag in flags_of(job.model.arguments, leaves=()) for word in flag]
     try:
         return parse_flags(words, prog="model", default=default)

@@ -1,12 +1,11 @@
-"""Where a command writes: a terminal, a file whose disk may be full, or a pipe whose reader may have seen enough."""
+"""Standard output of a command: a terminal, a file whose disk may be full, or a pipe whose reader may have ended."""
 
 from __future__ import annotations
 
-import codecs
 import io
 import select
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -15,34 +14,20 @@ from rich.table import Column, Table
 from rich.text import Text
 
 STDOUT = 1
-
-_HANDLER = "meshwise: what looks like it"
-"""The name of a way to encode."""
-
-_STAND_INS: Mapping[str, str] = {
-    **dict.fromkeys("│┃", "|"),
-    **dict.fromkeys("─━–—−", "-"),
-    **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
-    **dict.fromkeys("·…", "."),
-    "░": ":",
-    "▒": "~",
-    "×": "x",
-    "µ": "u",
-}
-"""As wide as what it stands for: columns stay where they are."""
+"""The file descriptor of standard output."""
 
 _FOLDED = 12
-"""Columns that names get at least where they are folded."""
+"""Least width of a column whose names may be folded."""
 
 _WIDE = 10_000
-"""A terminal on which nothing is cut."""
+"""A width at which no text is cut."""
 
 
 class OutputConsole(Console):
-    """A console that leaves no blanks at the ends of drawn lines, and hands on that nobody reads it any more."""
+    """A console that prints tables without trailing blanks, and raises BrokenPipeError when its reader has ended."""
 
     def show(self, drawing: Table | Text) -> None:
-        """Print a table, or lines that are as long as they are, to be copied as they stand."""
+        """Print a table, or lines of text, without cutting words."""
         if isinstance(drawing, Text):
             lines = list(drawing.split(allow_blank=True))
         else:
@@ -61,48 +46,59 @@ class OutputConsole(Console):
             self.print(line, soft_wrap=True)
 
     def _least(self, column: Column) -> int:
-        """Return the least width of a table column: no word is cut, and only foldable text folds."""
+        """Return the least width of a table column at which no word is cut; text that may fold needs less."""
         wide = self.options.update(width=_WIDE)
         sizes = [Measurement.get(self, wide, cell) for cell in (column.header, *column.cells)]
         least = max(size.maximum if column.no_wrap else size.minimum for size in sizes)
         return max(column.min_width or 0, min(least, _FOLDED) if column.overflow == "fold" else least)
 
     def on_broken_pipe(self) -> None:
-        """Rich would end the process here, with status 1 and without a word."""
-        raise  # noqa: PLE0704 -- the BrokenPipeError that it is being asked about
+        """Raise the BrokenPipeError again; rich would end the process with status 1."""
+        raise  # noqa: PLE0704 -- the BrokenPipeError that rich is handling
 
 
-def screen(*, width: int) -> OutputConsole:
-    """Return the terminal; elsewhere, lines of at most this width."""
+def console_of_width(width: int) -> OutputConsole:
+    """Return the console of stdout; where that is not a terminal, its lines have at most `width` columns."""
     return OutputConsole() if OutputConsole().is_terminal else OutputConsole(width=width)
 
 
-def tolerate() -> None:
-    """Let stdout have for what its encoding lacks (`LC_ALL=C`, ISO-8859-1) what looks most like it, or a question mark:
-    no run fails for that, and drawings can be read.
+def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = (), failed: str = "") -> Table:
+    """Return a table of which the first row has the titles.
+
+    Columns whose title is in `wrapped` are aligned to the left and may wrap. A row with a cell that ends in `failed` is
+    red.
     """
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for number, title in enumerate(rows[0]):
+        left = number == 0 or title in wrapped
+        table.add_column(title, justify="left" if left else "right", no_wrap=title not in wrapped, overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row, style="red" if failed and any(cell.endswith(failed) for cell in row) else None)
+    return table
+
+
+def replace_missing_characters() -> None:
+    """Make stdout write `?` for a character that its encoding lacks, as under PYTHONIOENCODING=ascii."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        codecs.register_error(_HANDLER, _stand_in)
-        sys.stdout.reconfigure(errors=_HANDLER)
-
-
-def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    lacked = error.object[error.start : error.end]
-    return "".join(_STAND_INS.get(letter, "?") for letter in lacked), error.end
+        sys.stdout.reconfigure(errors="replace")
 
 
 def is_unread() -> bool:
-    """Return whether stdout is a pipe whose reader is gone."""
+    """Return whether stdout is a pipe whose reader has ended."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def takes_no_more() -> bool:
-    """Return whether an error may be that of stdout: nobody reads it, or what was written to it finds no room."""
+def stdout_failed() -> bool:
+    """Return whether an OSError may come from stdout: its reader has ended, or its disk is full."""
     try:
         sys.stdout.flush()
     except OSError:
         return True
     return is_unread()
+
+
+def counted(number: int, *, of: str) -> str:
+    """Return a number with its noun, as in `1 step` or `1,000 steps`."""
+    return f"{number:,} {of}{'s' * (number != 1)}"

@@ -1,13 +1,13 @@
-"""From a job to what the loop needs, with everything that can be wrong about it said before the first step.
+"""Make the objects that a job names (`prepare`), and check its plan without ranks (`check_plan`).
 
-The command line does this once before it starts any rank, so that a bad job is one message and status 2; each rank then
-does it again for itself.
+The command line does so before it starts ranks, so that a bad job is one message and exit status 2. Each rank then does
+it again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,21 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
-from meshwise.train.counted import counted
-from meshwise.train.dataset import RunData, length, load_data
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.train.dataset import RunData, length, load_data, read
 from meshwise.train.job import Job, JobError
 from meshwise.train.named_objects import check_text, loss_function, model_function, optimizer
+from meshwise.train.output_stream import counted
 from meshwise.train.record_files import summary_writer
+from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import STDLIB
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that fits its ranks, and the things it names.
+    """A job that fits its ranks, and the objects it names.
 
-    job     with its plan resolved and its paths absolute, so that it can be run again as it is
+    job     with its plan resolved and its paths absolute, so that it runs again from any folder
     """
 
     job: Job
@@ -47,10 +49,7 @@ class Prepared:
     data: RunData
 
     def options(self, example: Any) -> Options:
-        """Return the options of the job for `parallelize`; `example`: a batch to cut by.
-
-        `example`: a batch to cut by.
-        """
+        """Return the options of the job for `parallelize`. `example`: a batch with which the model is cut."""
         job = self.job
         return Options(
             clip_norm=job.train.clip_norm,
@@ -62,12 +61,24 @@ class Prepared:
             example=example,
         )
 
+    def batches(self, count: int) -> Iterator[Any]:
+        """Yield the first `count` global batches, all rows of each."""
+        job, dataset = self.job.train, self.data.train
+        order = SampleOrder(length(dataset), seed=job.seed)
+        return read(dataset, numbers=range(0, count * job.batch, job.batch), share=lambda size: (0, size), order=order)
+
+    def rehearsal_subject(self) -> RehearsalSubject:
+        """Return the training of the job for a simulation, with its first global batch."""
+        batch = next(self.batches(1))
+        options = self.options(example=batch)
+        return RehearsalSubject(self.model, self.loss, batch, self.optimizer, self.optimizer_arguments, options=options)
+
 
 def prepare(job: Job, *, ranks: int) -> Prepared:
     """Return the objects that a job names, for a world of `ranks` ranks.
 
-    Raises JobError or PlanError for what cannot work; what the user's own modules raise while they are imported passes
-    through.
+    Raises JobError or PlanError for a job that cannot run, and whatever the user's own modules raise while they are
+    imported.
     """
     plan = job.plan.resolve(ranks)
     if plan.pp > 1:
@@ -91,8 +102,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         check_text(job)
     if job.train.batch > (size := length(data.train)):
         raise JobError(
-            f"{samples}, and there are {size:,} to train on: a step would see some of them "
-            f"twice; use train.batch = {size} or less, or more data"
+            f"{samples}, but there are {size:,} to train on: a step would read some twice; use train.batch = {size} or "
+            "less, or more data"
         )
     if job.train.tensorboard:
         summary_writer()
@@ -102,9 +113,9 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
 
 
 def check_plan(prepared: Prepared) -> None:
-    """Put the model under the plan on a rank that is not there. Raises PlanError when it cannot be.
+    """Split the model by the plan in a traced world, without values. Raises PlanError if the plan does not fit it.
 
-    What else goes wrong may come of there being no values, and is left for the ranks to say.
+    Other errors may come from the missing values; the ranks will raise them if they are real.
     """
     job, example = prepared.job, default_collate([prepared.data.train[0]])
     options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), example))
@@ -114,7 +125,7 @@ def check_plan(prepared: Prepared) -> None:
         parallelize(source, job.plan, loss=prepared.loss, world=world, options=options).close()
     except PlanError:
         raise
-    except Exception:  # noqa: BLE001 -- see above
+    except Exception:  # noqa: BLE001 - see above
         return
 
 
@@ -139,7 +150,7 @@ def _absolute(job: Job) -> Job:
 
 
 def _absolute_name(name: str) -> str:
-    """`path/to/file.py:function` from the root; every other name as it is."""
+    """Return `path/to/file.py:function` with an absolute path; any other name unchanged."""
     where, _, what = name.rpartition(":")
     return f"{Path(where).absolute()}:{what}" if where.endswith(".py") else name
 

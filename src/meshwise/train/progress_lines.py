@@ -1,4 +1,4 @@
-"""Sinks for people: a live progress line on a terminal, plain lines elsewhere."""
+"""Sinks that print events: a live progress line on a terminal, plain lines elsewhere; `terminal_sink` chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rich.rule import Rule
 from rich.text import Text
 
 from meshwise.precision.live_dtypes import NOTHING
-from meshwise.train.counted import counted
 from meshwise.train.events import (
     Budgeted,
     Compared,
@@ -32,8 +31,10 @@ from meshwise.train.events import (
     Step,
     Validation,
 )
+from meshwise.train.output_stream import counted
 
-_SHOWN = 5
+_MOST_STEPS = 5
+"""Numbers of slow steps in a line."""
 _STYLES = MappingProxyType(
     {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
 )
@@ -41,13 +42,13 @@ _STYLES = MappingProxyType(
 _RECENT_STEPS = 20
 
 
-def terminal(console: Console, *, every: int) -> EventSink:
-    """Return the sink that suits the console: live on a terminal, else a plain line every `every` steps."""
+def terminal_sink(console: Console, *, every: int) -> EventSink:
+    """Return a live sink on a terminal, elsewhere one that prints a line every `every` steps."""
     return LiveTerminal(console) if console.is_terminal else PlainTerminal(console, every=every)
 
 
 class PlainTerminal:
-    """One line for each event, and for every n-th step."""
+    """Prints a line for each event, and for every n-th step."""
 
     def __init__(self, console: Console, *, every: int) -> None:
         self._console = console
@@ -58,7 +59,7 @@ class PlainTerminal:
         """Print the event."""
         event = self._recent.smoothed(event)
         if not isinstance(event, Step) or event.step % self._every == 0 or event.step in (1, event.steps):
-            self._print(_told(event, of=self._recent.unit))
+            self._print(_text(event, of=self._recent.unit))
 
     def close(self) -> None:
         """Do nothing: no file is open."""
@@ -68,7 +69,7 @@ class PlainTerminal:
 
 
 class LiveTerminal:
-    """A progress line that is redrawn, below everything else that was said."""
+    """Redraws a progress line, below the lines of all other events."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -106,17 +107,17 @@ class LiveTerminal:
             console.print(Rule(style="dim"))
         else:
             style = _STYLES.get(type(event), "")
-            console.print(Text(_told(event, of=self._recent.unit), style=style), soft_wrap=True)
+            console.print(Text(_text(event, of=self._recent.unit), style=style), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last line as it is."""
+        """Stop redrawing; the last line stays."""
         self._progress.stop()
 
 
 class _Recent:
-    """The pace of the last steps: that of one step tells more of what else the machine did than of the run.
+    """The mean rate of the last 20 steps: other work on the machine disturbs the rate of a single step.
 
-    unit    what the loss counts: one for each sample of a batch, of images, say; else tokens
+    unit    what the loss counts: `sample` if it counts one for each sample, else `token`
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class _Recent:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
     def smoothed(self, event: Event) -> Event:
-        """Return a step with the tokens per second of the last steps and itself; any other event as it is."""
+        """Return a step with the mean rate of the last steps; any other event unchanged."""
         if isinstance(event, Start):
             self._samples = event.batch
         if not isinstance(event, Step):
@@ -136,8 +137,8 @@ class _Recent:
         return replace(event, rate=tokens / seconds if seconds else 0.0)
 
 
-def _told(event: Event, *, of: str) -> str:
-    """Return the event in words; `of`: what the loss counts."""
+def _text(event: Event, *, of: str) -> str:
+    """Return the event as text; `of`: the unit that the loss counts."""
     match event:
         case Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
@@ -161,17 +162,17 @@ def _told(event: Event, *, of: str) -> str:
         case Resume():
             return "\n".join(_resumed(event))
         case Slow():
-            steps = ", ".join(map(str, event.steps[:_SHOWN])) + " …" * (len(event.steps) > _SHOWN)
+            steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
             return (
-                f"slow     rank {event.rank} kept the others waiting in step{'s' * (len(event.steps) > 1)} {steps}: "
-                f"busy for {event.seconds:.2f} s, they for {event.others:.2f} s"
+                f"slow     rank {event.rank} made the others wait in step{'s' * (len(event.steps) > 1)} {steps}: "
+                f"busy for {event.seconds:.2f} s, the others for {event.others:.2f} s"
             )
         case Measured():
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
             return "\n".join([head, *_indented(event.table)])
         case Saved():
             return (
-                f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, training stood {event.held:.2f} s)"
+                f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, {event.held:.2f} s of it blocking)"
             )
         case SaveFailed():
             return f"NOT SAVED at step {event.step}: {event.problem}"
@@ -194,16 +195,16 @@ def _told(event: Event, *, of: str) -> str:
 
 def _resumed(event: Resume) -> list[str]:
     if not event.path:
-        return ["resume   there is no checkpoint yet: from the start"]
+        return ["resume   no checkpoint yet: from the start"]
     return [
         f"resume   after step {event.step:,} ({counted(event.samples, of='sample')}), from {event.path}",
-        *(f"         DAMAGED, passed over: {damage}" for damage in event.damaged),
+        *(f"         DAMAGED, skipped: {damage}" for damage in event.damaged),
         *(f"         changed: {change}" for change in event.changes),
     ]
 
 
 def _printable(text: str) -> str:
-    """Return the text without what would steer the terminal: a model that has learnt little writes any byte."""
+    """Return the text without control characters: a model that has learnt little writes any byte."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
@@ -218,7 +219,7 @@ def _numbers(step: Step, *, of: str) -> str:
 
 
 def _apart(predicted: float, measured: float) -> str:
-    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %" if measured else "no more than before"
+    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %" if measured else "not measurable"
 
 
 def _indented(picture: str) -> list[str]:
@@ -230,7 +231,7 @@ def _memory(memory: Mapping[str, int]) -> str:
 
 
 def _dtypes(precision: Mapping[str, str]) -> str:
-    """Return the kinds that share a dtype, together; not those that a rank has nothing of."""
+    """Return the kinds of state by dtype, without those that the rank does not have."""
     kinds: dict[str, list[str]] = {}
     for kind, dtype in precision.items():
         if dtype != NOTHING:

@@ -1,4 +1,4 @@
-"""Sinks that write files: metrics.jsonl, and TensorBoard's."""
+"""Sinks that write files: `JsonLines` for metrics.jsonl, `TensorBoard`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwise.train.job import JobError
 
 
 class JsonLines:
-    """One JSON object a line, flushed line by line, so that a run that is killed leaves all it had done.
+    """Appends one JSON object a line, and flushes each line, so that a killed run keeps its events.
 
-    A number that is not finite, which JSON cannot say, is written as the string `nan`, `inf` or `-inf`. What is in the
-    file stays, less a last line that a killed run has left unfinished.
+    Writes a number that is not finite as the string `nan`, `inf` or `-inf`. Removes a last line that a killed run has
+    left unfinished.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,13 +36,13 @@ class JsonLines:
 
 
 class TensorBoard:
-    """The numbers of steps and validations as TensorBoard scalars. Raises JobError when the extra is not installed."""
+    """Writes the numbers of steps and validations as TensorBoard scalars. Raises JobError without the extra."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = summary_writer()(str(folder))
 
     def write(self, event: Event) -> None:
-        """Add the numbers of a step or a validation; other events have none."""
+        """Add the numbers of a step or a validation; ignore other events."""
         if isinstance(event, Step):
             for name in ("loss", "grad_norm", "lr", "rate", "memory"):
                 self._writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
@@ -55,7 +55,7 @@ class TensorBoard:
 
 
 def summary_writer() -> Any:
-    """Torch's writer of TensorBoard files. Raises JobError when the extra is not installed."""
+    """Return torch's writer class for TensorBoard files. Raises JobError when the extra is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
     except ImportError as error:

@@ -1,15 +1,19 @@
-"""Going on where a checkpoint was: the same samples, the same learning rate, the same draws as if nothing had happened.
+"""Resume a run from a checkpoint: the same samples, learning rates and random numbers as without the interruption.
 
-What the model and its optimizer are made of is the trainer's to restore. What is left of a run are three numbers: how
-many steps it has done, how many samples it has met, how many updates were applied (skipped steps have none, and the
-learning rate follows the updates). They are the same on every rank, whatever the plan.
+The trainer restores the model and its optimizer. The rest of a run is three counts, equal on all ranks under any plan:
+steps done, samples read, updates applied (the learning rate follows the updates).
+
+A resumed run must have the same job. Keys that do not decide its numbers may change, and the change is printed. Any
+other difference is refused unless `train.accept` names its key. Data are compared by content: the same text may lie in
+another file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -23,18 +27,27 @@ from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import PlanError
 from meshwise.train.events import Event, Resume
-from meshwise.train.job import JobError
-from meshwise.train.job_changes import changes
+from meshwise.train.job import Job, JobError
 from meshwise.train.job_config import to_toml
 from meshwise.train.prepare import Prepared
-from meshwise.train.run_start import RunStart, find_run_start
+from meshwise.train.run_folder import RunStart, find_run_start
 
 T = TypeVar("T")
+
+FREE_KEYS = (
+    *("plan", "ranks", "restarts", "comm", "swap", "sample", "predicted"),
+    *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
+    *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
+    *("train.tensorboard", "train.timeline", "train.save_every", "train.keep_last"),
+    *("train.output", "train.resume", "train.accept"),
+)
+"""Keys that do not decide the numbers of a run, or (steps) only its length; a section stands for all its keys."""
+_SILENT_KEYS = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output", "train.resume", "train.accept")
 
 
 @dataclass
 class RunProgress:
-    """How far a run is. `loss` is that of the last step."""
+    """How far a run is. `loss` is the loss of the last step."""
 
     step: int = 0
     samples: int = 0
@@ -42,17 +55,17 @@ class RunProgress:
     loss: float = 0.0
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> RunProgress:
-        """Return the progress from a dict that `plain` made."""
+    def from_json(cls, saved: Mapping[str, Any]) -> RunProgress:
+        """Return the progress from a dict that `to_json` made."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(saved["step"], saved["samples"], saved["updates"], loss)
 
-    def plain(self) -> dict[str, Any]:
-        """Return the numbers as JSON has them, which knows no NaN."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as JSON values; a loss that is not finite becomes None."""
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     def count(self, result: StepResult, *, batch: int) -> None:
-        """Count one more step."""
+        """Count one more step of `batch` samples."""
         self.step += 1
         self.samples += batch
         self.updates += not result.skipped
@@ -60,76 +73,123 @@ class RunProgress:
 
 
 def on_first_rank(call: Callable[[], T], *, world: World) -> T:
-    """Return the result of `call` on rank 0, on every rank; its user errors are raised on every rank."""
-    found: tuple[T | None, Exception | None] = (None, None)
+    """Call on rank 0 and return the result on every rank; raise its JobError or PlanError on every rank too."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
-            found = (call(), None)
+            outcome = (call(), None)
         except (JobError, PlanError) as error:
-            found = (None, error)
-    result, refusal = world.exchange(found)[0]
-    if refusal is not None:
-        raise refusal
-    told: T = result
-    return told
+            outcome = (None, error)
+    result, problem = world.exchange(outcome)[0]
+    if problem is not None:
+        raise problem
+    found: T = result
+    return found
 
 
-def checked_origin(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
-    """Return where the run begins. Raises JobError when this is not the job of the checkpoint it would go on from."""
-    origin = find_run_start(prepared.job, attempt=attempt)
-    candidate = origin.candidate()
+def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
+    """Return where the run begins. Raises JobError if the checkpoint it would resume from is of another job."""
+    start = find_run_start(prepared.job, attempt=attempt)
+    candidate = start.candidate()
     if candidate is not None:
         saved = read_index(candidate).extra["user"]
-        changes(saved, job=prepared.job, content=prepared.data.content)
-    return origin
+        job_changes(saved, job=prepared.job, content=prepared.data.content)
+    return start
 
 
-def take_up(trainer: Trainer, *, origin: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
-    """Restore what there is to go on from; every rank calls it.
+def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
+    """Restore the trainer and return the progress of the run; every rank calls it.
 
-    Raises JobError when this is not the job of the checkpoint, DamageError when there are checkpoints and none is
-    valid.
+    Raises JobError for a checkpoint of another job, DamageError when there are checkpoints and none is valid.
     """
-    found = _restored(trainer, origin, own=tuple(prepared.optimizer_arguments))
+    found = _restored(trainer, start, own=tuple(prepared.optimizer_arguments))
     if found is None:
-        if origin.folder is not None:
+        if start.folder is not None:
             emit(Resume(0, 0, "", [], []))
         return RunProgress()
-    told = changes(found.extra, job=prepared.job, content=prepared.data.content)
-    progress = RunProgress.of(found.extra["progress"])
+    changed = job_changes(found.extra, job=prepared.job, content=prepared.data.content)
+    progress = RunProgress.from_json(found.extra["progress"])
     if (found.extra["plan"], found.extra["ranks"]) != (str(prepared.job.plan), trainer.world.size):
-        _draw_anew(trainer, seed=prepared.job.train.seed, samples=progress.samples)
-    emit(Resume(progress.step, progress.samples, str(found.path), told, [str(damage) for damage in found.damaged]))
+        _seed_anew(trainer, seed=prepared.job.train.seed, samples=progress.samples)
+    emit(Resume(progress.step, progress.samples, str(found.path), changed, [str(damage) for damage in found.damaged]))
     return progress
 
 
-def kept(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the run, for `take_up`."""
+def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
+    """Return what a checkpoint stores of the run, for `restore_run`: JSON values."""
     job, content = prepared.job, prepared.data.content
     return {
         "job": to_toml(job),
         "content": content,
         "plan": str(job.plan),
         "ranks": ranks,
-        "progress": progress.plain(),
+        "progress": progress.to_json(),
     }
 
 
-def _restored(trainer: Trainer, origin: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
-    """Return the state of the newest valid checkpoint, but for the hyperparameters in `own`: the job may change
-    them.
-    """
+def _restored(trainer: Trainer, start: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
+    """Restore the newest valid checkpoint, except the hyperparameters in `own`, which the job may change."""
     groups = trainer.optimizer.param_groups
     wanted = [{name: group[name] for name in own} for group in groups]
-    found = next(filter(None, map(trainer.restore, origin.roots)), None)
-    if found is None and origin.chosen is not None:
-        found = RestoredState(origin.chosen, trainer.load(origin.chosen), ())
+    found = next(filter(None, map(trainer.restore, start.roots)), None)
+    if found is None and start.chosen is not None:
+        found = RestoredState(start.chosen, trainer.load(start.chosen), ())
     for group, values in zip(groups, wanted, strict=True):
         group.update(values)
     return found
 
 
-def _draw_anew(trainer: Trainer, *, seed: int, samples: int) -> None:
-    """Give this rank another stream of random numbers: that of another division of the work fits nobody here."""
+def _seed_anew(trainer: Trainer, *, seed: int, samples: int) -> None:
+    """Seed this rank's generator: under another plan, the generators in the checkpoint belong to no rank."""
     place = f"{seed} {samples} {trainer.world.rank} of {trainer.world.size}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))
+
+
+def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
+    """Return a line for each difference from the job of the checkpoint.
+
+    saved: the checkpoint's `job` (as TOML) and `content` (of its data). Raises JobError that names every key which
+    would make this another run.
+    """
+    before = _values(tomllib.loads(to_toml(Job()))) | _values(tomllib.loads(saved["job"]))
+    now = _values(tomllib.loads(to_toml(job)))
+    lines = {
+        key: f"{key}: {_text(before.get(key))} -> {_text(now.get(key))}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    }
+    refused = {key: line for key, line in lines.items() if not _within(key, (*FREE_KEYS, *job.train.accept))}
+    if saved["content"] != content:
+        lines["data"] = f"content of the data: {saved['content']} -> {content}"
+        if not _within("data", job.train.accept) and not _within("data.files", job.train.accept):
+            refused["data"] = lines["data"]
+    if refused:
+        shown = "\n".join(f"  {line}" for line in refused.values())
+        raise JobError(
+            f"the job differs from the job of the checkpoint:\n{shown}\n"
+            f"undo these changes, or accept them: --train.accept {' '.join(refused)}"
+        )
+    if "train.steps" in lines and job.schedule.shape != "constant":
+        lines["train.steps"] += ", and the learning rate follows the new length"
+    return [line for key, line in lines.items() if not _within(key, _SILENT_KEYS)]
+
+
+def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested table by dotted key."""
+
+    def walk() -> Iterator[tuple[str, Any]]:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                yield from _values(value, f"{prefix}{name}.").items()
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(walk())
+
+
+def _within(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in keys)
+
+
+def _text(value: Any) -> str:
+    return "(default)" if value is None else repr(value)

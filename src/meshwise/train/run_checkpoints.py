@@ -1,8 +1,8 @@
-"""The checkpoints that a run writes as it goes.
+"""The checkpoints that a run writes during training.
 
-A save is begun and left to itself; training goes on. That it is published is told as soon as rank 0 sees it. That it
-failed all ranks have to learn alike, so it is told when the next one is due, or at the end: what was saved before is as
-it was, and the run goes on.
+`save` begins a save and returns; training continues. Rank 0 emits `Saved` when it sees the checkpoint published. All
+ranks must learn of a failure at the same point, so `SaveFailed` is emitted at the next save or at the end. Older
+checkpoints are then unchanged, and the run continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwise.train.events import Event, Saved, SaveFailed
 
 
 class RunCheckpoints:
-    """Saves `trainer` into `root`/step-N; every rank calls every method but `look` together."""
+    """Saves `trainer` into `root`/step-N; all ranks call `save` and `finish` together."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[Event], None]) -> None:
         self._trainer = trainer
@@ -31,13 +31,13 @@ class RunCheckpoints:
         self._step = 0
         self._began = 0.0
         self._held = 0.0
-        self._told = True
+        self._reported = True
         self._failed: SaveError | None = None
 
     def save(self, step: int, *, extra: Mapping[str, Any]) -> None:
-        """Begin to save the state after a step."""
+        """Begin to save the state after a step; `extra`: JSON values. Waits for the save before."""
         self._await()
-        self._step, self._began, self._told = step, time.monotonic(), False
+        self._step, self._began, self._reported = step, time.monotonic(), False
         try:
             self._saving = self._trainer.save(
                 self._root / f"step-{step}", extra=extra, wait=False, keep_last=self._keep_last
@@ -46,17 +46,17 @@ class RunCheckpoints:
             self._fail(error)
         self._held = time.monotonic() - self._began
 
-    def look(self) -> None:
-        """Say that a save has been published, if it has been since the last look."""
+    def report_published(self) -> None:
+        """Emit `Saved` if the save under way has been published."""
         saving = self._saving
-        if saving is not None and not self._told and saving.done and (saving.folder / INDEX).is_file():
-            self._tell()
+        if saving is not None and not self._reported and saving.done and (saving.folder / INDEX).is_file():
+            self._report()
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises SaveError when the last one came to nothing."""
+        """Wait for the save under way. Raises SaveError if the last save failed."""
         self._await()
         if self._failed is not None:
-            # Every rank raises here; none may end before rank 0 has said why and written what it can.
+            # Every rank raises here, and none may end the job before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise self._failed
 
@@ -70,14 +70,14 @@ class RunCheckpoints:
             self._fail(error)
             return
         self._failed = None
-        if not self._told:
-            self._tell()
+        if not self._reported:
+            self._report()
 
-    def _tell(self) -> None:
-        self._told = True
+    def _report(self) -> None:
+        self._reported = True
         path = str(self._root / f"step-{self._step}")
         self._emit(Saved(self._step, path, time.monotonic() - self._began, self._held))
 
     def _fail(self, error: SaveError) -> None:
-        self._told, self._failed = True, error
+        self._reported, self._failed = True, error
         self._emit(SaveFailed(self._step, str(error)))

@@ -1,14 +1,12 @@
-"""Which sample comes when: a pure function of (seed, epoch, global number).
+"""The order of samples: a pure function of seed, epoch and global number, without state to save.
 
-A sampler that is an iterator has a state that every rank, every epoch and every resume must bring back exactly; the
-usual ones also depend on the number of ranks. Here a run counts samples: the global batch of step s is the samples
-numbered s·B to (s+1)·B, whoever reads them, so
+A run counts its samples. The global batch of step s is the samples numbered s·B to (s+1)·B, whichever rank reads them:
 
     | number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
     | sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
 
-every plan trains on the same global batches, every batch is full (the last one of an epoch takes its rest from the
-next), and resuming is setting the counter.
+So every plan trains on the same global batches, every batch is full (the last one of an epoch is filled up from the
+next), and resuming sets the counter.
 
 The permutation of an epoch is a keyed Feistel network on (left, right) digits in base ⌈√size⌉, walked again while
 the result falls outside the range (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002); its round
@@ -33,14 +31,14 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run meets `size` samples, shuffled anew every epoch."""
+    """The order in which a run reads `size` samples, shuffled anew every epoch."""
 
     size: int
     seed: int
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"there is no order of {self.size} samples")
+            raise ValueError(f"SampleOrder of {self.size} samples: give at least 1")
 
     def indices(self, start: int, *, stop: int) -> list[int]:
         """Return the samples with the global numbers `start` to `stop` (excluded), each in 0 … size-1."""

@@ -1,12 +1,10 @@
-"""Which rank the others wait for.
+"""Find ranks that the others wait for: `BusyTimer` measures a rank, `RankPace` compares all ranks.
 
-In a step that ends with a collective every rank takes as long as the slowest, so the time of a step tells nothing. What
-tells is how long a rank was busy: the time of its step, less what it waited in collectives (comm's journal knows).
-Every so many steps the ranks exchange these times, one small collective, and a rank that was slower than the others by
-a clear margin is named, with the steps.
+In a step that ends with a collective every rank takes as long as the slowest. So the busy time is compared: the time of
+the step less the time in collectives, from comm's flight recorder. Every 20 steps the ranks exchange these times in one
+small collective. A rank is slow if it was busy for more than twice the others' median and 50 ms longer.
 
-On CUDA a collective is waited for by the device and not by the rank, whose journal then shows next to no waiting; a
-slow GPU is not told apart from the others this way, nor is a slow host whose GPU hides it.
+On CUDA the device waits for a collective, not the rank: slow GPUs are not found.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from meshwise.comm.api.world import World
 from meshwise.train.events import Slow
 
 WINDOW = 20
-"""Steps between two looks at the times."""
+"""Steps between two comparisons."""
 _FACTOR = 2.0
 _LEAST_SECONDS = 0.05
 
@@ -51,13 +49,13 @@ class RankPace:
         self._seconds: list[float] = []
 
     def note(self, step: int, *, seconds: float) -> list[Slow]:
-        """Keep what a step took; when it is time, return what the times of all ranks show. Every rank calls it."""
+        """Record the busy time of a step; after 20 steps, return the slow ranks. Every rank calls it."""
         self._steps.append(step)
         self._seconds.append(seconds)
         return self.compare() if len(self._steps) == WINDOW else []
 
     def compare(self) -> list[Slow]:
-        """Return the slow ranks by the times since the last call; every rank calls it. Every rank calls it."""
+        """Return the slow ranks by the times since the last call. Every rank calls it."""
         world, steps = self._world, self._steps
         own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
         self._steps, self._seconds = [], []

@@ -1,8 +1,7 @@
-"""Text as one memory-mapped file of tokens.
+"""Text as one memory-mapped file of tokens: `token_file` builds it once, `open_tokens` maps it.
 
-Reading thousands of files again for every run, in every rank, costs minutes and memory; a memory map of one file costs
-neither, and the ranks of a machine share its pages. The token file is named by what went into it (paths, sizes, times
-of change), and built once, under a lock: whoever sees it sees all of it.
+The ranks of a machine share the pages of the map. The file's name is a hash of the paths, sizes and modification times
+of the texts. It is built under a lock and appears whole.
 
 A token is a byte (0 … 255). A zero byte goes before every file, so that a model learns where a text begins.
 """
@@ -36,14 +35,14 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 def token_file(names: Sequence[str], *, cache: Path) -> Path:
     """Return the token file of these texts, built when the cache does not have it.
 
-    names: files, folders (all files below that are not hidden), globs, or `python-stdlib`. Raises JobError when a name
-    leads to nothing, a file cannot be read, there is no text in any of them, or no room for the token file.
+    names: files, folders (all files below that are not hidden), globs, or `python-stdlib`. Raises JobError for a name
+    without files, an unreadable file, empty texts, or a cache that cannot be written.
     """
     try:
         files = [path for name in names for path in _files(name)]
         stats = [(path, path.stat()) for path in files]
         if not any(stat.st_size for _, stat in stats):
-            raise JobError(f"data.files = {list(names)}: no file of {len(files)} has any text in it")
+            raise JobError(f"data.files = {list(names)}: all {len(files)} files are empty")
         inputs = "\n".join(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
         target = cache / f"bytes-{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.bin"
         if not target.exists():
@@ -52,7 +51,7 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
     except OSError as error:
         at = Path(error.filename or cache)
         if at.is_relative_to(cache) or cache.is_relative_to(at):
-            hint = "name a folder with room that may be written to, as in --data.cache /tmp/meshwise-data"
+            hint = "name a folder that is writable and has room, as in --data.cache /tmp/meshwise-data"
             raise JobError(f"data: cannot keep the text in {cache}: {error.strerror}; {hint}") from error
         raise JobError(f"data: cannot read the text: {error.strerror}: {at}") from error
     return target
@@ -64,9 +63,7 @@ def open_tokens(path: Path) -> NDArray[np.uint8]:
 
 
 def digest(tokens: NDArray[np.uint8]) -> str:
-    """Return a digest of 256 blocks of 4 KiB, evenly spaced: another text gives another one, in milliseconds at any
-    size.
-    """
+    """Return a digest of 256 evenly spaced blocks of 4 KiB, in milliseconds at any size."""
     starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
     content = hashlib.sha256()
     for start in starts:
@@ -75,17 +72,17 @@ def digest(tokens: NDArray[np.uint8]) -> str:
 
 
 def default_cache() -> Path:
-    """`meshwise` in $XDG_CACHE_HOME, or in ~/.cache. Raises JobError where there is no home."""
+    """Return `meshwise` in $XDG_CACHE_HOME or in ~/.cache. Raises JobError without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
-    except RuntimeError as error:  # of a user whom the system does not know, as in a container
+    except RuntimeError as error:  # a user without an entry in passwd, as in a container
         raise JobError(
-            "data: there is no home folder to keep the text in; name another, as in --data.cache /tmp/meshwise-data"
+            "data: no home folder for the text cache; name another folder, as in --data.cache /tmp/meshwise-data"
         ) from error
 
 
 def _build(files: Sequence[Path], target: Path) -> None:
-    """Write the token file, unless another process does so while this one waits for the lock."""
+    """Write the token file, unless another process has written it while this one waited for the lock."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
@@ -102,7 +99,7 @@ def _join(files: Sequence[Path], into: Path) -> None:
 
 
 def _files(name: str) -> Iterator[Path]:
-    """Yield the files that a name in `data.files` stands for, in an order that does not depend on the machine."""
+    """Yield the files of a name in `data.files`, sorted."""
     if name == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
@@ -114,7 +111,7 @@ def _files(name: str) -> Iterator[Path]:
         matches = glob.glob(name, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         found = [path for path in map(Path, matches) if path.is_file()]
     if not found:
-        raise JobError(f"data.files: {name!r} is no file, no folder with files and no glob that matches any")
+        raise JobError(f"data.files: {name!r} is neither a file, a folder with files nor a glob that matches files")
     yield from sorted(found)
 
 

@@ -1,7 +1,6 @@
-"""A change to a job's TOML file that leaves everything else in it, comments too, as its author wrote it.
+"""Change keys of a TOML file and keep the rest of it, comments included.
 
-TOML libraries that keep comments are another dependency; what changes here is a few keys, so the text is edited line
-by line, and the result is read back: unless it says exactly what it should, the file stays as it is.
+The text is edited line by line and parsed again: without exactly the wanted values the file stays unchanged.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _HEADER = re.compile(r"\s*\[")
 
 
 def rewrite(path: Path, *, changes: Mapping[tuple[str, ...], Any]) -> None:
-    """Set keys of a TOML file: `("plan",)` at the top, `("model", "cut_at")` in a table; None takes a key away.
+    """Set keys of a TOML file: `("plan",)` at the top, `("model", "cut_at")` in a table; None removes a key.
 
-    Raises JobError, and leaves the file alone, where its text cannot be changed so or it cannot be written.
+    Raises JobError, with the file unchanged, if its text cannot be changed so or it cannot be written.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -34,18 +33,16 @@ def rewrite(path: Path, *, changes: Mapping[tuple[str, ...], Any]) -> None:
     for key, value in changes.items():
         _set(wanted, key, value)
     try:
-        said: Any = tomllib.loads(changed)
+        found: Any = tomllib.loads(changed)
     except tomllib.TOMLDecodeError as error:
-        said = error
-    if said != wanted:
-        told = "\n".join(f"  {'.'.join(key)} = {_value(value)}" for key, value in changes.items() if value is not None)
-        raise JobError(
-            f"{path} is written in a way that cannot be changed here; it is as it was. Write into it:\n{told}"
-        )
+        found = error
+    if found != wanted:
+        keys = "\n".join(f"  {'.'.join(key)} = {_value(value)}" for key, value in changes.items() if value is not None)
+        raise JobError(f"{path} cannot be changed automatically and is unchanged. Write into it:\n{keys}")
     try:
         write_whole(path, write=lambda place: place.write_text(changed, encoding="utf-8"))
     except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror or error}; it is as it was") from error
+        raise JobError(f"cannot write {path}: {error.strerror or error}; it is unchanged") from error
 
 
 def _with(lines: list[str], key: tuple[str, ...], value: Any) -> list[str]:
@@ -65,8 +62,8 @@ def _with(lines: list[str], key: tuple[str, ...], value: Any) -> list[str]:
             at = next((number for number in range(stop) if not lines[number].startswith("#")), stop)
         return [*lines[:at], *added, *lines[at:]]
     comment = re.search(r"\s+#[^\"']*$", lines[end - 1])
-    kept = [] if value is None else [f"{name} = {_value(value)}{comment.group() if comment else ''}"]
-    return [*lines[:place], *kept, *lines[end:]]
+    line = [] if value is None else [f"{name} = {_value(value)}{comment.group() if comment else ''}"]
+    return [*lines[:place], *line, *lines[end:]]
 
 
 def _table(lines: list[str], table: list[str]) -> tuple[int | None, int]:
@@ -82,7 +79,7 @@ def _table(lines: list[str], table: list[str]) -> tuple[int | None, int]:
 
 
 def _assignment(lines: list[str], name: str, start: int, stop: int) -> tuple[int | None, int]:
-    """Return the lines of a key's assignment: as many as it takes to read its value."""
+    """Return the first and the end line of a key's assignment, which may take several lines."""
     for number in range(start, stop):
         if re.match(rf"\s*{re.escape(name)}\s*=", lines[number]):
             for end in range(number + 1, stop + 1):

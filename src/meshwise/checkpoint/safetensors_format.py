@@ -14,12 +14,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.safetensors_dtypes import DTYPES, dtype_name
 
 LENGTH_BYTES = 8
 _LARGEST = 100 << 20
@@ -101,3 +101,33 @@ def _entry(name: str, row: Mapping[str, Any], base: int, size: int) -> TensorEnt
 
 def _damaged(path: Path, expected: str, found: str) -> DamageError:
     return DamageError([Damage(str(path), expected, found)])
+
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U64": torch.uint64,
+        "U32": torch.uint32,
+        "U16": torch.uint16,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+
+_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the safetensors format. Raises ValueError for one that it does not have."""
+    if dtype not in _NAMES:
+        raise ValueError(f"safetensors has no {dtype}; it has {', '.join(str(known) for known in _NAMES)}")
+    return _NAMES[dtype]
