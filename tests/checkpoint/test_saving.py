@@ -64,7 +64,7 @@ def test_an_update_waits_until_what_it_changes_has_been_read(tmp_path: Path) -> 
     assert not stream._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
     writer = threading.Thread(target=stream.write)
     writer.start()
-    stream.staged()
+    stream.wait_staged()
     big.zero_()
     writer.join()
     written = torch.from_file(str(tmp_path / "file"), size=big.numel() + 1, dtype=torch.float32)
@@ -157,9 +157,9 @@ def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name, words",
     [
-        *((name, "something is there which is no checkpoint") for name in ("", "mine", "mine/notes.txt")),
-        ("latest", "the name is that of the file which names the newest one"),
-        ("mine/latest", "the name is that of the file which names the newest one"),
+        *((name, "it exists and is no checkpoint") for name in ("", "mine", "mine/notes.txt")),
+        ("latest", "this name is reserved for the newest checkpoint's name"),
+        ("mine/latest", "this name is reserved for the newest checkpoint's name"),
     ],
 )
 def test_what_is_no_checkpoint_is_not_replaced_by_one(name: str, words: str, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_rank_that_never_writes_its_part_leaves_the_old_checkpoint_alone(tmp_p
         if world.rank == 1:
             saving._written.wait()
             raise Lost
-        saving.give_up()
+        saving.cancel()
         assert saving.done
 
     (tmp_path / "step-2").mkdir()

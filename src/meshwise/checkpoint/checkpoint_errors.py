@@ -16,19 +16,16 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:_SHOWN]) + (f" and {len(self.tensors) - _SHOWN} more" * self._more)
-        return f"{self.file}{f' ({shown})' if shown else ''}: expected {self.expected}, found {self.found}"
-
-    @property
-    def _more(self) -> bool:
-        return len(self.tensors) > _SHOWN
+        more = f" and {len(self.tensors) - _SHOWN} more" if len(self.tensors) > _SHOWN else ""
+        shown = f" ({', '.join(self.tensors[:_SHOWN])}{more})" if self.tensors else ""
+        return f"{self.file}{shown}: expected {self.expected}, found {self.found}"
 
 
 _SHOWN = 3
 
 
 class DamageError(RuntimeError):
-    """A checkpoint that is torn, altered or not a checkpoint; `damages` says what is wrong with it."""
+    """A checkpoint is truncated, altered or not a checkpoint; see `damages`."""
 
     def __init__(self, damages: Sequence[Damage]) -> None:
         self.damages = tuple(damages)
@@ -36,9 +33,9 @@ class DamageError(RuntimeError):
         super().__init__("damaged checkpoint:\n  " + "\n  ".join(map(str, self.damages[:_SHOWN])) + rest)
 
     def __reduce__(self) -> tuple[type[DamageError], tuple[tuple[Damage, ...]]]:
-        """Made anew from the damages: an exception is else made from its message, whose letters are not damages."""
+        """Pickle the damages, from which the message is made again."""
         return DamageError, (self.damages,)
 
 
 class SaveError(RuntimeError):
-    """A checkpoint was not written; what there was before is as it was. The message says which ranks failed and why."""
+    """A checkpoint was not written; older ones are unchanged. The message says which ranks failed and why."""

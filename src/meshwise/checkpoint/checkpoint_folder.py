@@ -1,12 +1,12 @@
-"""Checkpoints as folders of a root: how one comes to be there whole or not at all, which is the newest, which go.
+"""Folders of checkpoints: find the newest, make one appear whole or not at all, remove old ones.
 
-    step-200.partial-3f2a9c01/     written aside, every file flushed to the disk
-            │  one rename
+    step-200.partial-3f2a9c01/     a save writes here, and flushes every file to the disk
+            │  one rename (`move_into_place`)
             ▼
-    step-200/                      and only then does `latest` say step-200
+    step-200/                      only then `latest` names step-200
 
-A crash leaves either nothing or a folder whose name says that it is partial. A checkpoint that is saved again under the
-same name is renamed first, and stays valid under the other name until the second rename.
+A crash leaves the new checkpoint, or a folder whose name says that it is partial. A save under an existing name first
+renames the old checkpoint, which stays valid under its other name until the new one is in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwise.checkpoint.damage_check import is_valid
 
 LATEST = "latest"
 DATA = "rank-*.safetensors"
-"""The files of a checkpoint that hold its tensors."""
+"""Pattern of the data files of a checkpoint."""
 
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
@@ -41,9 +41,7 @@ class CheckpointSearch:
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
-    """Return every checkpoint of a root with its index, newest first; damaged ones without a readable index come
-    last.
-    """
+    """Return the checkpoints of a root with their indexes, newest first; those with a damaged index last."""
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
     for path in sorted(_folders(root), reverse=True):
         try:
@@ -69,18 +67,18 @@ def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
     return CheckpointSearch(path, tuple(damaged))
 
 
-def make_aside(folder: Path) -> Path:
+def make_partial_folder(folder: Path) -> Path:
     """Return a new folder beside `folder`, to write into. Raises OSError, also where something else is under that
     name.
     """
     if folder.name == LATEST:
-        raise FileExistsError(errno.EEXIST, "the name is that of the file which names the newest one", str(folder))
+        raise FileExistsError(errno.EEXIST, "this name is reserved for the newest checkpoint's name", str(folder))
     if not _may_be_replaced(folder):
-        raise FileExistsError(errno.EEXIST, "something is there which is no checkpoint and stays as it is", str(folder))
+        raise FileExistsError(errno.EEXIST, "it exists and is no checkpoint, so it is not replaced", str(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f"{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
-    aside.mkdir()
-    return aside
+    partial = folder.with_name(f"{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
+    partial.mkdir()
+    return partial
 
 
 def _may_be_replaced(folder: Path) -> bool:
@@ -88,14 +86,14 @@ def _may_be_replaced(folder: Path) -> bool:
     return not os.path.lexists(folder) or is_checkpoint(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def publish(aside: Path, *, folder: Path) -> None:
-    """Make a complete folder a checkpoint: one rename, then `latest`. Raises OSError."""
-    flush(aside)
+def move_into_place(partial: Path, *, folder: Path) -> None:
+    """Rename a complete partial folder to its final name, then point `latest` to it. Raises OSError."""
+    flush(partial)
     replaced = None
     if folder.exists():
         replaced = folder.with_name(f"{folder.name}{_REPLACED}{secrets.token_hex(4)}")
         folder.rename(replaced)
-    aside.rename(folder)
+    partial.rename(folder)
     flush(folder.parent)
     point_latest(folder)
     if replaced is not None:
@@ -103,7 +101,7 @@ def publish(aside: Path, *, folder: Path) -> None:
 
 
 def point_latest(folder: Path) -> None:
-    """Let `latest` name this checkpoint. Raises OSError."""
+    """Write the checkpoint's name into `latest`. Raises OSError."""
     partial = folder.with_name(f"{LATEST}{_PARTIAL}{secrets.token_hex(4)}")
     write_flushed(partial, text=f"{folder.name}\n")
     partial.replace(folder.with_name(LATEST))
@@ -125,7 +123,7 @@ def leftovers(root: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover. Its name says first that it is partial: half of it is never taken for one."""
+    """Remove a checkpoint or a leftover; renamed to a partial name first, so that half of it is never loaded."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return
@@ -157,24 +155,24 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def prune(root: Path, *, keep_last: int) -> list[Path]:
-    """Remove the checkpoints of a root that are older than its `keep_last` newest valid ones, and return what went.
+    """Remove checkpoints that are older than the `keep_last` newest valid ones, and return the removed folders.
 
-    A damaged one is no reason to remove an older one; it stays until that many valid ones are newer. What failed saves
-    have left goes when a newer checkpoint is there. Raises ValueError for keep_last below 1, OSError.
+    Only a checkpoint whose every byte matches its checksum counts as valid. Damaged ones newer than those stay. Folders
+    of failed saves are removed once a newer checkpoint exists. Raises ValueError for keep_last below 1, OSError.
     """
     if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last}: at least one checkpoint has to stay")
+        raise ValueError(f"keep_last={keep_last}: give at least 1")
     found = [path for path, _ in checkpoints(root)]
-    kept: list[Path] = []
-    gone: list[Path] = []
+    valid: list[Path] = []
+    removed: list[Path] = []
     for path in found:
-        if len(kept) == keep_last:
-            gone.append(path)
+        if len(valid) == keep_last:
+            removed.append(path)
         elif is_valid(path):
-            kept.append(path)
-    if kept:
-        newest = (kept[0] / INDEX).stat().st_mtime_ns
-        gone += [path for path in leftovers(root) if path.stat().st_mtime_ns < newest]
-    for path in gone:
+            valid.append(path)
+    if valid:
+        newest = (valid[0] / INDEX).stat().st_mtime_ns
+        removed += [path for path in leftovers(root) if path.stat().st_mtime_ns < newest]
+    for path in removed:
         remove(path)
-    return gone
+    return removed

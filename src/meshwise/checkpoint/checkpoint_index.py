@@ -1,5 +1,4 @@
-"""The index of a checkpoint: which logical tensors there are, which rectangles of them lie where, and what every file
-must look like, byte for byte.
+"""The index of a checkpoint (`checkpoint.json`): its tensors, where their rectangles lie, and every file's checksums.
 
     {"format": "meshwise checkpoint 1",
      "sequence": 7,                                      counts the checkpoints of a root; the newest has the largest
@@ -155,7 +154,7 @@ def _tensor_row(stored: StoredTensor) -> dict[str, Any]:
 
 
 def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
-    """Return the index in parsed JSON. Raises ValueError, KeyError or TypeError for what cannot be one."""
+    """Return the index from parsed JSON. Raises ValueError, KeyError or TypeError for malformed JSON."""
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
     files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
@@ -164,7 +163,7 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a file, which cannot lead out of the folder. Raises ValueError for any other."""
+    """Return `name`. Raises ValueError for a name that could lead out of the folder."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name
@@ -197,9 +196,9 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
         )
         for part in parts
     )
-    held = sum(part.rectangle.numel for part in parts)
-    if not inside or min(shape, default=0) < 0 or held != math.prod(shape):
-        raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}: they hold {held} elements")
+    numel = sum(part.rectangle.numel for part in parts)
+    if not inside or min(shape, default=0) < 0 or numel != math.prod(shape):
+        raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}: they have {numel} elements")
     return StoredTensor(dtype, shape, parts)
 
 

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against what the index says, and two checkpoints against each other."""
+"""Compare every byte of a checkpoint with its checksum (`damages`, `is_valid`), and two checkpoints (`differences`)."""
 
 from __future__ import annotations
 

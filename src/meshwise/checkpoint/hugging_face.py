@@ -1,13 +1,13 @@
-"""Folders of Hugging Face: read as if they were checkpoints, and written from checkpoints.
+"""Read folders of Hugging Face as checkpoints, and write them from checkpoints.
 
     config.json
     model.safetensors                              or, in parts:
     model-00001-of-00003.safetensors …
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
-Such a folder is an index of whole tensors, so the reader of checkpoints reads rectangles of it too. A model loads
-straight into any plan, and no rank ever reads more than its share. It has no checksums; sizes are all there is to
-compare. Names stay as the model has them: nothing is renamed, transposed or fused on the way.
+`read_pretrained` reads such a folder as an index of whole tensors, so each rank loads only its rectangles, under any
+plan. It has no checksums. Names stay as in the model: nothing is renamed, transposed or fused. `write_pretrained`
+writes a folder; `export` also compares the logits of the written model with those of the saved one on random tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PIECE_ELEMENTS = 1 << 20
 def read_pretrained(folder: Path) -> CheckpointIndex:
     """Return the tensors of a folder of safetensors files, each whole, under both slots `parameter` and `buffer`.
 
-    Raises DamageError for a folder that is none, and for files that are not what their headers say.
+    Raises DamageError for a folder without such files, and for files that contradict their headers.
     """
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, CheckpointFile] = {}
@@ -214,7 +214,7 @@ class Exported:
 
 
 def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Exported:
-    """Write the model of a checkpoint into a new folder, and compare what is then in it with what was saved.
+    """Write the model of a checkpoint into a new folder, read it back and compare the logits of both.
 
     `build` makes the module that was trained. One of transformers leaves its `config.json` too, and is read back by
     transformers itself. Both models run on the same random tokens, whole, on the CPU.
@@ -227,7 +227,7 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     tokens = torch.randint(_vocabulary(saved), _TOKENS, generator=torch.Generator().manual_seed(0))
     dtypes = dtypes_of(reader.index.extra)
     _fill(saved, reader)
-    expected = _tried(saved, tokens)
+    expected = _first_logits(saved, tokens)
     files = write_pretrained(reader, into=into, dtypes=dtypes)
     config = getattr(saved, "config", None)
     if _is_transformers(saved) and config is not None:
@@ -236,19 +236,19 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     difference = float((_logits(_read_back(saved, into, build), tokens) - expected).abs().max())
     if not difference <= _bound(expected):
         raise ExportError(
-            f"the logits of {into} differ from those of {folder} by up to {difference:.3g} on random tokens; what was "
-            "written is not the model that was saved"
+            f"the logits of {into} differ from those of {folder} by up to {difference:.3g} on random tokens: the "
+            "export failed; do not use it"
         )
     return Exported(files, difference)
 
 
 def _fill(module: nn.Module, reader: CheckpointReader) -> None:
     """Give a whole module the values of a checkpoint. Raises ValueError when they are of another model."""
-    held = [
+    parameters = [
         StoredSlice.whole(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
     ]
-    reader.fill([*held, *(held for held in buffers([module]) if held.key in reader.index.tensors)])
+    reader.fill([*parameters, *(held for held in buffers([module]) if held.key in reader.index.tensors)])
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
@@ -274,7 +274,7 @@ def _vocabulary(module: nn.Module) -> int:
     raise _uncheckable(module, "it has no embedding, so it takes no tokens")
 
 
-def _tried(module: nn.Module, tokens: Tensor) -> Tensor:
+def _first_logits(module: nn.Module, tokens: Tensor) -> Tensor:
     """Return the logits of a model that may fail in any way. Raises ValueError where tokens alone give none."""
     try:
         return _logits(module, tokens)

@@ -1,4 +1,4 @@
-"""Loading: every rank reads the rectangles it needs, whatever ranks wrote them."""
+"""Load a checkpoint: every rank reads the rectangles it needs, under any plan (`load`, `fill`, `CheckpointReader`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointReader:
-    """Reads rectangles of the logical tensors of one checkpoint; a file's header is read once, when it is needed."""
+    """Reads rectangles of the logical tensors of one checkpoint; reads each file's header once."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self.index = index
@@ -56,7 +56,7 @@ class CheckpointReader:
                 yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
 
     def _source(self, part: StoredRectangle) -> SourceFile:
-        """Return the file of a part, with the header read and compared with what the index says of the part."""
+        """Return the file of a part; its header is compared with the index."""
         if part.file not in self._sources:
             path = self.index.folder / part.file
             expected = self.index.files[part.file]
@@ -71,25 +71,25 @@ class CheckpointReader:
 
 
 def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSlice]], world: World) -> CheckpointIndex:
-    """Fill what `needed(index)` says this rank needs; every rank calls it.
+    """Fill the slices that `needed(index)` returns for this rank; every rank calls it. Return the index.
 
-    All of it is looked up, and what cannot be there is refused, before the first byte is copied. Raises DamageError or
-    ValueError on every rank when one rank has cause to. After a DamageError what was to be filled is partly filled.
+    All slices are looked up before the first byte is copied. Raises ValueError on every rank if one rank has a slice
+    that the checkpoint lacks. Raises DamageError on every rank for damage; some slices may then be filled.
     """
-    index = together(lambda: read_index(folder), world=world)
-    fill(index, needed=together(lambda: list(needed(index)), world=world), world=world)
+    index = on_all_ranks(lambda: read_index(folder), world=world)
+    fill(index, needed=on_all_ranks(lambda: list(needed(index)), world=world), world=world)
     return index
 
 
 def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
-    """Fill what this rank needs; every rank calls it. Raises as `load` does."""
+    """Fill the slices that this rank needs; every rank calls it. Raises as `load` does."""
     reader = CheckpointReader(index)
-    together(lambda: [reader.stored(holding) for holding in needed], world=world)
-    together(lambda: reader.fill(needed), world=world)
+    on_all_ranks(lambda: [reader.stored(holding) for holding in needed], world=world)
+    on_all_ranks(lambda: reader.fill(needed), world=world)
 
 
-def together(act: Callable[[], _T], *, world: World) -> _T:
-    """Return the result of `act` on this rank if no rank raised. Raises DamageError or ValueError on all otherwise."""
+def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
+    """Return the result of `act`; a DamageError, OSError or ValueError on one rank is raised on all ranks."""
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
     problem = ""

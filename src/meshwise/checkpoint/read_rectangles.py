@@ -1,12 +1,11 @@
-"""Rectangles of logical tensors out of safetensors files: only the bytes that are needed, none believed unverified.
+"""Read rectangles of logical tensors from safetensors files: only the bytes needed, each block against its checksum.
 
     wanted rectangles ∩ stored parts ──► spans of bytes, in the order of the files
                                              │  neighbours together, in whole blocks, at most a window
                                              ▼
     pread ──► the window ──► crc32 of every block ──► copied to where they belong
 
-The window is all the memory this takes. A file is read by calls that fail with an error; a file that is mapped and
-then cut short ends the process.
+The window is the only buffer. Files are read with pread, not mapped: truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ def read(wanted: Iterable[ByteSpan]) -> None:
     for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):
         descriptor = os.open(source.path, os.O_RDONLY)
         try:
-            for start, stop, together in _windows(list(of_file), size=os.fstat(descriptor).st_size):
+            for start, stop, group in _windows(list(of_file), size=os.fstat(descriptor).st_size):
                 read_verified(source, descriptor=descriptor, start=start, into=buffer[: stop - start])
-                for span in together:
+                for span in group:
                     _deliver(span, buffer, start)
         finally:
             os.close(descriptor)

@@ -1,9 +1,9 @@
-"""The header of a safetensors file, written and read by ourselves.
+"""The safetensors format: dtypes by name (`DTYPES`, `dtype_name`), headers written (`header`) and read (`read_header`).
 
-The library's own writer takes all tensors at once, which doubles the memory for a rank's share. Its reader maps a file
-and trusts it. The format is simple (https://huggingface.co/docs/safetensors): the length of the header, eight bytes; a
-JSON table of dtypes, shapes and places; the bytes. Here the header is written before any tensor is available. A header
-that is read is compared with the size of the file before it is used.
+The safetensors library writes all tensors at once, which doubles the memory of a rank's share, and its reader trusts
+the file. The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the length of the header, a
+JSON table of dtypes, shapes and offsets, then the bytes. Here the header is written before any tensor is at hand, and
+every entry is checked against the size of the file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file, by name.
 
-    Raises DamageError when the file is not one, or says things that its size does not allow; OSError.
+    Raises DamageError for a file that is not safetensors or too small for its entries; OSError.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

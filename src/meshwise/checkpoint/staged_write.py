@@ -1,13 +1,11 @@
-"""From live tensors to a file, through one staging buffer of fixed size.
+"""Write live tensors to a file through a staging buffer of fixed size (`StagedWriter`).
 
     live tensors ──copy──► chunk chunk chunk … ──checksum, write──► file
-                   one thread         │          another
-                                      └─ a fixed number; written ones are filled again
+                 thread 1           │          thread 2
+                                    └─ a fixed number; written chunks are filled again
 
-A copy of a rank's whole share would let training continue at once, for twice the memory. Writing from the live tensors
-needs no memory, but stops training while the disk writes. Here training may change the tensors as soon as the last of
-them is in a chunk. That is at once when the share fits the buffer, and otherwise after all but the last buffer has been
-written.
+Training may change the tensors as soon as the last of them is in a chunk: at once if the rank's file fits the buffer,
+else after the disk has taken the rest. A full copy would need twice the memory.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ STAGING = 8 * CHUNK
 
 
 class StagedWriter:
-    """`head`, then the elements of `tensors` one after the other, to a new file at `path`, by two threads.
+    """Writes `head`, then the elements of `tensors` in order, to a new file at `path`, with two threads.
 
-    `staging` is the size of the buffer, in bytes; at least two chunks, and no more than the file needs, are used.
+    staging   size of the buffer in bytes; at least two chunks and no more than the file needs are used
     """
 
     def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING) -> None:
@@ -51,16 +49,16 @@ class StagedWriter:
         self._copier = threading.Thread(target=self._copy, name=f"stage {path.name}")
         self._copier.start()
 
-    def staged(self) -> None:
-        """Return when the tensors will not be read any more."""
+    def wait_staged(self) -> None:
+        """Return when the tensors will not be read again."""
         self._staged.wait()
 
     def write(self) -> CheckpointFile:
-        """Write the file, on the calling thread, and return what it must look like. Raises OSError."""
+        """Write the file on the calling thread, and return its size and checksums. Raises OSError."""
         checksums: list[int] = []
         size = 0
         try:
-            # One descriptor, opened for a new file only: no other writer, no link that somebody has put there.
+            # O_EXCL: never write to an existing file or through a link.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 while (item := self._full.get()) is not None:
@@ -100,7 +98,7 @@ class StagedWriter:
                     chunk[filled : filled + width].copy_(source[done : done + width])
                     filled, done = filled + width, done + width
             self._full.put((chunk, filled))
-        except Exception as error:  # noqa: BLE001 - told by `write`, on the thread that somebody listens to
+        except Exception as error:  # noqa: BLE001 - `write` raises it
             self._errors.append(error)
         finally:
             self._tensors = ()
@@ -115,7 +113,7 @@ class StagedWriter:
 
 
 def _runs(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in order, in one dim; of a tensor with gaps, copies of at most a chunk (or of one element)."""
+    """Yield the elements in order as flat tensors; for a tensor with gaps, copies of at most one chunk."""
     if tensor.is_contiguous():
         yield tensor.view(-1)
     elif tensor.numel() * tensor.element_size() <= CHUNK:

@@ -1,10 +1,10 @@
-"""The state of a training, to a checkpoint and back: all that the next step depends on, less the batch.
+"""Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
-parameter, optimizer, scalar, number, buffer     logical tensors (data_parallel.holdings)
-rank/3/random                                    the generators of rank 3: taken up again by as many ranks under
-                                                 the same plan, and by no others
-extra                                            the plan, the optimizer's hyperparameters by parameter, and what
-                                                 the caller adds: steps, samples, the job
+parameter, optimizer, scalar, number, buffer     logical tensors (data_parallel.stored_slices)
+rank/3/random                                    the random generators of rank 3; loaded only under the same plan
+                                                 on the same number of ranks
+extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
+                                                 the caller's own values (steps, samples, the job)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, under_names, unused
-from meshwise.checkpoint.load_state import fill, load, together
+from meshwise.checkpoint.load_state import fill, load, on_all_ranks
 from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.data_parallel.checkpoint_refill import CheckpointRefill, RefillSlot
@@ -42,7 +42,7 @@ class RestoredState:
 
 
 class TrainingState:
-    """An engine and its optimizer, as something that is saved and loaded. One save is under way at a time."""
+    """Saves and loads an engine and its optimizer. One save is under way at a time."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
@@ -50,18 +50,18 @@ class TrainingState:
         self._optimizer = optimizer = update.optimizer
         self._plan = str(plan)
         self._saving: PendingSave | None = None
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.staged())
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
 
-    def staged(self) -> None:
-        """Return when a save under way, if any, has read what it needs: the live tensors may change."""
+    def wait_staged(self) -> None:
+        """Return when a save under way, if any, has staged its tensors, so that they may change."""
         if self._saving is not None:
-            self._saving.staged()
+            self._saving.wait_staged()
 
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
-        """Begin to save, when the save before has ended. Every rank calls it. Raises SaveError, also for that one."""
+        """Begin to save after the previous save has ended; every rank calls it. Raises SaveError for either save."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            if not saving.told:
+            if not saving.finished:
                 saving.wait()
         self._update.check()
         engine = self._engine
@@ -79,16 +79,16 @@ class TrainingState:
         return self._saving
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Take up the state of a checkpoint and return its `extra`. Every rank calls it.
+        """Load the state of a checkpoint and return its `extra`. Every rank calls it.
 
-        Of a Hugging Face folder: the parameters, and `unused`, the names of what the model has no use for.
+        From a Hugging Face folder load the parameters, and return under `unused` the names of unused tensors.
 
-        Raises DamageError on every rank when it is damaged: this state is then part old, part new, and only another
-        load mends that. ValueError when it is of another model or optimizer, before anything has changed.
+        Raises ValueError, before any change, for a checkpoint of another model or optimizer. Raises DamageError on
+        every rank for a damaged one; the state is then partly overwritten until another load succeeds.
         """
-        self.staged()
+        self.wait_staged()
         self._update.abandon()
-        if together(lambda: is_pretrained(folder), world=self._engine.world):
+        if on_all_ranks(lambda: is_pretrained(folder), world=self._engine.world):
             return {"steps": 0, "skips": 0, "user": {"unused": self._load_pretrained(folder)}}
         engine = self._engine
         refills: list[CheckpointRefill] = []
@@ -97,14 +97,14 @@ class TrainingState:
         def needed(index: CheckpointIndex) -> Iterator[StoredSlice]:
             self._check_optimizer(index)
             refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
-            self._groups_of(index)
+            self._saved_groups(index)
             refills.append(refill)
             yield from refill.needed()
             if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
                 yield from (held for held in generators if held.key in index.tensors)
 
         index = load(folder, needed=needed, world=engine.world)
-        together(lambda: self._take_up(index, refills[0], generators), world=engine.world)
+        on_all_ranks(lambda: self._finish_load(index, refills[0], generators), world=engine.world)
         self._update.mended()
         engine.publish()
         return index.extra
@@ -112,8 +112,8 @@ class TrainingState:
     def restore(self, root: Path) -> RestoredState | None:
         """Load the newest valid checkpoint of a root; None when there is none at all. Every rank calls it.
 
-        One that turns out to be damaged while it is loaded is passed over for the one before. Raises DamageError when
-        there are checkpoints and not one is valid.
+        A checkpoint that proves damaged during loading is skipped. Raises DamageError if there are checkpoints but no
+        valid one.
         """
         passed: list[Damage] = []
         tried: set[Path] = set()
@@ -133,12 +133,12 @@ class TrainingState:
             return RestoredState(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
 
     def _load_pretrained(self, folder: Path) -> list[str]:
-        """Take up the parameters of a folder of whole tensors, and forget the optimizer's state."""
+        """Load the parameters of a Hugging Face folder, and reset the optimizer's state."""
         engine = self._engine
         names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
         names |= {held.name: (held.name,) for held in buffers(engine.modules)}
         base = str(getattr(engine.module, "base_model_prefix", ""))
-        index = together(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
+        index = on_all_ranks(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
 
         def look_up() -> tuple[CheckpointRefill, list[StoredSlice]]:
             found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
@@ -148,7 +148,7 @@ class TrainingState:
             refill = CheckpointRefill(engine, update=self._update, slots=slots)
             return refill, [held for held in refill.needed() if held.slot != "buffer" or held.key in index.tensors]
 
-        refill, needed = together(look_up, world=engine.world)
+        refill, needed = on_all_ranks(look_up, world=engine.world)
         fill(index, needed=needed, world=engine.world)
         refill.finish()
         self._update.mended()
@@ -158,7 +158,7 @@ class TrainingState:
     def _search(self, root: Path, tried: set[Path]) -> CheckpointSearch:
         """Return the checkpoint that the first rank finds, on every rank."""
         world = self._engine.world
-        found = together(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
+        found = on_all_ranks(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
         search = world.exchange(found)[0]
         assert isinstance(search, CheckpointSearch)
         return search
@@ -167,7 +167,7 @@ class TrainingState:
         """Release the optimizer and abandon an unfinished save."""
         self._hook.remove()
         if self._saving is not None:
-            self._saving.leave()
+            self._saving.detach()
 
     def _holdings(self) -> Iterator[StoredSlice]:
         yield from owned(self._engine, optimizer=self._optimizer)
@@ -185,10 +185,8 @@ class TrainingState:
             [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
         ]
 
-    def _groups_of(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
-        """Return the hyperparameters of each group in a checkpoint. Raises ValueError where they cannot be one
-        group's.
-        """
+    def _saved_groups(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
+        """Return the saved hyperparameters of each group. Raises ValueError if they differ within a group."""
         return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
 
     def _generators(self) -> list[StoredSlice]:
@@ -199,9 +197,9 @@ class TrainingState:
             states["random.cuda"] = torch.cuda.get_rng_state(world.device)
         return [StoredSlice.whole(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
 
-    def _take_up(self, index: CheckpointIndex, refill: CheckpointRefill, generators: list[StoredSlice]) -> None:
+    def _finish_load(self, index: CheckpointIndex, refill: CheckpointRefill, generators: list[StoredSlice]) -> None:
         refill.finish()
-        restore_groups(self._optimizer, values=self._groups_of(index))
+        restore_groups(self._optimizer, values=self._saved_groups(index))
         random, *others = generators
         torch.set_rng_state(random.tensor)
         for state in others:
@@ -209,7 +207,7 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
-    """Return the slots to load, by the parameter names of this model; ties at save time do not matter."""
+    """Return the slots to load by parameter name of this model, whichever parameters were tied when saved."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
