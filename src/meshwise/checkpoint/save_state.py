@@ -76,7 +76,9 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
             remove_quietly(Path(partial))
         raise SaveError(f"{folder} was not saved: {'; '.join(problems)}")
     assert rank_file is not None
-    return PendingSave(folder, rank_file, content=content, partial=Path(partial), world=world, keep_last=keep_last)
+    return PendingSave(
+        folder, rank_file=rank_file, content=content, partial=Path(partial), world=world, keep_last=keep_last
+    )
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class PendingSave:
     def __init__(
         self,
         folder: Path,
-        rank_file: RankFile,
         *,
+        rank_file: RankFile,
         content: SaveContent,
         partial: Path,
         world: World,
