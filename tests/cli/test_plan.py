@@ -96,7 +96,7 @@ def test_the_job_is_written_before_whoever_reads_the_table_stops(job: Path, monk
     def told(*_args: object, **_options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("meshwise.cli.plan_command._tell", told)
+    monkeypatch.setattr("meshwise.cli.plan_command._print_result", told)
     words = [str(job), "--on", "1x4 h100", "--fix", HELD, "--workers", "1", "--top", "1", "--write"]
     with pytest.raises(BrokenPipeError):
         plan_main(words)

@@ -192,10 +192,10 @@ def _calibrate(words: Sequence[str]) -> int:
     found: Calibrated = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
     if prints_for_job():
         text = tomli_w.dumps(to_table(found.cluster))
-        told = f": {found.cluster.device.name}, {counted(size, of='rank')}"
+        result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.share < UNDISTURBED:
-            told += f"; {_disturbance(found, size=size)}"
-        write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=told)
+            result += f"; {_disturbance(found, size=size)}"
+        write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=result)
     return 0
 
 

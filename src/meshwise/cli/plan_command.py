@@ -52,7 +52,7 @@ class PlanJob(StudiedJob, DrawingFiles):
     on: str = ""
     """The cluster: one that is shipped, or a file, after its nodes and ranks, as in "64x8 h100"."""
     fix: str = ""
-    """Keys that are held, as in "tp=2 zero=1"; the others are searched."""
+    """Keys with fixed values, as in "tp=2 zero=1"; the others are searched."""
     memory_limit: str = ""
     """Bytes that a rank may use, as in "70G". Default: what the cluster's device has."""
     top: int = 10
@@ -92,18 +92,18 @@ def main(arguments: Sequence[str]) -> int:
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
-    survey = _shown(surveys, effort=effort, quiet=job.json)
+    survey = _watched(surveys, effort=effort, quiet=job.json)
     if not survey.candidates:
-        held = f" with {job.fix}" if job.fix else ""
-        raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{held} divides this job; try other ranks")
+        fixed = f" with {job.fix}" if job.fix else ""
+        raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{fixed} divides this job; try other ranks")
     best = survey.best()
-    if best and job.write and path is not None:  # before anything is told: who reads that may stop reading
+    if best and job.write and path is not None:  # before printing: the reader of stdout may end
         _write(path, best[0], on=job.on)
-    asked = _Asked(job, cluster, space, limit, parameters=_parameters(subject))
+    heading = _SearchHeading(job, cluster, space, limit, parameters=_parameters(subject))
     if job.json:
-        print(json.dumps({**asked.record, **survey_record(survey, top=job.top)}, indent=2))
+        print(json.dumps({**heading.record, **survey_record(survey, top=job.top)}, indent=2))
     else:
-        _tell(survey, asked=asked, top=job.top, seconds=time.monotonic() - began)
+        _print_result(survey, heading=heading, top=job.top, seconds=time.monotonic() - began)
     if not best:
         raise JobError(_closest(survey))
     if job.write:
@@ -122,8 +122,8 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     fixed = parse_fixed(job.fix)
     unknown = sorted(set(fixed) - set(SEARCHED))
     if unknown:
-        told = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
-        raise JobError(f"{told}; what is searched: {' '.join(SEARCHED)}")
+        problem = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
+        raise JobError(f"{problem}; searched keys: {' '.join(SEARCHED)}")
     kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
     base = dataclasses.replace(job.plan, **kept)
     prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
@@ -139,29 +139,29 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     return prepared.rehearsal_subject(), space
 
 
-def _shown(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
+def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
     """Return the final result of a search, printing its progress meanwhile."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=16),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
     )
     last = None
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task("plan", total=effort.rehearsals, told="")
+        task = progress.add_task("plan", total=effort.rehearsals, state="")
         for last in surveys:
             best = last.best()
-            told = f"{len(last.candidates):,} plans, {last.rehearsals} rehearsed"
-            told += f", best {best[0].figures.seconds:.4g} s" if best else ""
-            progress.update(task, completed=last.rehearsals, told=told)
+            state = f"{len(last.candidates):,} plans, {last.rehearsals} rehearsed"
+            state += f", best {best[0].figures.seconds:.4g} s" if best else ""
+            progress.update(task, completed=last.rehearsals, state=state)
     assert last is not None
     return last
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SearchHeading:
     """Heading and space of a search."""
 
     job: PlanJob
@@ -174,10 +174,10 @@ class _Asked:
     def record(self) -> dict[str, Any]:
         """For JSON."""
         model = {"name": self.job.model.name, "parameters": self.parameters, "batch": self.job.train.batch}
-        return {"model": model, "on": self.job.on, "held": self.held}
+        return {"model": model, "on": self.job.on, "held": self.fixed_keys}
 
     @property
-    def held(self) -> dict[str, Any]:
+    def fixed_keys(self) -> dict[str, Any]:
         """The keys of all plans, and what else the job's own plan says."""
         usual, base = Plan(dp=1).to_toml(), self.space.base.to_toml()
         kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
@@ -192,20 +192,20 @@ class _Asked:
         room = f", at most {text(self.limit)} a rank" if self.limit < math.inf else ""
         yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
         yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
-        if self.held:
-            yield f"held      {' '.join(f'{key}={in_words(value)}' for key, value in self.held.items())}"
+        if self.fixed_keys:
+            yield f"held      {' '.join(f'{key}={in_words(value)}' for key, value in self.fixed_keys.items())}"
 
 
 def _parameters(subject: RehearsalSubject) -> int:
     return sum(one.numel() for one in shapes_of(subject.model, seed=subject.options.seed).module.parameters())
 
 
-def _tell(survey: SearchResult, *, asked: _Asked, top: int, seconds: float) -> None:
+def _print_result(survey: SearchResult, *, heading: _SearchHeading, top: int, seconds: float) -> None:
     console = console_of_width(_WIDTH)
-    for line in asked.lines():
+    for line in heading.lines():
         console.print(line, highlight=False, markup=False)
-    told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
-    console.print(told, highlight=False)
+    summary = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
+    console.print(summary, highlight=False)
     if any(one.figures.asked for one in survey.candidates.values()):
         console.print(ASKS_ITS_BATCH, highlight=False)
     if survey.best():

@@ -51,9 +51,9 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
 
     Raises JobError that names the flag and what is wrong with it; for an unknown flag, the nearest known one.
     """
-    words, said = _with_values(words, default), io.StringIO()
+    words, output = _with_values(words, default), io.StringIO()
     try:
-        with _stderr_lock(), contextlib.redirect_stderr(said):
+        with _stderr_lock(), contextlib.redirect_stderr(output):
             return tyro.cli(
                 type(default), args=words, prog=prog, default=default, config=(tyro.conf.FlagConversionOff,)
             )
@@ -61,7 +61,7 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
         if not end.code:
             raise
         known = [".".join(key) for key, _ in _fields(default)]
-        raise JobError(_explained(said.getvalue(), words, known)) from None
+        raise JobError(_explained(output.getvalue(), words, known)) from None
     except PlanError as error:
         raise JobError(str(error)) from None
 
@@ -123,9 +123,9 @@ def without_flag(message: str) -> str:
     return re.sub(r"^--[-.\w]+: ", "", message)
 
 
-def _explained(said: str, words: Sequence[str], keys: Collection[str]) -> str:
+def _explained(output: str, words: Sequence[str], keys: Collection[str]) -> str:
     """Return tyro's message about `words` in one line that names the flag; `keys` are the dotted keys there are."""
-    message = _unboxed(said)
+    message = _unboxed(output)
     if unknown := re.match(r"Unrecognized options: (\S+?)(?:[,\s]|$)", message):
         return _unknown_word(unknown[1], words, keys)
     for pattern, instead in _TYRO_MESSAGES:

@@ -198,7 +198,7 @@ class TrainJob:
     """Folder of the run. An existing one is not changed: `-2`, `-3` … is appended to the name; with
     `resume = "auto"` the run in it is resumed."""
     save_every: int = 0
-    """Steps between checkpoints, which are written to `checkpoints` in the run's folder while training goes on, and at
+    """Steps between checkpoints, which are written to `checkpoints` in the run's folder during training, and at
     the end; 0 writes none."""
     keep_last: int = 3
     """Checkpoints to keep; older ones are removed when a newer one is complete."""

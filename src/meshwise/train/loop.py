@@ -227,7 +227,7 @@ class _Run:
             return self._trainer.step(batch, local=True, total=self._job.train.batch)
         except NonFiniteError as error:
             self._emit(NonFinite(step, str(error)))
-            # Every rank raises here; none may end before rank 0 has said why.
+            # Every rank raises here; none may end before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise
 
