@@ -45,10 +45,10 @@ _GRACE_SECONDS = 20.0
 class SaveContent:
     """Content that this rank saves.
 
-    holdings   this rank's slices; over all ranks, every element of every logical tensor once
-    aliases    other names of tied parameters
-    extra      JSON values; those of the first rank count
-    staging    bytes of the staging buffer
+    | holdings   this rank's slices; over all ranks, every element of every logical tensor once
+    | aliases    other names of tied parameters
+    | extra      JSON values; those of the first rank count
+    | staging    bytes of the staging buffer
     """
 
     holdings: Iterable[StoredSlice]
@@ -85,9 +85,9 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
 class RankFile:
     """The file that this rank writes.
 
-    tensors    in the order of the file
-    blocking   whether `save` has to wait until all of them are staged
-    rows       the rank's rows of the index
+    | tensors    in the order of the file
+    | blocking   whether `save` has to wait until all of them are staged
+    | rows       the rank's rows of the index
     """
 
     name: str
@@ -115,7 +115,7 @@ class RankFile:
 class PendingSave:
     """A save under way on this rank.
 
-    finished   whether `wait` has returned or raised
+    | finished   whether `wait` has returned or raised
     """
 
     def __init__(

@@ -30,7 +30,7 @@ STAGING = 8 * CHUNK
 class StagedWriter:
     """Writes `head`, then the elements of `tensors` in order, to a new file at `path`, with two threads.
 
-    staging   size of the buffer in bytes; at least two chunks and no more than the file needs are used
+    | staging   size of the buffer in bytes; at least two chunks and no more than the file needs are used
     """
 
     def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING) -> None:

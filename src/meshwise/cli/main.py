@@ -49,9 +49,9 @@ _RANK_0_SECONDS = 5
 class Command:
     """A subcommand.
 
-    summary        one line for the overview
-    main           takes the words after the subcommand's name, and returns the exit status
-    starts_ranks   whether `main` starts ranks as processes
+    | summary        one line for the overview
+    | main           takes the words after the subcommand's name, and returns the exit status
+    | starts_ranks   whether `main` starts ranks as processes
     """
 
     summary: str

@@ -34,9 +34,9 @@ Share: TypeAlias = Callable[[int], tuple[int, int]]
 class RunData:
     """The data of a run.
 
-    summary     one line about it
-    text        whether a sample is a pair (bytes, the same bytes shifted by one)
-    content     identifies the data: size and digest of text, number of samples of a dataset
+    | summary     one line about it
+    | text        whether a sample is a pair (bytes, the same bytes shifted by one)
+    | content     identifies the data: size and digest of text, number of samples of a dataset
     """
 
     train: Dataset[Any]
@@ -106,9 +106,9 @@ def read(
 ) -> Iterator[Any]:
     """Yield this rank's rows of one global batch after the other, collated by torch.
 
-    numbers     the global numbers, stepping by the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
-    share       as `trainer.share`: the rows (start, stop) of a batch of a given size that this rank reads; may be none
-    order       global number → sample; by default the number itself
+    | numbers     the global numbers, stepping by the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
+    | share       as `trainer.share`: the rows (start, stop) of a batch of a given size that this rank reads
+    | order       global number → sample; by default the number itself
     """
     rows = _Rows(numbers, share, order)
     loader: DataLoader[Any] = DataLoader(

@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeAlias
 class Start:
     """The run begins.
 
-    stages      the table of the cut, with pp; else empty
-    memory      bytes of model state on rank 0, by kind
-    precision   dtypes of the same kinds
+    | stages      the table of the cut, with pp; else empty
+    | memory      bytes of model state on rank 0, by kind
+    | precision   dtypes of the same kinds
     """
 
     plan: str
@@ -47,10 +47,10 @@ class Budgeted:
 class Resume:
     """The run resumes from a checkpoint.
 
-    step, samples   done before the checkpoint was saved
-    path            the checkpoint; empty if there was none yet, and the run begins in the folder of an earlier start
-    changes         differences between the job and the job of the checkpoint
-    damaged         damage in newer checkpoints, which were skipped
+    | step, samples   done before the checkpoint was saved
+    | path            the checkpoint; empty if there was none yet, and the run begins in the folder of an earlier start
+    | changes         differences between the job and the job of the checkpoint
+    | damaged         damage in newer checkpoints, which were skipped
     """
 
     step: int
@@ -64,15 +64,15 @@ class Resume:
 class Step:
     """One step has ended.
 
-    step        1 … steps
-    loss        mean over the global batch
-    grad_norm   norm of all gradients, before clipping
-    lr          the learning rate of this step
-    tokens      count of the loss, over the whole global batch
-    rate        tokens per second of this step, all ranks together
-    memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
-    eta         seconds to the end of the last step, at the mean pace so far
-    skipped     whether the update was skipped
+    | step        1 … steps
+    | loss        mean over the global batch
+    | grad_norm   norm of all gradients, before clipping
+    | lr          the learning rate of this step
+    | tokens      count of the loss, over the whole global batch
+    | rate        tokens per second of this step, all ranks together
+    | memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
+    | eta         seconds to the end of the last step, at the mean pace so far
+    | skipped     whether the update was skipped
     """
 
     step: int
@@ -99,10 +99,10 @@ class NonFinite:
 class Slow:
     """A rank that the others waited for.
 
-    step      the last step of the window that was compared
-    steps     the steps in which the rank was slow
-    seconds   its mean busy time in these steps
-    others    the mean of the other ranks' median busy time in these steps
+    | step      the last step of the window that was compared
+    | steps     the steps in which the rank was slow
+    | seconds   its mean busy time in these steps
+    | others    the mean of the other ranks' median busy time in these steps
     """
 
     step: int
@@ -116,8 +116,8 @@ class Slow:
 class Measured:
     """The times of the actions of one step: of the last `steps` steps, the one of median time.
 
-    table   a text table with a row per rank
-    path    the file for `meshwise draw timeline`
+    | table   a text table with a row per rank
+    | path    the file for `meshwise draw timeline`
     """
 
     step: int
@@ -166,8 +166,8 @@ class Sample:
 class Compared:
     """The prediction for the plan on the cluster `on`, and what rank 0 measured.
 
-    seconds   the median step time, without the first step
-    memory    peak bytes, less what the process held before it had a trainer (interpreter and libraries)
+    | seconds   the median step time, without the first step
+    | memory    peak bytes, less what the process held before it had a trainer (interpreter and libraries)
     """
 
     on: str

@@ -110,7 +110,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints.
 
-    memory_before   bytes that this process held before it had a trainer
+    | memory_before   bytes that this process held before it had a trainer
     """
 
     def __init__(

@@ -38,7 +38,7 @@ from meshwise.train.token_file import STDLIB
 class Prepared:
     """A job that fits its ranks, and the objects it names.
 
-    job     with its plan resolved and its paths absolute, so that it runs again from any folder
+    | job     with its plan resolved and its paths absolute, so that it runs again from any folder
     """
 
     job: Job

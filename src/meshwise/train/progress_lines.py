@@ -117,7 +117,7 @@ class LiveTerminal:
 class _Recent:
     """The mean rate of the last 20 steps: other work on the machine disturbs the rate of a single step.
 
-    unit    what the loss counts: `sample` if it counts one for each sample, else `token`
+    | unit    what the loss counts: `sample` if it counts one for each sample, else `token`
     """
 
     def __init__(self) -> None:

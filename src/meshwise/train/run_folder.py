@@ -102,9 +102,9 @@ class RunFolder:
 class RunStart:
     """Where a run begins.
 
-    folder    the run's folder to continue in; None: a new one
-    roots     folders of checkpoints; the newest valid one in the first folder that has any is restored
-    chosen    one checkpoint to restore if there is none in `roots`
+    | folder    the run's folder to continue in; None: a new one
+    | roots     folders of checkpoints; the newest valid one in the first folder that has any is restored
+    | chosen    one checkpoint to restore if there is none in `roots`
     """
 
     folder: Path | None = None
