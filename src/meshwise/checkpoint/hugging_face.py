@@ -7,7 +7,7 @@
 
 `read_pretrained` reads such a folder as an index of whole tensors, so each rank loads only its rectangles, under any
 plan. It has no checksums. Names stay as in the model: nothing is renamed, transposed or fused. `write_pretrained`
-writes a folder; `export` also compares the logits of the written model with those of the saved one on random tokens.
+writes a folder; `export` also compares the logits of the written and the saved model on random tokens.
 """
 
 from __future__ import annotations
@@ -236,8 +236,7 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     difference = float((_logits(_read_back(saved, into, build), tokens) - expected).abs().max())
     if not difference <= _bound(expected):
         raise ExportError(
-            f"the logits of {into} differ from those of {folder} by up to {difference:.3g} on random tokens: the "
-            "export failed; do not use it"
+            f"the logits of {into} and {folder} differ by up to {difference:.3g} on random tokens; delete the export"
         )
     return Exported(files, difference)
 

@@ -177,7 +177,7 @@ def _require(folder: Path) -> None:
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder of checkpoints: the given one, or that of the given run. Raises JobError for no folder."""
+    """Return the folder of checkpoints: the given one, or the one of the given run. Raises JobError for no folder."""
     if not folder.is_dir():
         raise JobError(f"{folder} is {'a file' if folder.exists() else 'not there'}; name a run or its checkpoints")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

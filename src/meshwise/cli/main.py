@@ -76,7 +76,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `meshwise` with these words, by default those of the process, and return the exit status.
+    """Run `meshwise` with these words, by default the words of the process, and return the exit status.
 
     With the process's own words, ranks are forked copies of this process, which has done nothing but import.
     """
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], *, own: bool) -> int:
-    """Return the exit status of a command line. `own`: whether the words are those of the process."""
+    """Return the exit status of a command line. `own`: whether the words are the process's own."""
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2

@@ -30,7 +30,7 @@ _STALL_SECONDS = "3600"
 
 @dataclass(frozen=True)
 class VerifyJob(StudiedJob):
-    """A training job of which some steps run under the plan and on one process, and are compared."""
+    """A training job. Some of its steps run under the plan and on one process, and are compared."""
 
     steps: int = 3
     """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""

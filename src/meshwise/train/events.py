@@ -128,7 +128,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of the state after `step` is complete, after `seconds`, of which training waited for `held`."""
+    """A checkpoint of the state after `step` is complete. It took `seconds`; training waited for `held` seconds."""
 
     step: int
     path: str

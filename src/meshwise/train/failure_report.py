@@ -1,6 +1,6 @@
 """Tracebacks as files: `leave_traceback` writes one, and adds a note with the user's own line and the file's name.
 
-A traceback through launcher, loop, engine and torch has some forty lines, of which the user wrote two.
+A traceback through launcher, loop, engine and torch has some forty lines; two of them are the user's.
 """
 
 from __future__ import annotations

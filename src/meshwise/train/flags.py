@@ -1,6 +1,6 @@
 """Read typed values from dotted flags, and turn the tables of a TOML file into such flags.
 
-tyro is the only reader, of files and flags alike, so that both accept the same keys and give the same messages:
+tyro reads files and flags, so both accept the same keys and give the same messages:
 
     | [train]                    --train.steps=10
     | steps = 10                 --plan=dp=2

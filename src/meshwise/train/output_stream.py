@@ -63,7 +63,7 @@ def console_of_width(width: int) -> OutputConsole:
 
 
 def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = (), failed: str = "") -> Table:
-    """Return a table of which the first row has the titles.
+    """Return a table whose titles are the first row.
 
     Columns whose title is in `wrapped` are aligned to the left and may wrap. A row with a cell that ends in `failed` is
     red.

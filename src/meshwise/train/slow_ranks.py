@@ -36,12 +36,12 @@ class BusyTimer:
         self._began, self._waited = time.monotonic(), self._journal.waited
 
     def stop(self) -> float:
-        """Return seconds since `start`, less those of waiting."""
+        """Return seconds since `start`, less the seconds it waited."""
         return time.monotonic() - self._began - (self._journal.waited - self._waited)
 
 
 class RankPace:
-    """The busy time of this rank's steps, and those of all ranks compared."""
+    """Collects the busy times of this rank's steps, and compares all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
