@@ -195,6 +195,19 @@ def only_comm_imports_torch_distributed(source: Source) -> Iterator[str]:
                 yield module.at(used, "torch.distributed is used outside comm")
 
 
+def only_streams_use_torch_cuda(source: Source) -> Iterator[str]:
+    """Yield uses of torch.cuda outside of comm/api/streams, whose protocol other devices share."""
+    for module in source.values():
+        if module.name == "meshwise.comm.api.streams":
+            continue
+        for node, name in imported(module):
+            if within(name, "torch.cuda"):
+                yield module.at(node, f"{name} is imported outside comm/api/streams")
+        for used in module.nodes:
+            if isinstance(used, ast.Attribute) and used.attr == "cuda" and ast.unparse(used.value) == "torch":
+                yield module.at(used, "torch.cuda is used outside comm/api/streams")
+
+
 def only_plans_name_the_replica_axis(source: Source) -> Iterator[str]:
     """Yield literals "dp" outside of plan and planner: the plan says which axes split rows, tokens or the loss."""
     for module in source.values():
@@ -447,6 +460,7 @@ RULES: tuple[Rule, ...] = (
     no_circles,
     imports_stand_at_the_top,
     only_comm_imports_torch_distributed,
+    only_streams_use_torch_cuda,
     only_plans_name_the_replica_axis,
     no_global_state,
     nothing_hung_on_tensors,

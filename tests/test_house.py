@@ -64,6 +64,8 @@ BROKEN = [
     ("only_comm_imports_torch_distributed", "meshwise.engine.a", "from torch import distributed"),
     ("only_comm_imports_torch_distributed", "meshwise.engine.a", "from torch.distributed.tensor import DTensor"),
     ("only_comm_imports_torch_distributed", "meshwise.engine.a", "import torch\ntorch.distributed.barrier()"),
+    ("only_streams_use_torch_cuda", "meshwise.memory.tiers", "import torch\nstream = torch.cuda.Stream()"),
+    ("only_streams_use_torch_cuda", "meshwise.comm.network.nccl_world", "from torch.cuda import Event"),
     ("only_plans_name_the_replica_axis", "meshwise.engine.a", "axes = (\"pp\", \"dp\")"),
     ("no_global_state", "meshwise.base.a", "def f():\n    global x\n    x = 1"),
     ("no_global_state", "meshwise.base.a", "CACHE = {}"),

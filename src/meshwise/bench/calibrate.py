@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.bench.collectives import SizeSweep, measure
+from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.memory.malloc_settings import settle_rank
@@ -149,7 +150,7 @@ class _Stopwatch:
     def _now(self) -> float:
         if not self.on_gpu:
             return time.thread_time()
-        torch.cuda.synchronize(self.world.device)
+        streams_of(self.world.device).synchronize()
         return time.perf_counter()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -369,8 +370,8 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
 
 def _memory(world: World) -> int:
     """Return bytes for each rank."""
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory
+    if (memory := streams_of(world.device).memory) is not None:
+        return memory.total
     with open("/proc/meminfo", encoding="utf-8") as file:  # noqa: PTH123
         total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal"))
     return total // world.size
@@ -378,7 +379,7 @@ def _memory(world: World) -> int:
 
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return str(gpu_properties(device).name)
     with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return f"a core of {models[0] if models else 'a CPU'}"

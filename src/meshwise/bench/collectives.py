@@ -13,7 +13,6 @@ fills the caches.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.network.gloo_baseline import Call, gloo_calls
 
 WAYS = ("ordinary", "shared", "common", "gloo")
@@ -204,25 +204,16 @@ def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
     if calls > 1:
         _call(world, call, buffers, -(-calls // _UNTIMED))
     world.barrier(axes=_AXIS)
-    if world.device.type == "cuda":
-        return _seconds_on_stream(lambda: _call(world, call, buffers, calls)) / calls
-    start = time.perf_counter()
+    streams = streams_of(world.device)
+    streams.synchronize()
+    start = streams.mark(timing=True)
     _call(world, call, buffers, calls)
-    return (time.perf_counter() - start) / calls
+    end = streams.mark(timing=True)
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
 
 
 def _call(world: World, call: _Call, buffers: tuple[Tensor, Tensor], calls: int) -> None:
     for _ in range(calls):
         for work in call(world, *buffers):
             work.wait()
-
-
-def _seconds_on_stream(run: Callable[[], None]) -> float:
-    """Time between two events around what `run` puts on the current stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

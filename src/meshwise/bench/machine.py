@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.launch.cores import cores
 from meshwise.comm.network.backends import backends
 
@@ -135,7 +136,7 @@ def _size_of(mount: Path) -> int:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found = [gpu_properties(index) for index in range(gpu_count())]
     return tuple(Gpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}") for gpu in found)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshwise.bench.finding import MachineFinding, problem
 from meshwise.comm import World
+from meshwise.comm.api.streams import streams_of
 
 _PINGS = 20
 _LARGE_BYTES = 4 << 20
@@ -121,8 +122,7 @@ def _ping_pong(world: World, own: Tensor, other: Tensor, peer: int) -> float:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    streams_of(device).synchronize()
     return time.perf_counter()
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
+from meshwise.comm.api.streams import streams_of
 
 CHUNK = 8 * BLOCK
 STAGING = 8 * CHUNK
@@ -39,11 +40,11 @@ class StagedWriter:
         self._tensors = tensors
         size = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         count = max(2, min(staging // CHUNK, -(-size // CHUNK)))
-        pin = any(tensor.is_cuda for tensor in tensors)
+        streams = streams_of(next((x.device for x in tensors if x.is_cuda), torch.device("cpu")))
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, int] | None] = queue.SimpleQueue()
         for _ in range(count):
-            self._free.put(torch.empty(min(CHUNK, -(-size // BLOCK) * BLOCK), dtype=torch.uint8, pin_memory=pin))
+            self._free.put(streams.host_empty([min(CHUNK, -(-size // BLOCK) * BLOCK)], dtype=torch.uint8))
         self._staged = threading.Event()
         self._errors: list[Exception] = []
         self._copier = threading.Thread(target=self._copy, name=f"stage {path.name}")

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Literal
 
 import tomli_w
-import torch
 from rich.table import Table
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
@@ -34,6 +33,7 @@ from meshwise.cli.output_files import check_outputs, write_and_say
 from meshwise.cli.rank_count import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks
 from meshwise.comm import World, run, torchrun_line
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
+from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.cores import cores
 from meshwise.memory.swap_file import TierError
 from meshwise.simulate.cluster import to_table
@@ -183,7 +183,7 @@ def _calibrate(words: Sequence[str]) -> int:
         raise JobError(str(error)) from error
     if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1 or not flags.sizes:
         raise JobError("nothing to measure: give at least one round, one length of at least 1 and one size")
-    longest = effort.longest(on_gpu=flags.device != "cpu" and torch.cuda.is_available())
+    longest = effort.longest(on_gpu=flags.device != "cpu" and gpu_count() > 0)
     if min(flags.lengths) > longest:
         raise JobError(f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}")
     check_outputs([flags.output])
@@ -263,13 +263,13 @@ def _ranks(flags: Collectives | Calibration, *, least: int) -> int:
     """Return the number of ranks to measure on: torchrun's, those asked for, one per GPU, or `least` to 4 per core."""
     if launched := launched_ranks():
         return launched
-    gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
+    gpus = gpu_count() if flags.device != "cpu" else 0
     return checked_ranks(flags.ranks) or gpus or max(least, min(DEFAULT_RANKS, cores()))
 
 
 def _device(flags: Collectives | Calibration) -> Literal["cpu", "cuda"] | None:
     """Return the device asked for, None for auto. Raises JobError for CUDA without a GPU."""
-    if flags.device == "cuda" and not torch.cuda.is_available():
+    if flags.device == "cuda" and not gpu_count():
         raise JobError("--device cuda, but torch sees no GPU; use --device cpu, or run `meshwise doctor`")
     return None if flags.device == "auto" else flags.device
 

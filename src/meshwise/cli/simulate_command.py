@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_console, read_step, write_drawings
 from meshwise.cli.rank_count import checked_comm, local_ranks, named_cluster
+from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.comm.network.torch_world import Comm
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     job = read_job(arguments, prog="meshwise simulate", kind=SimulateJob)
     cluster = _checked_cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
-    device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
+    device = cluster.device.kind if cluster else "cuda" if gpu_count() else "cpu"
     comm = checked_comm(job.comm) if job.measure else None
     step = read_step(job.run) if job.run else None
     plans = [job.plan, *map(Plan.parse, job.compare)]

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.tensor_tree import map_tensors
+from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_generators
 from meshwise.memory.changed_inputs import BlockInputs
 from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
 from meshwise.memory.saved_operations import SavedOperations
@@ -363,12 +364,11 @@ Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 def _surroundings() -> Around:
     """Autocast, the default device and torch's own generators as they are now, to run something in."""
-    cuda = torch.cuda.is_initialized()
-    devices = ["cpu", "cuda"] if cuda else ["cpu"]
+    devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
     device_now = torch.get_default_device()
-    state, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    states = generator_states()
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
@@ -377,10 +377,8 @@ def _surroundings() -> Around:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
             if torch.get_default_device() != device_now:
                 stack.enter_context(device_now)
-            stack.enter_context(torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []))
-            torch.set_rng_state(state)
-            if on_cuda is not None:
-                torch.cuda.set_rng_state(on_cuda)
+            stack.callback(restore_generators, generator_states())
+            restore_generators(states)
             yield
 
     return around

@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from meshwise.comm.api.streams import Event, streams_of
 from meshwise.plan import PlanError
 
 MODES = ("none", "selective", "full")
@@ -77,27 +76,18 @@ class DeviceTimer:
     """Seconds of spans on a device, without making it wait before they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-        self._began: Any = None
+        self._streams = streams_of(device)
+        self._spans: list[tuple[Event, Event]] = []
+        self._began = self._streams.event(timing=True)
 
     def __enter__(self) -> DeviceTimer:
-        self._began = self._now()
+        self._began = self._streams.mark(timing=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._spans.append((self._began, self._now()))
+        self._spans.append((self._began, self._streams.mark(timing=True)))
 
     def seconds(self) -> float:
         """Return the sum of all spans."""
-        if not self._cuda:
-            return float(sum(ended - began for began, ended in self._spans))
-        torch.cuda.synchronize()
+        self._streams.synchronize()
         return float(sum(began.elapsed_time(ended) for began, ended in self._spans)) / 1000
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

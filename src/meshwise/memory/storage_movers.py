@@ -9,6 +9,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from meshwise.comm.api.streams import Event, streams_of
 from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover
 from meshwise.memory.swap_file import BLOCK, SwapFile, SwapTransfer, aligned
 
@@ -128,7 +129,8 @@ class HostMover(StorageMover):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.copies = torch.cuda.Stream(device)
+        self.streams = streams_of(device)
+        self.copies = self.streams.create()
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._used = 0
 
@@ -137,11 +139,11 @@ class HostMover(StorageMover):
         size = values.numel()
         self._used += size
         self.peak = max(self.peak, self._used)
-        host = self._free[size].pop() if self._free[size] else torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copies):
+        host = self._free[size].pop() if self._free[size] else self.streams.host_empty([size], dtype=torch.uint8)
+        self.copies.wait_stream(self.streams.current())
+        with self.streams.use(self.copies):
             host.copy_(values, non_blocking=True)
-        values.record_stream(self.copies)
+        self.streams.keep(values, stream=self.copies)
         return _OnHost(self, host, before)
 
     def close(self) -> None:
@@ -159,22 +161,21 @@ class _OnHost(ParkedStorage):
         super().__init__(host.numel(), before=before)
         self._tier, self._host = tier, host
         self._back: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Event | None = None
 
     def start(self) -> None:
         if self._back is None:
-            with torch.cuda.stream(self._tier.copies):
+            with self._tier.streams.use(self._tier.copies):
                 self._back = self._host.to(self._tier.device, non_blocking=True)
-                self._arrived = torch.cuda.Event()
-                self._arrived.record(self._tier.copies)
+                self._arrived = self._tier.streams.mark()
 
     def get(self) -> Tensor:
         self.start()
         assert self._back is not None
         assert self._arrived is not None
-        current = torch.cuda.current_stream(self._tier.device)
+        current = self._tier.streams.current()
         current.wait_event(self._arrived)
-        self._back.record_stream(current)
+        self._tier.streams.keep(self._back, stream=current)
         return self._back
 
     def __del__(self) -> None:

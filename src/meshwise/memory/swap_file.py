@@ -34,6 +34,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwise.comm.api.streams import streams_of
+
 BLOCK = 4096
 """Bytes: where direct reads and writes begin and end, in the file and in memory."""
 
@@ -232,10 +234,10 @@ class SwapFile:
 
 def aligned(size: int, *, on: torch.device | None = None) -> Tensor:
     """Return bytes of memory that begin where a direct read may; `on` a GPU: pinned, for copies to and from it."""
-    kind = "cpu" if on is None else on.type
-    raw = torch.empty(
-        size + BLOCK, dtype=torch.uint8, device="meta" if kind == "meta" else "cpu", pin_memory=kind == "cuda"
-    )
+    if on is not None and on.type == "meta":
+        raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="meta")
+    else:
+        raw = streams_of(on or torch.device("cpu")).host_empty([size + BLOCK], dtype=torch.uint8)
     start = -raw.data_ptr() % BLOCK
     return raw[start : start + size]
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.comm.api.streams import streams_of
 from meshwise.memory.rehearsed_movers import RehearsedFile
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import BLOCK, REMEMBERED, MovedChunk, SwapFile, SwapTransfer
@@ -74,7 +75,8 @@ class Tiers:
         self._staging: StagingBuffers | None = None
         self._stored: list[SwapTransfer] = []
         self._updates: deque[MovedChunk] = deque(maxlen=REMEMBERED)
-        self._copies = torch.cuda.Stream(self.device) if self._on_gpu and self.offload != Offload() else None
+        self._streams = streams_of(self.device)
+        self._copies = self._streams.create() if self._on_gpu and self.offload != Offload() else None
 
     @property
     def updates_on(self) -> torch.device:
@@ -133,7 +135,7 @@ class Tiers:
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._on_gpu)
+        return self._streams.host_empty([numel], dtype=dtype)
 
     def where(self, tensor: Tensor) -> str:
         """Return the tier that a tensor lies in."""
@@ -186,7 +188,7 @@ class Tiers:
         if rest.device.type == self.device.type:
             return BorrowedTensor(rest)
         assert self._copies is not None
-        with torch.cuda.stream(self._copies):
+        with self._streams.use(self._copies):
             values = rest.to(self.device, non_blocking=True)
         return BorrowedTensor(values, ready=lambda: self._join(values))
 
@@ -206,10 +208,10 @@ class Tiers:
             if self._copies is None:
                 into.copy_(values)
                 return
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copies):
+            self._copies.wait_stream(self._streams.current())
+            with self._streams.use(self._copies):
                 into.copy_(values, non_blocking=True)
-            values.record_stream(self._copies)
+            self._streams.keep(values, stream=self._copies)
             return
         source = values.view(torch.uint8)
         for low in range(0, source.numel(), self.staging.size):
@@ -226,8 +228,8 @@ class Tiers:
         stored = SwapTransfer.of(self._stored)
         if self._copies is None:
             return stored.wait
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        event = torch.cuda.Event()
+        self._copies.wait_stream(self._streams.current())
+        event = self._streams.event()
         event.record(self._copies)
 
         def there() -> None:
@@ -246,7 +248,7 @@ class Tiers:
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, a thread copies beside the stream that computes."""
-        return contextlib.nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+        return contextlib.nullcontext() if self._copies is None else self._streams.use(self._copies)
 
     def close(self) -> None:
         """Give the file back."""
@@ -269,7 +271,7 @@ class Tiers:
         values = buffer[:size].view(rest.dtype)
         if not self._on_gpu:
             return BorrowedTensor(values, ready=transfer.wait, release=lambda: staging.give(buffer))
-        moved, copied = torch.empty_like(values, device=self.device), torch.cuda.Event()
+        moved, copied = torch.empty_like(values, device=self.device), self._streams.event()
 
         def ready() -> None:
             transfer.wait()
@@ -288,9 +290,9 @@ class Tiers:
 
     def _join(self, values: Tensor) -> None:
         assert self._copies is not None
-        current = torch.cuda.current_stream(self.device)
+        current = self._streams.current()
         current.wait_stream(self._copies)
-        values.record_stream(current)
+        self._streams.keep(values, stream=current)
 
 
 def blocks(size: int) -> int:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwise.comm.api.streams import generator_states, restore_generators, streams_of
 from meshwise.model.random_bits import IndexBlock
 from meshwise.model.random_interception import RandomInterception
 
@@ -170,14 +171,14 @@ class RandomDraws:
         self._visits = {}
         self._ran = self._drew = False
         if not self._handles:
-            self._random_state = _random_state()
+            self._random_state = generator_states()
 
     def finish(self) -> None:
         """Finish the step after its forwards and backwards."""
         if self._handles:
             if self._ran and not self._drew:
                 self.close()
-        elif not all(map(torch.equal, self._random_state, _random_state())):
+        elif not all(map(torch.equal, self._random_state, generator_states())):
             self._watch()
             warnings.warn(
                 f"the model drew random numbers in step {self._step}, as it had not before: they came from torch's own "
@@ -194,14 +195,13 @@ class RandomDraws:
         self._rows, self._again, self._region = rows, again, ActivationRegion()
         self._stack = [_Frame("", None if again else _OUTSIDE)]
         self._active = self._ran = True
-        kept = _random_state() if self.local else []
+        kept = generator_states() if self.local else []
         try:
             with self._modes:
                 yield
         finally:
             self._active = False
-            for take_up, state in zip((torch.set_rng_state, torch.cuda.set_rng_state), kept, strict=False):
-                take_up(state)
+            restore_generators(kept)
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -282,11 +282,7 @@ class RandomDraws:
         same.
         """
         seed = _hash(self.key(), self._rows, self._region) % 2**63
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            torch.cuda.default_generators[index].manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+        streams_of(device).generator().manual_seed(seed)
 
     def no_answer(self, operation: str) -> None:
         """Warn once that an operation drew from torch's own generator."""
@@ -352,10 +348,6 @@ def _samples_first(module: nn.Module) -> bool | None:
         return False  # between its layers samples lie along dim 1, whatever it takes and gives
     said = [getattr(part, "batch_first", None) for part in (module, *module.children())]
     return None if not any(isinstance(value, bool) for value in said) else False not in said
-
-
-def _random_state() -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _hash(*parts: object) -> int:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from meshwise.comm.api.streams import streams_of
+
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -40,9 +42,8 @@ def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
     """Return bytes that each of the `ranks` of this host may take of its device, where all but this one hold `held`
     now.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps of what was freed is no other process's, and free here
-        return torch.cuda.mem_get_info(device)[0]
+    if (memory := streams_of(device).memory) is not None:
+        return memory.free()
     if not _OWN_GROUPS.exists():  # a system without /proc tells what it has, not what is left
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     shared = min([_left_by_the_machine(), *left_by_groups(_OWN_GROUPS.read_text(), root=_GROUPS)])

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.streams import gpu_count
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
@@ -106,7 +107,7 @@ class MemoryNeeds:
 
     def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
         """`shared`: the ranks are processes of one host; on its CPUs they share memory."""
-        self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device: Device = "cuda" if gpu_count() else "cpu"
         self.rows = tree.rows(subject.batch)
         self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
         self._known: dict[Plan, Mapping[str, int]] = {}

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan
@@ -77,14 +78,14 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
 
 def _held(device: torch.device) -> int:
     """Return bytes that this rank has now."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if (memory := streams_of(device).memory) is not None:
+        return memory.held
     return _told(_STATUS, "RssAnon") + _told(_ROLLUP, "Pss_Shmem")
 
 
 def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if (memory := streams_of(device).memory) is not None:
+        memory.forget_peak()
     else:
         _RESET.write_text(_RESET_PEAK)
 
@@ -95,8 +96,8 @@ def _peak(device: torch.device) -> int:
     The system knows the peak of all that is resident. What of it is shared hardly changes from step to step, and is
     counted in as many parts as there are processes that share it.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (memory := streams_of(device).memory) is not None:
+        return memory.peak
     resident = _told(_STATUS, "VmHWM") - _told(_STATUS, "RssFile") - _told(_STATUS, "RssShmem")
     return resident + _told(_ROLLUP, "Pss_Shmem")
 

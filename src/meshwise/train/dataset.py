@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwise.base.tensor_tree import take_rows
+from meshwise.comm.api.streams import gpu_count
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.named_objects import bind, locate
 from meshwise.train.output_stream import counted
@@ -115,7 +116,7 @@ def read(
         dataset,
         batch_sampler=rows,
         num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=gpu_count() > 0,
         generator=torch.Generator(),
     )
     for (start, stop), batch in zip(rows.bounds(), loader, strict=True):

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, default_collate
 
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.measure_steps import StepMeasurement, measure
 from meshwise.engine.parallelize import parallelize
@@ -285,14 +286,14 @@ class _Run:
 def _device(world: World) -> str:
     threads = torch.get_num_threads()
     on_cpu = f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else on_cpu
+    name = gpu_properties(world.device).name if world.device.type == "cuda" else on_cpu
     return f"{name}, joined by {world.medium}" if world.size > 1 else name
 
 
 def _held_memory(device: torch.device) -> int:
     """Return the bytes this process uses now; without /proc, the most it has used."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if (memory := streams_of(device).memory) is not None:
+        return memory.held
     try:
         return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * resource.getpagesize()
     except OSError:
@@ -301,8 +302,8 @@ def _held_memory(device: torch.device) -> int:
 
 def _peak_memory(device: torch.device) -> int:
     """Return the most bytes this process has used so far: allocated on its GPU, or resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (memory := streams_of(device).memory) is not None:
+        return memory.peak
     with contextlib.suppress(OSError, IndexError):
         return int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux it includes the peak of the parent

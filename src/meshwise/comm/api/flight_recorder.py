@@ -255,7 +255,7 @@ class _Waiting:
         journal.position = self._before
         if self._before.waiting_since is None:
             journal.waited += time.monotonic() - self._since
-            if self._watch is not None:
+            if self._watch is not None and self._moment is not None:
                 self._watch.waited(f"{self._stamp.kind} {'·'.join(self._stamp.axes)}", since=self._moment)
 
 

@@ -35,8 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
-
+from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.job_folder import new_folder, remove_folder, remove_folders
 from meshwise.comm.launch.job_semaphores import named_as_ever
 
@@ -75,7 +74,7 @@ def starting() -> ForkServerContext | SpawnContext:
     """
     open_streams()
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
-    if torch.cuda.is_available() or not forks:
+    if gpu_count() or not forks:
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))

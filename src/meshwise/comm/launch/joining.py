@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.process_life import LauncherProcess
 from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import ReportSink, Watchdog, report_to_stderr
 from meshwise.comm.network.loopback import is_opened_by_launcher
@@ -47,10 +48,10 @@ def joined(
     """`connect`, with its own way to tell what the watch has found."""
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
-        if not torch.cuda.is_available():
+        if not gpu_count():
             raise ValueError(f"device={str(device)!r}, and torch finds no GPU here: leave the device out for CPUs")
         wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
-        torch.cuda.set_device(wanted)
+        streams_of(wanted).select()
     worlds = _worlds()
     if wanted not in worlds:
         worlds[wanted] = _join(wanted, stall_seconds, tell)

@@ -26,10 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
-import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.agent import launch
 from meshwise.comm.launch.cores import cores
@@ -139,8 +139,8 @@ def _start_method(main: Callable[..., Any]) -> str:
                 f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
             )
         return starting().get_start_method()
-    if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
-        why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
+    if "fork" not in multiprocessing.get_all_start_methods() or cuda_in_use():
+        why = "CUDA is already in use here" if cuda_in_use() else "this system cannot copy processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
     return "fork"
 

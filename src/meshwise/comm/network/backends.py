@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
+
+from meshwise.comm.api.streams import gpu_count, nccl_version
 
 
 def backends() -> dict[str, str]:
@@ -11,5 +12,5 @@ def backends() -> dict[str, str]:
     nccl = dist.is_available() and dist.is_nccl_available()
     return {
         "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else "no",
+        "nccl": nccl_version() if nccl and gpu_count() else "no",
     }

@@ -34,6 +34,7 @@ from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.progress import Meanwhile
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import Work, World
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
 from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
@@ -367,11 +368,11 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
 
 def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier: WorkerThread) -> Callable[[], None]:
     """Carry `program` out on pinned copies of CUDA tensors; what it returns puts the results back."""
-    copies = [torch.empty_like(x, device="cpu", pin_memory=True) for x in (*reads, *writes)]
+    streams = streams_of(next(x.device for x in (*reads, *writes)))
+    copies = [streams.host_empty(x.shape, dtype=x.dtype) for x in (*reads, *writes)]
     for copy, x in zip(copies, reads, strict=False):
         copy.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)
-    copied.record()
+    copied = streams.mark(blocking=True)
 
     def carry() -> None:
         copied.synchronize()
@@ -382,7 +383,7 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier
     def finish() -> None:
         ticket.wait()
         # Kernels queued before the call may still read what is about to be overwritten, on another stream.
-        torch.cuda.current_stream().wait_event(copied)
+        streams.current().wait_event(copied)
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)
 

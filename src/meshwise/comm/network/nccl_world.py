@@ -24,6 +24,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import Work, World
 from meshwise.comm.network.worker_thread import WorkerThread
 
@@ -102,6 +103,7 @@ class NcclWorld(World):
     ) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
         self._communicators = communicators
+        self.streams = streams_of(device)
 
     def close(self) -> None:
         """Wait until all ranks call it and nothing is under way, then release the communicators."""
@@ -176,16 +178,13 @@ class NcclWorld(World):
 
     def _message(self, stamp: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
         """Let the thread of this direction post a message behind what the current stream does now."""
-        behind = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        behind = self.streams.mark()
         posted: list[c10d.Work] = []
 
         def job() -> None:
             between = self._communicators.of(ends, rank=self.rank, lane="from ")
-            if behind is None:
-                posted.append(post(between))
-                return
-            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()) as stream:
-                assert stream is not None
+            stream = self.streams.create()
+            with self.streams.guard(), self.streams.use(stream):
                 stream.wait_event(behind)
                 posted.append(post(between))
 
@@ -210,18 +209,20 @@ class NcclWorld(World):
 class _Started(Work):
     """An operation on a stream of NCCL's, with the tensors it reads and writes."""
 
-    def __init__(self, world: World, stamp: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
+    def __init__(self, world: NcclWorld, stamp: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
         super().__init__(world, stamp=stamp)
         self._complete = finish
         self._tensors = tensors
-        self._stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
+        self._streams = world.streams
+        self._stream = self._streams.current()
 
     def _finish(self) -> None:
         self._complete()
-        if self._stream is not None and self._stream != torch.cuda.current_stream():
+        current = self._streams.current()
+        if self._stream != current:
             # Their memory belongs to the stream they were made on, which has not been ordered behind the operation.
             for x in self._tensors:
-                x.record_stream(torch.cuda.current_stream())
+                self._streams.keep(x, stream=current)
         self._tensors = []
 
 

@@ -25,6 +25,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.hosts import hosts_of
 from meshwise.comm.api.job_attempt import fresh
 from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.hosts_world import HostsWorld
@@ -128,9 +129,9 @@ def _remedy(reason: str) -> str:
 
 def default_device() -> torch.device:
     """Return the GPU with this rank's local number (modulo the GPUs there are), or the CPU."""
-    if not torch.cuda.is_available():
+    if (gpus := gpu_count()) == 0:
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
 
 
 def _numbers() -> tuple[int, int]:
@@ -144,7 +145,7 @@ def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm
 
     Raises ValueError where ranks differ in what they have to have in common: they would wait for each other.
     """
-    own = f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
+    own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     store.set(f"device/{rank}", own)
     devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]
     types = {text.split()[0]: other for other, text in enumerate(devices)}

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.comm.api.streams import streams_of
 from meshwise.pipeline.cut.probe_result import StepCost
 from meshwise.pipeline.run.packed_tree import StageEntrance
 
@@ -110,7 +111,7 @@ def now(*, cuda: bool) -> float:
     even as a quiet one does.
     """
     if cuda:
-        torch.cuda.synchronize()
+        streams_of(torch.device("cuda")).synchronize()
     return time.thread_time() if not cuda and torch.get_num_threads() == 1 else time.perf_counter()
 
 
