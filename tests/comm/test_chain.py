@@ -8,9 +8,8 @@ import pytest
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.group import Group
 from meshwise.comm.api.progress import Progress
-from meshwise.comm.api.world import Work
+from meshwise.comm.api.world import Group, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.network.chained_collectives import ChainedCollectives
 
@@ -54,7 +53,7 @@ class Recorder:
     def complete(self, *names: str) -> Progress:
         for name in names:
             self.pending[name].complete = True
-        return self.chains.come_by()
+        return self.chains.progress()
 
     def order_of(self, step: int) -> Sequence[str]:
         return [name[0] for name in self.called if name.endswith(str(step))]
@@ -81,7 +80,7 @@ def test_a_chain_without_its_step_still_waits_for_the_step_of_the_chain_before()
         yield Work()
 
     recorder.chains.begin(calls(), world=WORLD, stamp=STAMP, group=GROUP)
-    recorder.chains.come_by()
+    recorder.chains.progress()
     assert recorder.called == ["a1"]
     recorder.complete("a1")
     assert recorder.called == ["a1", "a2", "b2"]
@@ -112,7 +111,7 @@ def test_what_nobody_waits_for_is_finished_in_the_end() -> None:
     recorder.begin("b")
     recorder.chains.finish()
     assert len(recorder.called) == 6
-    assert recorder.chains.come_by() is Progress.NOTHING
+    assert recorder.chains.progress() is Progress.NOTHING
 
 
 def test_an_error_is_raised_by_every_wait_and_nothing_passes_for_complete() -> None:
@@ -126,7 +125,7 @@ def test_an_error_is_raised_by_every_wait_and_nothing_passes_for_complete() -> N
     after = recorder.begin("b")
     recorder.pending["a1"].complete = True
     with pytest.raises(OSError, match="gone"):
-        recorder.chains.come_by()
+        recorder.chains.progress()
     before.wait()
     for work in (failing, after, failing):
         with pytest.raises(OSError, match="gone"):

@@ -30,9 +30,9 @@ def _mapped() -> int:
 def _hold(world: World) -> tuple[bool, list[float], list[float], int, int]:
     gc.collect()  # what jobs of the same processes before have let go of
     over = world.over(Mesh.of(dp=2, tp=2))
-    first, before = over.common(8, dtype=torch.float64, axes="dp"), (_memfds(), _mapped())
+    first, before = over.shared_empty(8, dtype=torch.float64, axes="dp"), (_memfds(), _mapped())
     assert first is not None
-    alone = over.common(8, dtype=torch.float64, axes=()) is None
+    alone = over.shared_empty(8, dtype=torch.float64, axes=()) is None
     own = first[over.group("dp").index * 4 :][:4]
     own.fill_(world.rank)
     over.all_gather(own, into=first, axes="dp").wait()
@@ -58,7 +58,7 @@ def test_what_a_rank_writes_is_there_for_all_and_nothing_is_left(processes: Proc
 
 def _gather(world: World, size: int, odd: str) -> list[float]:
     """Rank 1 gathers into what `odd` says, rank 0 into the first elements of what they hold together."""
-    held, other = (world.common(50_000, dtype=torch.float64, axes="rank") for _ in range(2))
+    held, other = (world.shared_empty(50_000, dtype=torch.float64, axes="rank") for _ in range(2))
     assert held is not None
     assert other is not None
     own = torch.zeros(50_000, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_ranks_that_pass_different_memory_are_told(odd: str, size: int, processe
 
 def _gather_unequal(world: World) -> None:
     """Both ranks have the parts begin where the other has them, and take them to be of other sizes."""
-    held = world.common(50_000, dtype=torch.float64, axes="rank")
+    held = world.shared_empty(50_000, dtype=torch.float64, axes="rank")
     assert held is not None
     sizes = (2, 4) if world.rank else (4, 2)
     parts = [held[start : start + size] for start, size in zip((0, 10), sizes, strict=True)]
@@ -93,7 +93,7 @@ def test_ranks_that_pass_parts_of_other_sizes_are_told(processes: Processes) -> 
 
 
 def _ask(world: World, sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    world.common(sizes[world.rank], dtype=dtypes[world.rank], axes="rank")
+    world.shared_empty(sizes[world.rank], dtype=dtypes[world.rank], axes="rank")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
         told.wait(["begun"])  # or rank 1 would find the others there, and do its part in the call
         other.all_reduce(x, axes="rank")
         while not told.check(["told"]):
-            other.come_by()
+            other.progress()
             time.sleep(0.01)
         return said
     work = other.all_reduce(x, axes="rank")

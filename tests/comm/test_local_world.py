@@ -137,7 +137,7 @@ def parts_are_done_without_waiting(world: World) -> None:
     work, end = world.all_reduce(x, axes="rank"), time.monotonic() + 100.0
     while not work.ready and time.monotonic() < end:
         time.sleep(0.001)
-        world.come_by()
+        world.progress()
     assert work.ready
     assert x.equal(4 * drawn(0, 50_000))
 
@@ -301,7 +301,7 @@ def test_sharing_can_be_insisted_on(processes: Processes) -> None:
 def test_ranks_that_want_to_be_joined_differently_are_told_so(processes: Processes, last: Comm) -> None:
     [said] = set(run(SIZE, wanted_otherwise, on=processes, args=(uuid.uuid4().hex, last)))
     assert "comm is auto on rank 2 and" in said
-    assert f"{last} on rank 3; set MESHWISE_COMM alike" in said
+    assert f"{last} on rank 3; set MESHWISE_COMM to one value" in said
 
 
 def broadcasts_from_elsewhere(world: World, elements: int) -> None:

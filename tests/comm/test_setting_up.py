@@ -104,7 +104,7 @@ def dies_once_it_has_told(world):
             teller.life.__class__ = Later
             return mapped(place)
         teller.slabs.map = late
-    world.common(1 << 20, dtype=torch.float32, axes="rank")
+    world.shared_empty(1 << 20, dtype=torch.float32, axes="rank")
 
 def one_exits_in_a_group(world):
     world = world.over(Mesh.of(a=2, b=2))
@@ -200,7 +200,7 @@ def test_a_rank_whose_memory_goes_before_its_end_is_told_is_lost(tmp_path: Path)
 def test_so_is_one_that_had_told_where_memory_for_all_lies(tmp_path: Path) -> None:
     said = ended(tmp_path, "dies_once_it_has_told", "1", "--notes").stdout.splitlines()
     assert said[:2] == ["raised RankKilledError", "rank 0 of 2 ended without an exception, killed by SIGKILL"]
-    assert said[2].startswith("rank 1 then met: rank 0 was lost in World.common")
+    assert said[2].startswith("rank 1 then met: rank 0 was lost in World.shared_empty")
 
 
 def test_one_that_ends_well_is_named_where_others_do_not_wait_for_it(tmp_path: Path) -> None:

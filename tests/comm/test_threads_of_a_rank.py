@@ -50,16 +50,16 @@ def comes_by_in_the_midst(world: World, name: str) -> str:
     """While one thread adds up, another one comes by; what that one is told."""
     other, said = joined(world, name, "shared memory"), [""]
 
-    def come_by() -> None:
+    def progress() -> None:
         try:
-            other.come_by()
+            other.progress()
         except RuntimeError as error:
             said[0] = str(error)
 
     def slow(*args: Any, **options: Any) -> None:
         if not said[0]:
             said[0] = "nothing"
-            thread = threading.Thread(target=come_by)
+            thread = threading.Thread(target=progress)
             thread.start()
             thread.join()
         reduce_spans(*args, **options)

@@ -53,7 +53,7 @@ def shared_along(world: World, name: str, how: str) -> list[list[float] | None]:
     view = other.over(Mesh.of(a=2, b=2))
     found: list[list[float] | None] = []
     for axis in ("a", "b"):
-        memory = view.common(2, dtype=torch.float64, axes=axis)
+        memory = view.shared_empty(2, dtype=torch.float64, axes=axis)
         if memory is not None:
             memory[view.group(axis).index] = world.rank
             view.barrier()

@@ -16,8 +16,7 @@ from torch import Tensor
 from ahead import no_call_waits_for_one_that_another_rank_has_yet_to_make
 from joined import joined
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.group import Group
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Group, Work, World
 from meshwise.testing import Processes, run
 from refused import a_refused_call_was_not_made, bad_calls_are_refused_before_anything_moves
 

@@ -84,10 +84,10 @@ def coming_by(world: World) -> tuple[list[str], list[int]]:
     """The collectives of a step by their kinds, and after how many of them this rank came by, each time."""
     came: list[int] = []
 
-    def come_by() -> None:
+    def progress() -> None:
         came.append(len(stamps))
 
-    vars(world)["come_by"] = come_by
+    vars(world)["progress"] = progress
     trainer = parallelize(build(), "dp=2 zero=2", world=world, loss=next_token_loss, lr=1e-3)
     tokens = torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
     with world.record() as stamps:

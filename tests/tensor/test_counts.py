@@ -139,10 +139,10 @@ def test_a_rank_does_its_part_of_a_sum_while_it_computes_the_gradient_of_the_wei
     mesh = Plan.parse("tp=4").mesh()
     world, came = TraceWorld(rank=0, mesh=mesh), list[int]()
 
-    def come_by() -> None:
+    def progress() -> None:
         came.append(len(stamps))
 
-    vars(world)["come_by"] = come_by
+    vars(world)["progress"] = progress
     with torch.device("meta"):
         model = one_matrix()
     install(model, plan="tp=4", world=world, parts=find_parts(model, plan=Plan.parse("tp=4")), streaming=FREE)

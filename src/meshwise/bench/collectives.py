@@ -191,7 +191,7 @@ def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[
     """Zeros (sums stay finite), written so that every page is there; none where the world has no such tensors."""
     makes: Mapping[str, Callable[[int], Tensor | None]] = {
         "shared": lambda count: world.empty(count, dtype=torch.float32),
-        "common": lambda count: world.common(count, dtype=torch.float32, axes=_AXIS),
+        "common": lambda count: world.shared_empty(count, dtype=torch.float32, axes=_AXIS),
     }
     make = makes.get(on, lambda count: torch.empty(count, dtype=torch.float32, device=world.device))
     made = {count: (make(count), make(count)) if on != "common" else (make(count),) * 2 for count in elements}
@@ -210,7 +210,7 @@ def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
     _call(world, call, buffers, calls)
     end = streams.mark(timing=True)
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
+    return float(start.elapsed_time(end)) / 1e3 / calls
 
 
 def _call(world: World, call: _Call, buffers: tuple[Tensor, Tensor], calls: int) -> None:

@@ -1,9 +1,8 @@
 """Communication between ranks: the only package that imports torch.distributed."""
 
 from meshwise.comm.api.flight_recorder import CallRecord, Position, RanksDisagree
-from meshwise.comm.api.group import Group
 from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.launch.joining import connect

@@ -104,7 +104,7 @@ class Bucket:
         empty = replication.world.empty
         common = None
         if replication.zero and not self.away:
-            common = world.common(self.place.size, dtype=self.dtype, axes=replication.axes)
+            common = world.shared_empty(self.place.size, dtype=self.dtype, axes=replication.axes)
         self.shared = common is not None
         if common is not None:
             self.whole, self.kept = common, common[slice(*self.shard)]

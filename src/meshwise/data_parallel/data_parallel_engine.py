@@ -272,7 +272,7 @@ class DataParallel:
             waiting.discard(id(parameter))
             if self._reducing and not waiting:
                 self._start(all_of_them=False)
-            self.world.come_by()  # the others wait for this rank's part of the last reduction before their next
+            self.world.progress()  # the others wait for this rank's part of the last reduction before their next
 
         handle = parameter.register_post_accumulate_grad_hook(arrived)
         self._handles.append(handle)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwise.comm.api.streams import Event, streams_of
+from meshwise.comm.api.streams import StreamEvent, streams_of
 from meshwise.plan import PlanError
 
 MODES = ("none", "selective", "full")
@@ -77,7 +77,7 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
-        self._spans: list[tuple[Event, Event]] = []
+        self._spans: list[tuple[StreamEvent, StreamEvent]] = []
         self._began = self._streams.event(timing=True)
 
     def __enter__(self) -> DeviceTimer:

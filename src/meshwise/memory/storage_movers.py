@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.streams import Event, streams_of
+from meshwise.comm.api.streams import StreamEvent, streams_of
 from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover
 from meshwise.memory.swap_file import BLOCK, SwapFile, SwapTransfer, aligned
 
@@ -161,7 +161,7 @@ class _OnHost(ParkedStorage):
         super().__init__(host.numel(), before=before)
         self._tier, self._host = tier, host
         self._back: Tensor | None = None
-        self._arrived: Event | None = None
+        self._arrived: StreamEvent | None = None
 
     def start(self) -> None:
         if self._back is None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import Parts
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.group import Group
-from meshwise.comm.api.world import Axes, Work
+from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
 from meshwise.simulate.recorder import Recorder
@@ -107,7 +106,7 @@ class RehearsalWorld(TraceWorld):
         """
         return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self.journal.doing else None)
 
-    def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Return an empty buffer as any world does; it is no gradient of a parameter."""
         return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
 
@@ -120,7 +119,7 @@ class RehearsalWorld(TraceWorld):
             self._recorder.allocated(tensor, category=category)
         return tensor
 
-    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+    def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return one piece of memory for all ranks along `axes`, where the ranks share memory."""
         ranks = self.group(axes).size
         if not self._shared or ranks == 1:

@@ -321,7 +321,7 @@ def _copied(x: Tensor, world: World) -> Tensor:
     """Return a contiguous copy, where the other ranks reach it soonest."""
     if x.device != world.device:
         return x.clone(memory_format=torch.contiguous_format)
-    return world.summand(x.shape, dtype=x.dtype).copy_(x)
+    return world.empty_for_reduce(x.shape, dtype=x.dtype).copy_(x)
 
 
 def _after(work: Work, result: Tensor) -> Finish:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from meshwise.comm.api.streams import Event, streams_of
+from meshwise.comm.api.streams import StreamEvent, streams_of
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class ActivityStopwatch:
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
         self._origin = self._streams.origin()
-        self._marks: list[tuple[str, Event]] = []
-        self._waits: list[tuple[str, Event, Event]] = []
+        self._marks: list[tuple[str, StreamEvent]] = []
+        self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []
         self._beside: list[TimedSpan] = []
 
-    def now(self) -> Event:
+    def now(self) -> StreamEvent:
         """Return an event at the current place of the current stream."""
         return self._streams.mark(timing=True)
 
@@ -46,7 +46,7 @@ class ActivityStopwatch:
         """End the current activity and begin `what`; "" begins none."""
         self._marks.append((what, self.now()))
 
-    def waited(self, what: str, *, since: Event) -> None:
+    def waited(self, what: str, *, since: StreamEvent) -> None:
         """Note a wait for `what` that began at `since` and ends now."""
         self._waits.append((what, since, self.now()))
 

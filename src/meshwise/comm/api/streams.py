@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in the work of a stream."""
 
     def record(self, stream: Any = None, /) -> None:
@@ -34,7 +34,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work of a device: its operations run in order, beside those of other streams."""
+    """A queue of work of a device: its operations run in order, while other streams run theirs."""
 
     def wait_stream(self, stream: Any, /) -> None:
         """Let later work of this stream wait for the work given so far to `stream`."""
@@ -50,10 +50,10 @@ class Stream(Protocol):
 class TimeOrigin:
     """An event, and its time in seconds by `time.monotonic`."""
 
-    event: Event
+    event: StreamEvent
     seconds: float
 
-    def at(self, event: Event) -> float:
+    def at(self, event: StreamEvent) -> float:
         """Return the time of an event by `time.monotonic`; block the host until the event has happened."""
         event.synchronize()
         return self.seconds + self.event.elapsed_time(event) / 1e3
@@ -105,14 +105,14 @@ class Streams(Protocol):
     def select(self) -> None:
         """Make the device this thread's current one."""
 
-    def event(self, *, timing: bool = False, blocking: bool = False) -> Event:
+    def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event that is not recorded yet.
 
         timing      it can tell the time between it and another one
         blocking    a host thread that waits for it sleeps, instead of polling
         """
 
-    def mark(self, *, timing: bool = False, blocking: bool = False) -> Event:
+    def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event recorded on the current stream."""
 
     def origin(self) -> TimeOrigin:
@@ -202,11 +202,11 @@ class CudaStreams:
         """Make the device this thread's current one."""
         torch.cuda.set_device(self.device)
 
-    def event(self, *, timing: bool = False, blocking: bool = False) -> Event:
+    def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event that is not recorded yet."""
         return torch.cuda.Event(enable_timing=timing, blocking=blocking)
 
-    def mark(self, *, timing: bool = False, blocking: bool = False) -> Event:
+    def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event recorded on the current stream."""
         event = self.event(timing=timing, blocking=blocking)
         event.record(self.current())

@@ -18,6 +18,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -27,9 +28,45 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.call_agreement import as_tensor, require_alike, require_same
 from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, split
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder, Position, call_site
-from meshwise.comm.api.group import Group, line, rooted
 from meshwise.comm.api.ordered_sum import require_op
 from meshwise.comm.api.stopwatch import ActivityStopwatch
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that take part in one collective, and this rank's index among them.
+
+    Calls for another `purpose` are apart from all others of these ranks, as if other ranks made them.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    purpose: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks take part."""
+        return len(self.ranks)
+
+
+def rooted(group: Group, *, root: int) -> Group:
+    """Return the group, which has a rank of the index `root`. Raises ValueError otherwise."""
+    if not 0 <= root < group.size:
+        raise ValueError(f"no index {root} along {'·'.join(group.axes)}, which has {group.size} ranks")
+    return group
+
+
+def line(group: Group, *, source: int, target: int) -> Group:
+    """Return the two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the
+    group.
+    """
+    if source == target or not (0 <= source < group.size and 0 <= target < group.size):
+        raise ValueError(
+            f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"
+        )
+    return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target), "messages")
+
 
 Axes: TypeAlias = str | Sequence[str]
 
@@ -113,11 +150,11 @@ class World(abc.ABC):
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Return a tensor for an activation, or the gradient of one, that the ranks add up: as `empty` makes it."""
         return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
-    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
+    def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
         """Return a tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share
         any.
 
@@ -126,7 +163,7 @@ class World(abc.ABC):
         """
         return None
 
-    def come_by(self) -> None:  # noqa: B027 — most worlds carry out what was called by themselves
+    def progress(self) -> None:  # noqa: B027 — most worlds carry out what was called by themselves
         """Do this rank's part in calls that the other ranks have made by now, and return at once.
 
         Worth a call now and then where much is computed between a collective and its `wait`: others wait for this part.

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.group import Group
-from meshwise.comm.api.world import Axes, Work, World
+from meshwise.comm.api.world import Axes, Group, Work, World
 
 
 class _Waited(Work):

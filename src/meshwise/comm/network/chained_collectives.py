@@ -20,9 +20,8 @@ from typing import TypeAlias
 
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.grad_mode import each_as_called
-from meshwise.comm.api.group import Group
 from meshwise.comm.api.progress import Progress
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Group, Work, World
 
 Steps: TypeAlias = Iterator[Work]
 
@@ -40,7 +39,7 @@ class ChainedCollectives:
         queue.add(chain)
         return chain
 
-    def come_by(self) -> Progress:
+    def progress(self) -> Progress:
         """Advance every chain whose step is complete."""
         return max((queue.advance() for queue in tuple(self._queues.values())), default=Progress.NOTHING)
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import is_narrow
-from meshwise.comm.api.world import Axes, Work, World
+from meshwise.comm.api.world import Axes, Group, Work, World
 from meshwise.comm.network.chained_collectives import ChainedCollectives, Steps
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.mailbox import Mailbox
@@ -77,10 +76,10 @@ class HostsWorld(World):
         Whatever it waits for, it does its part in everything else that is under way.
         """
         chains = ChainedCollectives()
-        lanes = GroupQueues(room, errands=[chains.come_by])
+        lanes = GroupQueues(room, errands=[chains.progress])
         journal = FlightRecorder()
         inside = LocalWorld(rank=room.rank, mesh=mesh, lanes=lanes, journal=journal)
-        transport = GlooTransport(mailbox, meanwhile=lanes.come_by)
+        transport = GlooTransport(mailbox, meanwhile=lanes.progress)
         device = torch.device("cpu")
         between = GlooWorld(rank=room.rank, mesh=mesh, device=device, transport=transport, journal=journal)
         return cls(inside=inside, between=between, hosts=hosts, chains=chains)
@@ -89,16 +88,16 @@ class HostsWorld(World):
         """Return a tensor in memory that the other ranks of this host can map."""
         return self._inside.empty(numel, dtype=dtype)
 
-    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+    def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return a tensor in one dim that is the same memory for all ranks along `axes`; None unless they are on one
         host.
         """
         here = self._way(self.group(axes)) is self._inside
-        return self._inside.over(self.mesh).common(numel, dtype=dtype, axes=axes) if here else None
+        return self._inside.over(self.mesh).shared_empty(numel, dtype=dtype, axes=axes) if here else None
 
-    def come_by(self) -> None:
+    def progress(self) -> None:
         """Do this rank's part in calls that the other ranks have made by now, on this host and between hosts."""
-        self._inside.come_by()
+        self._inside.progress()
 
     def close(self) -> None:
         """Wait until all ranks call it and nothing is under way, then close the connections."""

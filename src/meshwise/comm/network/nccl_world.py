@@ -22,10 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.streams import streams_of
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.network.worker_thread import WorkerThread
 
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]

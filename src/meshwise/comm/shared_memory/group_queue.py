@@ -28,10 +28,9 @@ from functools import partial
 from torch import Tensor
 
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
-from meshwise.comm.api.group import Group
 from meshwise.comm.api.progress import Meanwhile, Progress
 from meshwise.comm.api.rank_lost import lost
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.host_ranks import HostRanks
 from meshwise.comm.shared_memory.queue_state import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
@@ -303,7 +302,7 @@ class GroupQueue:
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
         return RanksDisagree(
             f"rank {self.ranks[index]} passes memory that the ranks hold together, and rank {other} other memory, in "
-            f"{call.stamp}; all of them pass the same of what one call of World.common has returned, or none does"
+            f"{call.stamp}; all of them pass the same of what one call of World.shared_empty has returned, or none does"
         )
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
@@ -367,10 +366,10 @@ class GroupQueues:
         assert not self.closed, "the world was closed"
         name = group.ranks, group.purpose
         if name not in self._lanes:
-            self._lanes[name] = GroupQueue(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.come_by)
+            self._lanes[name] = GroupQueue(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.progress)
         return self._lanes[name]
 
-    def come_by(self, bell: int | None = None) -> Progress:
+    def progress(self, bell: int | None = None) -> Progress:
         """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook.
 
         A copy of the process has nothing to do: its rank does it.

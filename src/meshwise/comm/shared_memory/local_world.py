@@ -27,9 +27,8 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder, RanksDisagree
 from meshwise.comm.api.grad_mode import as_called
-from meshwise.comm.api.group import Group, line
 from meshwise.comm.api.rank_lost import lost
-from meshwise.comm.api.world import Axes, Work, World
+from meshwise.comm.api.world import Axes, Group, Work, World, line
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall
 from meshwise.comm.shared_memory.queue_state import travels_in_payload
@@ -54,7 +53,7 @@ class LocalWorld(World):
             return super().empty(numel, dtype=dtype)
         return self._lanes.room.slabs.empty(numel, dtype=dtype)
 
-    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+    def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return a tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
 
         It has no owner: once all ranks have mapped it, it lives as long as the last of them.
@@ -70,13 +69,13 @@ class LocalWorld(World):
         if asked != [numel, dtype.itemsize]:
             raise RanksDisagree(
                 f"rank {self.rank} asks for {numel} elements of {dtype.itemsize} bytes where rank {group.ranks[0]} "
-                f"asks for {asked[0]} of {asked[1]}; World.common is called with the same size and dtype on all ranks"
+                f"asks for {asked[0]} of {asked[1]}. Call World.shared_empty with one size and dtype on all ranks"
             )
         try:
             memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(place)
         except OSError as error:
             if (gone := room.lost_by(group.ranks, error=error)) is not None:
-                raise lost(gone, about="World.common", error=error) from error
+                raise lost(gone, about="World.shared_empty", error=error) from error
             raise
         self.barrier(axes=axes)
         if segment:
@@ -84,9 +83,9 @@ class LocalWorld(World):
         held = room.commons.add(memory, ranks=group.ranks)
         return held[: numel * dtype.itemsize].view(dtype)
 
-    def come_by(self) -> None:
+    def progress(self) -> None:
         """Do this rank's part in calls that the other ranks have made by now."""
-        self._lanes.come_by()
+        self._lanes.progress()
 
     def close(self) -> None:
         """Wait until all ranks call it and nothing is under way."""
@@ -218,8 +217,8 @@ class LocalWorld(World):
     def _sum(self, call: QueuedCall, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
         if call.adds:
             raise RuntimeError(
-                f"rank {self.rank} was interrupted while it added up in {call.stamp}, which leaves neither what was "
-                "given nor the sum; end the ranks, and start them again from a checkpoint"
+                f"rank {self.rank} was interrupted while it added up in {call.stamp}: the inputs are partly "
+                "overwritten. End the ranks, and start them again from a checkpoint"
             )
         call.adds = True
         reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._lanes.room.scratch)
@@ -249,7 +248,7 @@ class LocalWorld(World):
         else:
             call.gives, call.users, call.brings = self._reachable(gives, call.lane.ranks), users, False
         call.lane.post(call)
-        self._lanes.come_by()
+        self._lanes.progress()
         return call
 
     def _reachable(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:

@@ -13,7 +13,7 @@ order they stream, so this is one argument, and the result is the same.
            │ 0│ 1│ 2│       ├────┤ panel 1
            └──┴──┴──┘       ├────┤ panel 2
 
-What ranks add up is written where they reach it soonest (`World.summand`).
+What ranks add up is written where they reach it soonest (`World.empty_for_reduce`).
 
 Several products may read one X: q, k and v do. Then it is gathered once for all of them. Since a rank keeps only its
 own part, it is gathered once more in the backward for all weight gradients (`InputGather`); the gradients of X are
@@ -250,7 +250,7 @@ class _Multiply(torch.autograd.Function):
                 dxs.append(_reduce(dx, moved, world=operation.world))
             if for_bias and d_bias is None:
                 d_bias = own.flatten(0, -2).sum(0)
-            operation.world.come_by()  # by now the others have given their dx: their part of the sum is not waited for
+            operation.world.progress()  # by now the others have given their dx: their part of the sum is not waited for
             if for_w:
                 dw = _outer(x_coming().conj(), dy, within=operation.within)
                 dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
@@ -300,7 +300,7 @@ def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Operan
     """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
     if not summed.axes or summed.dim is not None:
         return functional.linear(x, w, bias)
-    y = world.summand((*x.shape[:-1], w.size(0)), dtype=x.dtype)
+    y = world.empty_for_reduce((*x.shape[:-1], w.size(0)), dtype=x.dtype)
     rows, into = x.flatten(0, -2), y.flatten(0, -2)
     if bias is None:
         torch.mm(rows, w.t(), out=into)
