@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.detect.rules import find_parts
-from meshwise.tensor.schemes.kv_replicas import mesh_with_twins
+from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas
 from meshwise.testing import run
 from tensor.plain import Attention, Block, gpt, stack
 
@@ -171,18 +171,18 @@ def test_uneven_heads_are_allowed_where_every_rank_has_one() -> None:
     find_parts(gpt(width=24, heads=6), plan=Plan.parse("tp=4"))
 
 
-def test_fewer_key_heads_than_ranks_are_shared_by_twins() -> None:
+def test_fewer_key_heads_than_ranks_are_held_by_several() -> None:
     plan = Plan.parse("dp=2 tp=4")
     parts = find_parts(stack(kv_heads=2), plan=plan)
     assert [name for name in ("q", "k", "v", "out") if parts[f"1.attention.{name}"].shared] == ["k", "v"]
     assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [4, 4, 4, 4]
-    assert str(mesh_with_twins(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 ep=1 tp=2 twin=2"
+    assert str(mesh_with_kv_replicas(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 ep=1 tp=2 kv=2"
 
 
-def test_twins_need_numbers_that_divide() -> None:
+def test_shared_key_heads_need_numbers_that_divide() -> None:
     attention = Attention(24, 6, kv_heads=2)
     model = nn.ModuleList([Block(attention, width=24, hidden=48)])
-    assert find_parts(model, plan=Plan.parse("tp=6"))["0.attention"].twins == 3
+    assert find_parts(model, plan=Plan.parse("tp=6"))["0.attention"].kv_replicas == 3
     with pytest.raises(PlanError, match=r"6 heads over 2 key heads.*Nearest that works: tp=2 or tp=6"):
         find_parts(model, plan=Plan.parse("tp=4"))
 

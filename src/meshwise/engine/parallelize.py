@@ -62,7 +62,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.remote_parts import makers, parts_of_stage, stream_tokens, stream_width
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.rules import Rules, find_parts
-from meshwise.tensor.schemes.kv_replicas import mesh_with_twins, scheme_on
+from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 
 
@@ -229,7 +229,7 @@ class _Shared:
             if parts is None:
                 parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
         setting.around.undo.callback(CastHooks(module, precision=setting.keeping.precision).close)
-        world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
+        world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, keeping=setting.keeping)
         return cls(setting, world, parts, _batch_norms_join(module, setting, world))
 

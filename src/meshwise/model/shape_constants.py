@@ -96,10 +96,10 @@ class ShapeConstants(TorchDispatchMode):
             by_batch = known and _is_of(func, given) and self._is_by_batch(given)
             if known and kwargs.get("device") == _CPU and any(one.is_meta for one in given):
                 self.asked |= by_batch
-                return self._twin(func, args, kwargs)
+                return self._on_values(func, args, kwargs)
             if known and _is_answer(func, args) and any(one.is_meta for one in given):
                 self.asked |= by_batch
-                return map_tensors(lambda one: self._keep(one, by_batch=by_batch), self._twin(func, args, kwargs))
+                return map_tensors(lambda one: self._keep(one, by_batch=by_batch), self._on_values(func, args, kwargs))
             if not known and func._overloadpacket is aten.index:
                 args = (args[0], self._by_number(args[1]))
             output = func(*args, **kwargs)
@@ -111,9 +111,9 @@ class ShapeConstants(TorchDispatchMode):
                 self._changed(func, args, kwargs, known=known, by_batch=by_batch)
             elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything, and nobody may ask
-                    twins = list(tensors(self._twin(func, args, kwargs)))
-                    for one, twin in zip(tensors(output), twins, strict=True):
-                        self._note(one, twin, by_batch=by_batch)
+                    known = list(tensors(self._on_values(func, args, kwargs)))
+                    for one, values in zip(tensors(output), known, strict=True):
+                        self._note(one, values, by_batch=by_batch)
         return output
 
     def _is_drawn(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
@@ -143,7 +143,7 @@ class ShapeConstants(TorchDispatchMode):
             return func._overloadpacket in _MADE
         return all(one in self._values if one.is_meta else _is_plain(one) for one in given)
 
-    def _twin(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _on_values(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of the operation on the known values."""
         if func._overloadpacket in _NEW:
             args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
@@ -198,7 +198,7 @@ class ShapeConstants(TorchDispatchMode):
         if known and written:
             self._own(changed)
             with contextlib.suppress(RuntimeError):
-                self._twin(func, args, kwargs)
+                self._on_values(func, args, kwargs)
                 for one in changed if by_batch else ():
                     self._values[one] = self._values[one]._replace(by_batch=True)
                 return

@@ -162,7 +162,7 @@ class _Split:
         scheme, inner = context.scheme, part.role == "inner"
         axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
         if part.shared:
-            axes, rows = tuple(axis for axis in axes if axis not in scheme.twins), (*rows, *scheme.twins)
+            axes, rows = tuple(axis for axis in axes if axis not in scheme.kv_replicas), (*rows, *scheme.kv_replicas)
         module = self._modules.get(name)
         if isinstance(module, nn.Embedding):
             _require_plain_embedding(module, name)
@@ -184,7 +184,7 @@ class _Split:
         context, module = self._context(name, part), self._modules[name]
         self._by_features(name, dataclasses.replace(part, role="inner" if part.inner else "vector"))
         axes = context.scheme.inner if part.inner else context.scheme.stream
-        axes = tuple(axis for axis in axes if not part.shared or axis not in context.scheme.twins)
+        axes = tuple(axis for axis in axes if not part.shared or axis not in context.scheme.kv_replicas)
         if context.degree(axes) == 1:
             return
         assert part.norm is not None
@@ -213,8 +213,8 @@ class _Split:
             layout = Layout((inner,), cuts=(DimSplit(grain=grain),))
             counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
             set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
-        keys = tuple(axis for axis in inner if axis not in context.scheme.twins)
-        for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.twins)):
+        keys = tuple(axis for axis in inner if axis not in context.scheme.kv_replicas)
+        for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.kv_replicas)):
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
                 set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))

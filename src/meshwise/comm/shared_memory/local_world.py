@@ -10,7 +10,7 @@ Every rank says where its tensors lie (see `lane`), and then each takes what it 
 
     | tensors               how the others reach them
     | of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
-    | any others            process_vm_readv and its twin copy from one process to another; where the system forbids
+    | any others            process_vm_readv and _writev copy from one process to another; where the system forbids
     |                       that, through shared memory that is borrowed for the call
 
 Sums follow the order of the group, so they have the same bits wherever tensors lie and whichever rank adds them.

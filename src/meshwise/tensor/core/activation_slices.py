@@ -59,7 +59,7 @@ def slices(
         elif part.role == "whole" and not within:
             before[name] = ActivationRegion
         elif part.shared:
-            continue  # keys and values of twins: the queries say which heads the rank has
+            continue  # keys and values that several ranks hold: the queries say which heads the rank has
         elif name in projections and part.role == "colwise":
             after[name] = functools.partial(_inner, projections[name])
         elif name in projections:

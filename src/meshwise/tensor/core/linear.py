@@ -132,6 +132,6 @@ def _product(scheme: Scheme, part: Part) -> SchemeProduct:
         return scheme.head
     product: SchemeProduct = {"colwise": scheme.colwise, "rowwise": scheme.rowwise}[part.role]
     if part.shared:
-        out = tuple(axis for axis in product.out if axis not in scheme.twins)
-        product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.twins))
+        out = tuple(axis for axis in product.out if axis not in scheme.kv_replicas)
+        product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.kv_replicas))
     return dataclasses.replace(product, x=NOTHING) if part.gathered else product

@@ -136,12 +136,12 @@ class Part:
     heads: int = 0
     """attention with `by_head`: how many heads there are."""
 
-    twins: int = 1
+    kv_replicas: int = 1
     """attention: how many ranks hold the same key head, because there are more ranks than key heads."""
 
     shared: bool = False
-    """first, norm: of keys or values that twins share, so that it is not split over them and its gradient is their
-    sum."""
+    """colwise, norm: it belongs to keys or values that several ranks share. It is not split over these ranks, and its
+    gradient is the sum of theirs."""
 
     becomes: type[nn.Module] | None = None
     """attention: the class that takes over, as a base in front of the module's own; it finds its `Context` and its

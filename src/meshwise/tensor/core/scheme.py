@@ -77,7 +77,7 @@ class Scheme:
     | stream, inner      the axes that split the features of the stream, and of what lies within a pair
     | rows, inner_rows   the axes that split the rows of the batch there, besides `replicas`
     | tokens             the axes that split the tokens of the stream
-    | twins              of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
+    | kv_replicas        of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme
     """
 
@@ -90,7 +90,7 @@ class Scheme:
     rows: Axes = ()
     inner_rows: Axes = ()
     tokens: Axes = ()
-    twins: Axes = ()
+    kv_replicas: Axes = ()
     replicas: Axes = ()
 
     @property

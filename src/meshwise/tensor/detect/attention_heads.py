@@ -59,7 +59,7 @@ class AttentionHeads:
         """Query heads that share a key head."""
         return self.count // self.key_count
 
-    def twins(self, degree: int) -> int:
+    def kv_replicas(self, degree: int) -> int:
         """Return the number of of `degree` ranks have to hold the same key head; 0 when they cannot share the heads
         out.
         """

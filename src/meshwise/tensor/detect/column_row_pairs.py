@@ -191,8 +191,8 @@ class ColumnRowPairs:
         home = branch.firsts[0].home
         owner = self._modules[home]
         alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
-        twins = 1 if alike or not self._sharing.rows_stay else heads.twins(self._sharing.ranks) or 1
-        group = 1 if alike else heads.group // twins
+        kv_replicas = 1 if alike or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
+        group = 1 if alike else heads.group // kv_replicas
         grain = group * heads.width
         # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
         alone = len(branch.firsts) == 1 and sizes_unused(owner)
@@ -206,7 +206,7 @@ class ColumnRowPairs:
                 counts=counted(owner, heads=heads, group=group),
                 key_counts=counts_of_keys(owner, heads=heads),
                 group_counts=counts_of_groups(owner, heads=heads),
-                twins=twins,
+                kv_replicas=kv_replicas,
                 even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
                 readers=len(branch.firsts) - len(outside) if gathers else 1,
                 gathers=gathers,
@@ -231,9 +231,9 @@ class ColumnRowPairs:
                     whole_tokens=matrix in outside,
                     readers=len(outside) if matrix in outside else len(branch.firsts) - len(outside),
                     gathered=gathers and matrix not in outside,
-                    shared=keys and twins > 1,
+                    shared=keys and kv_replicas > 1,
                 )
-        inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=twins > 1)
+        inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
         self._reasons |= unclear
         found |= inner
         return found, FoundAttention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)

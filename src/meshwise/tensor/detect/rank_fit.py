@@ -41,8 +41,8 @@ def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing:
                 f"out over {ranks} ranks: {why}. {_nearest(attentions, plan=plan, sharing=sharing)}"
                 f"{whole if plan.tp_mode == '1d' and not plan.sequence_parallel else ''}"
             )
-    twins = {twins for attention in attentions if (twins := attention.heads.twins(ranks)) > 1}
-    if len(twins) > 1:
+    kv_replicas = {kv_replicas for attention in attentions if (kv_replicas := attention.heads.kv_replicas(ranks)) > 1}
+    if len(kv_replicas) > 1:
         counts = sorted({attention.heads.key_count for attention in attentions})
         raise PlanError(
             f"attentions with {' and '.join(map(str, counts))} key heads cannot share them over the same {ranks} ranks "
@@ -150,7 +150,7 @@ def _fits(attention: FoundAttention, *, ranks: int, sharing: PairSharing) -> boo
     keys = attention.heads.key_count
     if keys >= ranks:
         return keys % ranks == 0 or not attention.even
-    return sharing.rows_stay and not attention.alike and attention.heads.twins(ranks) > 0
+    return sharing.rows_stay and not attention.alike and attention.heads.kv_replicas(ranks) > 0
 
 
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:

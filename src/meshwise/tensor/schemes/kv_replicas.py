@@ -1,12 +1,12 @@
-"""More ranks than key heads: twins, ranks that hold the same ones.
+"""Key heads on several ranks, for grouped-query attention with fewer key heads than ranks.
 
-With grouped-query attention the heads are shared out and there may be fewer key heads than ranks. Then the axis that
-splits the heads is two axes, the outer one for the key heads, the inner one, `twin`, for ranks that share one:
+The axis that splits the heads becomes two axes: the outer one for the key heads, the inner one, `kv`, for the ranks
+that hold the same key head:
 
     | 4 heads, 2 key heads            tp=0                    tp=1
-    | on 4 ranks                twin=0      twin=1      twin=0      twin=1
+    | on 4 ranks                 kv=0        kv=1        kv=0        kv=1
     | q                            0           1           2           3
-    | k, v                         0           0           1           1          gradients summed over twin
+    | k, v                         0           0           1           1          gradients summed over kv
 
 Everything else that was split over the one axis is split over both.
 """
@@ -23,36 +23,37 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import Scheme
 from meshwise.tensor.schemes import scheme
 
-TWIN = "twin"
+KV_REPLICA = "kv"
+"""Axis of the ranks that hold the same key heads."""
 
 
-def mesh_with_twins(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
-    """Return the plan's mesh, with twins where an attention among the parts needs them."""
-    mesh, twins = plan.mesh(), max((part.twins for part in parts), default=1)
-    if twins == 1:
+def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
+    """Return the plan's mesh, with the axis `kv` where an attention among the parts needs it."""
+    mesh, kv_replicas = plan.mesh(), max((part.kv_replicas for part in parts), default=1)
+    if kv_replicas == 1:
         return mesh
     axis = scheme(plan, blocks=True).inner[-1]
     axes = []
     for name, degree in mesh.axes:
-        axes += [(name, degree // twins), (TWIN, twins)] if name == axis else [(name, degree)]
+        axes += [(name, degree // kv_replicas), (KV_REPLICA, kv_replicas)] if name == axis else [(name, degree)]
     return Mesh(tuple(axes))
 
 
 def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
-    """Return the plan's scheme on a mesh that may have twins."""
+    """Return the plan's scheme on a mesh that may have the axis `kv`."""
     plain = scheme(plan, blocks=blocks)
-    if TWIN not in mesh.names:
+    if KV_REPLICA not in mesh.names:
         return plain
     axis = scheme(plan, blocks=True).inner[-1]
-    split: Scheme = _with_twins(plain, axis)
-    return dataclasses.replace(split, twins=(TWIN,))
+    split: Scheme = _with_kv_replicas(plain, axis)
+    return dataclasses.replace(split, kv_replicas=(KV_REPLICA,))
 
 
-def _with_twins(value: Any, axis: str) -> Any:
+def _with_kv_replicas(value: Any, axis: str) -> Any:
     """Return the value with the axis replaced by the two, wherever it holds it."""
     if isinstance(value, tuple):
-        return tuple(name for each in value for name in ((each, TWIN) if each == axis else (each,)))
+        return tuple(name for each in value for name in ((each, KV_REPLICA) if each == axis else (each,)))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    fields = {field.name: _with_twins(getattr(value, field.name), axis) for field in dataclasses.fields(value)}
+    fields = {field.name: _with_kv_replicas(getattr(value, field.name), axis) for field in dataclasses.fields(value)}
     return dataclasses.replace(value, **fields)
