@@ -111,8 +111,8 @@ class ShapeConstants(TorchDispatchMode):
                 self._changed(func, args, kwargs, known=known, by_batch=by_batch)
             elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything, and nobody may ask
-                    known = list(tensors(self._on_values(func, args, kwargs)))
-                    for one, values in zip(tensors(output), known, strict=True):
+                    values_made = list(tensors(self._on_values(func, args, kwargs)))
+                    for one, values in zip(tensors(output), values_made, strict=True):
                         self._note(one, values, by_batch=by_batch)
         return output
 

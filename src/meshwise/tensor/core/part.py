@@ -99,11 +99,11 @@ class Part:
     """first, second, single, head: the weight is stored (in, out), not (out, in)."""
 
     readers: int = 1
-    """first: how many matrices read the same input, this one and others, so that it is brought together once. With
+    """colwise: how many matrices read the same input, this one and others, so that it is gathered once. With
     `gathers`: how many there are inside."""
 
     gathered: bool = False
-    """first: the enclosing attention or pair has `gathers`, so that the input is there already."""
+    """colwise: the enclosing attention or pair has `gathers`, so that the input is there already."""
 
     gathers: bool = False
     """attention, pair: gather the stream at its entry, for all linears that open it, and for a forward that asks its
@@ -117,7 +117,7 @@ class Part:
     """attention: its forward takes the number of rows from its input, so that it has to be that of what lies within."""
 
     whole_tokens: bool = False
-    """first: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
+    """colwise: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
 
     counts: tuple[tuple[str, int], ...] = ()
     """attention: attributes (a number, or a tuple of them) that count inner things, each with how many of those stay
@@ -154,7 +154,7 @@ class Part:
     """block: how many features the stream has; 0 where a matrix that reads it tells."""
 
     whole_features: bool = False
-    """block, embedding, single, second: outside of the blocks the stream has all features; see `families.outside`.
+    """block, embedding, single, rowwise: outside of the blocks hidden states have all features; see `detect.rules`.
     head: it returns whole logits, as those are that cross to another stage of a pipeline."""
 
     elsewhere: bool = False
