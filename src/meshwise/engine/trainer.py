@@ -1,6 +1,6 @@
 """The Trainer: a model under a plan, and all that can be asked of it.
 
-It steps (`stepping.py`), evaluates and predicts; it shows what a rank has and what all have together; it saves, and
+It steps (`step.py`), evaluates and predicts; it shows what a rank has and what all have together; it saves, and
 takes up what was saved.
 """
 

@@ -5,7 +5,7 @@
 | ranks that differ in dp, tp or cp only | the first of them |
 | micro-batches but the first and the last | one of them |
 | steps after the first, which makes the optimizer's state | the second |
-| blocks of a stack, without a pipeline | a few; what each of them adds, others add (`growth.py`) |
+| blocks of a stack, without a pipeline | a few; what each of them adds, others add (`block_growth.py`) |
 
 Every refusal of the code appears here with the same words, except those that depend on values: a loss that is not
 finite or counts nothing, an index outside of a vocabulary, a tensor that is initialized in part.

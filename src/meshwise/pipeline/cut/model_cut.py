@@ -1,7 +1,7 @@
 """The cut of a model into stages, as a value: which stage runs what, what crosses, what is tied, and why it is so.
 
 A cut is made from one example on one rank and is the same for all of them: numbers and names that can be sent, printed
-and compared. `build.py` makes a stage from it.
+and compared. `build_stage.py` makes a stage from it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ It knows no schedule. The table decides what is computed when and what travels b
     | 2RECV_F0   posted before its turn, as soon as its shapes are known; waited for at its turn
     | 2F0        the stage's forward; what leaves for a stage on the same rank is handed over
     | 2SEND_F0   begun and not waited for, before the row is through
-    | 2B0 2I0 2W0     whole, or in two parts (`backward.py`)
+    | 2B0 2I0 2W0     whole, or in two parts (`split_backward.py`)
     | 2GATHER 2FREE 2REDUCE     asked of whoever keeps the stage's parameters
 
 Shapes are agreed once for each edge and each shape of a micro-batch. The skeleton precedes the first message of its

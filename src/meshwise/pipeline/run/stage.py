@@ -14,10 +14,10 @@ tables, an encoder beside a decoder. So a stage *is* the model, with the same cl
   the right shape and dtype, so that a missing value cannot pass unnoticed;
 - the first piece of a later stage leaves the forward.
 
-A stage may begin inside of a block (`opening.py`). The modules in that block are then pieces, and the block's own
+A stage may begin inside of a block (`block_entry.py`). The modules in that block are then pieces, and the block's own
 forward runs on both sides; for other stages it is one piece like any other.
 
-Which outputs cross, and that pieces run in one order, the cut has seen on an example (`cut.py`).
+Which outputs cross, and that pieces run in one order, the cut has seen on an example (`model_cut.py`).
 """
 
 from __future__ import annotations
