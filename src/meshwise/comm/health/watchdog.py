@@ -4,7 +4,7 @@ Each rank has a thread that looks at the rank's journal and talks to the others 
 works when collectives do not. It needs no help from the rank's main thread, which may be blocked for good in C++.
 
     | every beat       say that this rank is alive; see whether anyone asks or the end has been declared
-    | a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `survey`)
+    | a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `rank_survey`)
     | it is certain    that waiting is in vain: the lowest rank that answers prints the report and all ranks end
     | it is not        because a rank is only slow: one warning at half of `stall_seconds`, the end at `stall_seconds`
     | a rank raises    its traceback is the report and all ranks end

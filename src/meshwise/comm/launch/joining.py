@@ -31,9 +31,9 @@ def connect(
     """Return the world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
 
     `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
-    the same world again. It is watched (see `watch`, also for `stall_seconds`) and closed at exit at the latest; once
-    closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or `auto`; by
-    default what the environment variable MESHWISE_COMM says, else `auto`.
+    the same world again. It is watched (see `watchdog`, also for `stall_seconds`) and closed at exit at the latest;
+    once closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or
+    `auto`; by default what the environment variable MESHWISE_COMM says, else `auto`.
 
     Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible, when a requested GPU is
     missing, or when the environment is incomplete. Raises torch's DistError when ranks stay away for ten minutes.

@@ -1,6 +1,6 @@
 """Collectives in shared memory: the World of CPU ranks of one host.
 
-Every rank says where its tensors lie (see `lane`), and then each takes what it wants:
+Every rank says where its tensors lie (see `group_queue`), and then each takes what it wants:
 
     | all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
     | reduce-scatter                         every rank adds up its own part, straight from the others' tensors

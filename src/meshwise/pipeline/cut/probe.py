@@ -7,8 +7,8 @@ measured in separate runs.
 Of a model on the meta device the pieces run there, and operations are counted in place of time. What lies between
 them runs where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
 
-Blocks that can be opened (`block_entry.py`) run in the same way in runs of their own, for what the modules in them need and
-cost.
+Blocks that can be opened (`block_entry.py`) run in the same way in runs of their own, for what the modules in them need
+and cost.
 """
 
 from __future__ import annotations

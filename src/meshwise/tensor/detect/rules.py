@@ -6,7 +6,7 @@ about a module counts:
 
     | 1. rules        {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}        what the user states
     | 2. declared     the plan that a transformers model carries for its matrices
-    | 3. structure    sizes, names of counts, the order of registration (`families`)
+    | 3. structure    sizes, names of counts, the order of registration (`detect`)
 
 Whatever the source, nothing is passed over: a rule that matches nothing and a parameter that got no part are errors
 that list what comes near.
