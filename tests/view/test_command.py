@@ -78,8 +78,8 @@ BAD = [
     ([*JOB, "--compare", "dp=2"], "times are drawn and compared on a cluster: name it, as in --on"),
     ([*JOB, "--html=a.html"], "times are drawn and compared on a cluster"),
     ([*JOB, ON, "--run=/nowhere"], "/nowhere is not there; train with --train.timeline=3"),
-    ([*JOB, ON, "--measure"], "--measure is compared with the prediction of --memory: give --memory too"),
-    (JOB, "say what to tell: --memory, or --on a cluster"),
+    ([*JOB, ON, "--measure"], "--measure prints memory beside the prediction of --memory: give --memory too"),
+    (JOB, "nothing to predict: give --memory, or --on with a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
     (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),
     (["draw", "mesh", "--plan=dp=2", "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
@@ -92,11 +92,11 @@ BAD = [
     (["draw", "mesh", "--on=/", "--plan=dp=auto"], "/ cannot be read: Is a directory; name a TOML file"),
     (["draw", "mesh", "--plan=dp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
     (["draw", "mesh", "--plan=dp=2", "--svg=a.x", "--png=./a.x"], "a.x is named twice"),
-    ([*JOB, ON, f"--html={__file__}/a.html"], f"{__file__} is a file, no folder"),
+    ([*JOB, ON, f"--html={__file__}/a.html"], f"{__file__} is a file, not a folder"),
     (["draw", "schedule", f"--table={__file__}.gone"], f"{__file__}.gone cannot be read: No such file"),
     (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} is not text, but a table of actions is"),
-    (["draw", "schedule", "--plan=pp=1000000"], "is more than 100000 forwards"),
-    *((["draw", "schedule", "--plan=pp=2", f"--{key}={value}"], "times are positive, and a link's at least 0")
+    (["draw", "schedule", "--plan=pp=1000000"], "has more than 100000 forwards"),
+    *((["draw", "schedule", "--plan=pp=2", f"--{key}={value}"], "times have to be above 0, --link at least 0, and none above 1e100")
       for key in ("forward", "input", "weight", "link") for value in ("nan", "inf", "1e200", "-1")),
 ]  # fmt: skip
 
