@@ -78,7 +78,7 @@ class Mesh:
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
-        """Return the number of ranks lie along `axis`. Raises ValueError when the mesh has no such axis."""
+        """Return the number of ranks along `axis`. Raises ValueError when the mesh has no such axis."""
         for name, degree in self.axes:
             if name == axis:
                 return degree

@@ -226,7 +226,7 @@ class DataParallel:
             work.wait()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        """Return the bytes of parameters and gradients on this rank, and the peak bytes of gathered parameters."""
         held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
         return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": self.gatherer.peak}
 

@@ -66,7 +66,7 @@ class Engine(Protocol):
         """Return whether this rank is the one that saves a buffer."""
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        """Return the bytes of parameters and gradients on this rank, and the peak bytes of gathered parameters."""
 
     def close(self) -> None:
         """Remove the hooks from the model."""

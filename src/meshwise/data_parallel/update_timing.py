@@ -36,7 +36,7 @@ class UpdateTiming(Protocol):
         """Take the loss count of this rank after the last forward of a step; every rank calls it. `count`: a scalar on
         the device, zero on a rank whose rows another rank counts.
 
-        A scalar on the device, zero on a rank whose rows another rank counts.
+
         """
 
     def apply(self, factor: float) -> None:

@@ -42,7 +42,7 @@ class BatchShards:
 
     @classmethod
     def of(cls, size: int, *, ranks: int, index: int) -> BatchShards:
-        """`size` rows dealt evenly."""
+        """Return even shards of `size` rows."""
         return cls(even_split(size, ranks), index)
 
     def cuts(self, parts: int) -> list[tuple[int, int]]:
@@ -70,7 +70,7 @@ class BatchSharder:
 
     @property
     def ranks(self) -> int:
-        """Number of have rows of their own."""
+        """Number of ranks with rows of their own."""
         return self.world.group(self.axes).size
 
     def deal(self, size: int) -> BatchShards:

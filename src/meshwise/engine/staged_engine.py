@@ -132,7 +132,7 @@ class StagedEngine:
         return self.world.group("pp").index == holder and self.world.group(others).index == 0
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        """Return the bytes of parameters and gradients on this rank, and the peak bytes of gathered parameters."""
         total: Counter[str] = Counter()
         for engine in self._stages.values():
             total.update(engine.memory())

@@ -212,7 +212,7 @@ class Trainer:
         return self._engine.full_buffers()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of model state on this rank.
+        """Return the bytes of model state on this rank.
 
         `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
         were gathered for use at one time. What rests elsewhere is apart, as in `disk/optimizer`, and `staging` are the

@@ -22,7 +22,7 @@ class Rectangle:
 
     @property
     def numel(self) -> int:
-        """Number of elements it holds."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property

@@ -271,13 +271,13 @@ class _Shard:
         return total
 
     def gathered(self, stage: _Stage) -> float:
-        """Return bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
+        """Return the bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
         return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
-        """Return bytes of a stage's gradients until they are reduced, beside those that rest there."""
+        """Return the bytes of a stage's gradients until they are reduced, beside those that rest there."""
         whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
         return whole * (1 - 1 / (self.plan.dp or 1)) if self.plan.zero >= 2 else 0.0
 

@@ -141,9 +141,7 @@ def _calls(parts: Sequence[TapeSegment]) -> dict[int, TapeCall]:
 
 
 def _grown(three: Sequence[Sequence[Entry]], keys: Sequence[Sequence[Hashable]], more: int) -> tuple[Entry, ...]:
-    """Return the entries of a segment with so many blocks more; `keys` mark entries that do the same. `keys`: what is
-    the same of entries that do the same.
-    """
+    """Return the entries of a segment with so many blocks more; `keys` mark entries that do the same."""
     common = set(keys[0]).intersection(*keys[1:])
     plain = [
         [key if key in common else _with(entry, 0) for key, entry in zip(each, entries, strict=True)]

@@ -125,7 +125,7 @@ class RehearsedRank:
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:
-    """Return bytes of the parameters that a rank updates, and of their gradients as they update."""
+    """Return the bytes of the parameters that a rank updates, and of their gradients as they update."""
     updated: Counter[str] = Counter()
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         count = bucket.owned[1] - bucket.owned[0]
@@ -135,7 +135,7 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
 
 
 def _staged(trainer: Trainer) -> int:
-    """Return bytes of the buffers that activations pass through."""
+    """Return the bytes of the buffers that activations pass through."""
     tier = trainer.activations
     return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 

@@ -101,9 +101,7 @@ class RehearsalWorld(TraceWorld):
         self._received: Counter[int] = Counter()
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an empty buffer as any world does; buffers for collectives within a step are gradients. What a step
-        makes for the collectives are its gradients.
-        """
+        """Return an empty buffer as any world does; buffers for collectives within a step are gradients."""
         return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self.journal.doing else None)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ def told_of_values() -> Iterator[None]:
     """Explain torch's errors about missing values within the block. Raises RuntimeError, also where torch raises a
     TypeError, as it does for numpy.
 
-    Raises RuntimeError, also where torch says so in a TypeError, as it does to numpy.
+
     """
     try:
         yield

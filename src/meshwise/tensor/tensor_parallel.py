@@ -299,8 +299,8 @@ class _Split:
         return self._inside if within and not part.whole_tokens else self._outside
 
     def _width(self) -> int:
-        """Return the number of features the stream has. A stage of a pipeline may have no matrix, but it knows the
-        blocks.
+        """Return the number of features of the hidden states. A stage of a pipeline may have no matrix, but it knows
+        the blocks.
         """
         for name, part in self._parts.items():
             if part.stream:

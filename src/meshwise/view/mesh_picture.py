@@ -110,7 +110,7 @@ class _Sheet:
         return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
     def title(self, outermost: Sequence[str]) -> str:
-        """Return the number of ranks there are, and which axes have no room."""
+        """Return the number of ranks, and the axes that have no room."""
         nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         rest = f"; of {' '.join(outermost)} the first" if outermost else ""
         return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}{nodes}{rest}"

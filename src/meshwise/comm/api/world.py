@@ -46,7 +46,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of ranks take part."""
+        """Number of ranks that take part."""
         return len(self.ranks)
 
 
@@ -124,7 +124,7 @@ class World(abc.ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks there are."""
+        """Number of ranks."""
         return self.mesh.size
 
     @property

@@ -145,7 +145,7 @@ def is_alike(output: Any, *, inputs: Any) -> bool:
 
 
 def size(value: Any) -> int:
-    """Return bytes of a value's tensors, each counted once."""
+    """Return the bytes of a value's tensors, each counted once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
 
 

@@ -94,7 +94,7 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks there are."""
+        """Number of ranks."""
         return len(self.rows)
 
     @property

@@ -102,7 +102,7 @@ class StepClock:
             self._events.append(event)
 
     def __len__(self) -> int:
-        """Return the number of events a step has."""
+        """Return the number of events in a step."""
         return len(self._events)
 
     def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:

@@ -220,9 +220,7 @@ def hand_over(module: nn.Module, *, context: SplitContext, widths: Collection[in
 
 
 def take_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
-    """Slice the arguments with these names to this rank's heads; a mask may be the same for all heads. A mask may be
-    the same for all.
-    """
+    """Slice the arguments with these names to this rank's heads; a mask may be the same for all heads."""
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def take(x: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _heads(self) -> int:
-        """Number of heads all ranks have together."""
+        """Number of heads over all ranks."""
         return int(self.embed_dim // self.head_dim)
 
     def _heads_of_rank(self) -> slice:

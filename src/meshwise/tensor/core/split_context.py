@@ -97,7 +97,7 @@ class SplitContext:
     origins: TensorOrigins = dataclasses.field(default_factory=TensorOrigins)
 
     def degree(self, axes: tuple[str, ...]) -> int:
-        """Return the number of ranks lie along `axes`."""
+        """Return the number of ranks along `axes`."""
         return self.world.group(axes).size if axes else 1
 
     def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class VocabularySplit:
 
     @property
     def size(self) -> int:
-        """Number of classes there are in all."""
+        """Number of classes over all ranks."""
         return sum(self.sizes)
 
     @property
