@@ -33,7 +33,7 @@ from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")
-"""Parts that return the stream, wherever they stand."""
+"""Parts that return the hidden states, wherever they stand."""
 
 
 def tensor_parallel(
@@ -87,7 +87,9 @@ class _Split:
         }
 
     def apply(self, name: str, part: Part) -> None:
-        """Let one module, or parameter, play its part. What another stage has returns the stream as it does there."""
+        """Let one module, or parameter, play its part. What another stage has returns the hidden states as it does
+        there.
+        """
         if part.elsewhere:
             if name in self._modules:
                 self._put_together(self._modules[name], part)
@@ -157,7 +159,7 @@ class _Split:
             region.leave_features(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
-        """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
+        """Parameters one of whose dims counts the features of the hidden states, or what lies within a pair."""
         context = self._context(name, part)
         scheme, inner = context.scheme, part.role == "inner"
         axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))

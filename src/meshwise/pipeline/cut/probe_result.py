@@ -57,7 +57,8 @@ class ProbedStep:
     """What it took."""
 
     alike: bool = False
-    """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of a stream do."""
+    """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of hidden states
+    do."""
 
     inside: tuple[ProbedStep, ...] = ()
     """Of a block that can be opened, its steps: the modules in it, and under the block's own key what it does last."""

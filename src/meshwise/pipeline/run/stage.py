@@ -69,7 +69,7 @@ class FeatureWidth:
         own, whole = self.tokens()
         if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
             return self._ask(shadow, name=name, args=args, kwargs=kwargs)
-        # Masks and rotary tables that it is handed beside the stream have all tokens.
+        # Masks and rotary tables that it is handed beside the hidden states have all tokens.
         stream = _first((args, kwargs.get("hidden_states")))
         if stream is None or stream.dim() < 2 or stream.size(-2) != own or not stream.is_floating_point():
             return self._ask(shadow, name=name, args=args, kwargs=kwargs)

@@ -1,11 +1,11 @@
 """Reshard activations outside of a matmul.
 
-With sequence parallelism the stream is cut along the tokens from the first repeated block to the last. Embeddings,
-position numbers, rotary tables and masks are made outside of it and see whole sequences.
+With sequence parallelism the hidden states are cut along the tokens from the first repeated block to the last.
+Embeddings, position numbers, rotary tables and masks are made outside of it and see whole sequences.
 
 Under 3D the rows of the batch are split over (i, j) in the hidden states and over (i, l) within a pair. What a model
-hands to its attention besides the stream, and has a batch dim, has to follow. Where that has a gradient, under every
-scheme, each rank has what its own heads make of it, and those are summed.
+hands to its attention besides the hidden states, and has a batch dim, has to follow. Where that has a gradient, under
+every scheme, each rank has what its own heads make of it, and those are summed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def watch_rows(module: nn.Module, *, context: SplitContext) -> None:
 
 
 def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
-    """Cut the stream along the tokens when it enters this block."""
+    """Cut the hidden states along the tokens when it enters this block."""
     axes, world = context.scheme.tokens, context.world
 
     def take(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
 
 
 def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
-    """Put the tokens of the stream together when it leaves this block."""
+    """Put the tokens of the hidden states together when it leaves this block."""
 
     def replicate(x: Tensor) -> Tensor:
         scheme, sizes = context.scheme, context.extents.tokens
@@ -67,17 +67,17 @@ def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
 
 
 def enter_features(block: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Cut the stream along its features when it enters this block."""
+    """Cut the hidden states along their features when it enters this block."""
     _change_input(block, functools.partial(context.features_apart, sizes=context.stream_sizes(features)))
 
 
 def leave_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Put the features of the stream together when it leaves this module."""
+    """Put the features of the hidden states together when it leaves this module."""
     _change_output(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
 
 
 def gather_stream(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
-    """Gather the stream of `features` at the entry of a module, for so many linears inside that open a pair."""
+    """Gather the hidden states of `features` at the entry of a module, for so many linears inside that open a pair."""
     move = context.scheme.colwise.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
@@ -129,13 +129,13 @@ def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: in
 
 
 def gather_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Give a module that is computed whole all features of the stream."""
+    """Give a module that is computed whole all features of the hidden states."""
     _change_input(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
 
 
 def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
-    """Let every rank along `axes` use all channels of the same input in its own way: its gradients are summed. An input
-    that is the stream has a part of them.
+    """Let every rank along `axes` use all channels of the same input in its own way: its gradients are summed. Hidden
+    states as the input have a part of the channels.
     """
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
@@ -158,7 +158,8 @@ def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
 
 
 def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
+    """Return a tensor with the hidden states' rows in dim 0, such as an attention mask, with the rows that a pair has
+    inside.
 
     The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
     A replicated tensor is returned unchanged.
@@ -200,9 +201,11 @@ def used_apart(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def hand_over(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
-    """Bring what a module around a pair is handed besides the stream to the rows, and the use, that it has inside.
+    """Bring what a module around a pair is handed besides the hidden states to the rows, and the use, that it has
+    inside.
 
-    `widths`: of what the first matrices read, who bring it together themselves. That has as many dims as the stream.
+    `widths`: of what the first matrices read, who bring it together themselves. That has as many dims as the hidden
+    states.
     """
     dims = [0]
 
@@ -257,7 +260,7 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
 
 
 def _change_output(block: nn.Module, change: Change) -> None:
-    """Change the stream that a block returns, alone or first of a tuple."""
+    """Change the hidden states that a block returns, alone or first of a tuple."""
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -273,7 +276,7 @@ def _change_output(block: nn.Module, change: Change) -> None:
 
 
 def _change_input(module: nn.Module, change: Change) -> None:
-    """Change the stream on its way into a module: its first tensor by position, or `hidden_states`."""
+    """Change the hidden states on its way into a module: its first tensor by position, or `hidden_states`."""
 
     def before(
         hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]

@@ -2,8 +2,8 @@
 
 Dropout draws the same masks under every plan, so it has to know which part of a mask a rank's tensor needs. Layouts
 know that: a linear that opens a pair leaves the inner features, or heads, of its own output layout; one that closes it,
-the stream. Under 3D a pair has other rows of the batch inside. With sequence parallelism the hidden states have a part
-of the tokens between the first block and the last.
+the hidden states. Under 3D a pair has other rows of the batch inside. With sequence parallelism the hidden states have
+a part of the tokens between the first block and the last.
 
     embedding ─ stream ─ block 0 ─ stream, tokens ─ first ─ inner ─ second ─ stream, tokens … last block ─ stream
 """
@@ -107,7 +107,7 @@ def _inner(projection: Projection) -> ActivationRegion:
 
 
 def _stream(context: SplitContext, width: int) -> ActivationRegion:
-    """On the stream of so many features."""
+    """On the hidden states of so many features."""
     world, features, axes = context.world, context.scheme.stream, context.scheme.tokens
     cuts = []
     if context.degree(features) > 1:

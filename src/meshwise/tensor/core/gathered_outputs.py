@@ -1,8 +1,9 @@
 """Gather the hidden states and attention weights that a model returns from inside of its blocks.
 
-The stream between two blocks is a part under most schemes, and an attention has the scores of its rank's heads. A model
-that returns such a tensor (hidden states, attentions) beside its result would hand out the part. So during a forward it
-is noted which tensors are parts, and of what, and those that are in the output are brought together, once, at the end.
+The hidden states between two blocks is a part under most schemes, and an attention has the scores of its rank's heads.
+A model that returns such a tensor (hidden states, attentions) beside its result would hand out the part. So during a
+forward it is noted which tensors are parts, and of what, and those that are in the output are brought together, once,
+at the end.
 """
 
 from __future__ import annotations
@@ -104,6 +105,6 @@ def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tu
 
 
 def _all_heads(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
-    """(inner rows, own heads, …) to (rows of the stream, all heads, …)."""
+    """(inner rows, own heads, …) to (rows of the hidden states, all heads, …)."""
     x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
     return to_stream_rows(x, context=context)

@@ -106,8 +106,8 @@ class Part:
     """colwise: the enclosing attention or pair has `gathers`, so that the input is there already."""
 
     gathers: bool = False
-    """attention, pair: gather the stream at its entry, for all linears that open it, and for a forward that asks its
-    input for sizes."""
+    """attention, pair: gather the hidden states at its entry, for all linears that open it, and for a forward that asks
+    its input for sizes."""
 
     narrows: int = 0
     """attention with `gathers`: its forward takes the features of its heads from the last size of its input. It is
@@ -151,7 +151,7 @@ class Part:
     """norm: how it normalises."""
 
     stream: int = 0
-    """block: how many features the stream has; 0 where a matrix that reads it tells."""
+    """block: how many features the hidden states has; 0 where a matrix that reads it tells."""
 
     whole_features: bool = False
     """block, embedding, single, rowwise: outside of the blocks hidden states have all features; see `detect.rules`.
@@ -171,7 +171,7 @@ class Part:
 
     @property
     def returns_scores(self) -> bool:
-        """True if it may return something for each of its heads beside the stream."""
+        """True if it may return something for each of its heads beside the hidden states."""
         return self.role == "attention" and self.becomes is None
 
     @property

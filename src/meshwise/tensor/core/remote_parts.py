@@ -1,7 +1,8 @@
 """Derive what a stage of a pipeline must know of parts whose parameters other stages have.
 
 A stage runs the whole model's forward, in which the pieces of others return what was received, or nothing. How those
-cut the stream stays: what an embedding returns is a part on every stage, and what was to be done with it there is.
+cut the hidden states stays: what an embedding returns is a part on every stage, and what was to be done with it there
+is.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 
 def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
-    """Return the number of features of the stream this rank has between blocks, and how many there are; 0 without
-    blocks.
+    """Return the number of features of the hidden states this rank has between blocks, and how many there are; 0
+    without blocks.
     """
     whole = max((part.stream for part in parts.values()), default=0)
     if not whole:

@@ -74,9 +74,9 @@ class SchemeLookup:
 class Scheme:
     """The products of each part, and which axes split the activations.
 
-    | stream, inner      the axes that split the features of the stream, and of what lies within a pair
+    | stream, inner      the axes that split the features of the hidden states, and of what lies within a pair
     | rows, inner_rows   the axes that split the rows of the batch there, besides `replicas`
-    | tokens             the axes that split the tokens of the stream
+    | tokens             the axes that split the tokens of the hidden states
     | kv_replicas        of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme
     """

@@ -147,7 +147,7 @@ class SplitContext:
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def stream_sizes(self, features: int) -> tuple[int, ...]:
-        """Return the number of of the stream's features each rank along the axes that split them has."""
+        """Return the number of of the features of the hidden states each rank along the axes that split them has."""
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
     def arrive(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:

@@ -30,7 +30,7 @@ _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm
 class TableWeight(GlobalShapeTensor):
     """This rank's part of a table of `size` rows and features, as a tensor of the full shape.
 
-    `head` computes this rank's logits from the stream and the part; `flipped`: it stands as (features, rows).
+    `head` computes this rank's logits from the hidden states and the part; `flipped`: it stands as (features, rows).
     """
 
     size_of_table: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Which matrices of a block form a pair.
 
-A transformer block adds branches to a stream of features of one width:
+A transformer block adds branches to hidden states of features of one width:
 
     stream (width) ──┬── first ──┬── (heads, activation: between the two nothing mixes features) ── second ──┬── +
                      └── first ──┘                                                                           │
@@ -38,7 +38,7 @@ _SQUARES_OF_MLP = 2
 
 @dataclass(frozen=True)
 class BlockBranch:
-    """Matrices that read the stream, and the one that writes it."""
+    """Matrices that read the hidden states, and the one that writes it."""
 
     firsts: tuple[MatrixModule, ...]
     second: MatrixModule

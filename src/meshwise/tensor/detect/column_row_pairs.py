@@ -41,7 +41,7 @@ _GATED = 2
 """How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
 
 _SQUARES = 4
-"""Matrices of an attention whose heads are as wide together as the stream."""
+"""Matrices of an attention whose heads are as wide together as the hidden states."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Find the parts of a model from its structure.
 
 GPT
-├── embedding            an embedding as wide as the stream, the first of them: the vocabulary's
+├── embedding            an embedding as wide as the hidden states, the first of them: the vocabulary's
 ├── positions            another: positions
 ├── blocks               a list of modules with pairs
 │   └── 0                block: its branches are read by `branch`, its heads by `heads`
-│       ├── norm         agrees with a norm's formula, over the stream: norm
+│       ├── norm         agrees with a norm's formula, over the hidden states: norm
 │       └── …
 ├── norm                 the same, outside of the blocks
 └── head                 as many outputs as the vocabulary has numbers: head; another linear: single or whole
@@ -93,7 +93,7 @@ class ModelStructure:
         return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
-        """Return whether it is a matrix in a block that makes something as wide as the stream."""
+        """Return whether it is a matrix in a block that makes something as wide as the hidden states."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
         return matrix is not None and matrix.outputs == self.width and self._in_block(name)
 
@@ -223,7 +223,7 @@ class ModelStructure:
             self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
 
     def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
-        """Return whether a batch norm is given the stream, or something outside of the blocks."""
+        """Return whether a batch norm is given the hidden states, or something outside of the blocks."""
         return norm.num_features == self.width or not self._in_block(name)
 
     def _in_block(self, name: str) -> bool:

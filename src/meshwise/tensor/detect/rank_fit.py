@@ -61,7 +61,7 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
-    """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
+    """Raise PlanError for a part that a scheme does not have, other than 1d where the hidden states are whole."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
     for name, held in modules.items():
         if plan.sequence_parallel and isinstance(held, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
@@ -141,7 +141,7 @@ def _may_mix_tokens(module: nn.Module) -> bool:
 
 
 def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
-    """Return whether a module is kept whole and is given all features of the stream."""
+    """Return whether a module is kept whole and is given all features of the hidden states."""
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 

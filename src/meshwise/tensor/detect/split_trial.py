@@ -37,12 +37,12 @@ _OTHERWISE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, 
 
 @dataclass(frozen=True)
 class SplitTrial:
-    """A module that reads the stream, and how ranks would share out what lies between its matrices.
+    """A module that reads the hidden states, and how ranks would share out what lies between its matrices.
 
     | firsts   its children that open the pair, with how many features each gives
     | second   its child that closes the pair; None: another module has that, and reads what this one returns
     | read     how what the second reads is cut
-    | sizes    of that, and of the stream
+    | sizes    of that, and of the hidden states
     | parts    by name: of the module itself, "", and of what it holds
     """
 

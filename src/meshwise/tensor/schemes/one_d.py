@@ -21,7 +21,7 @@ _TP = ("tp",)
 
 
 def one_d(*, sequence: bool) -> Scheme:
-    """`sequence`: the tokens of the stream are split over tp."""
+    """`sequence`: the tokens of the hidden states are split over tp."""
     stream = OperandLayoutMove(_TP, "tokens" if sequence else "alike")
     return Scheme(
         colwise=SchemeProduct(out=_TP, within=(), x=stream),

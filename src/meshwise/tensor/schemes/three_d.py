@@ -3,16 +3,16 @@
 Every operand is split p³ ways, and every linear gathers, or reduces, only p² ways split ones. The two linears of a pair
 exchange the roles of j and l:
 
-    | first    X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
-    |          Y  T/(i·l), N/j     as the second's X
-    | second   X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
-    |          Y  T/(i·j), N/l     as the first's X
+    | colwise  X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
+    |          Y  T/(i·l), N/j     as X of rowwise
+    | rowwise  X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
+    |          Y  T/(i·j), N/l     as X of colwise
 
     | forward of one linear   (T·K + K·N + T·N) / p²          backward   the same, kept; X, W twice, free
     | of a block              (16 b·s·h + 12 h²) / p²         7 b·s·h of inputs, 9 of outputs
 
-W is stored over i along the stream's features in both, so that heads are never cut. Within a pair the rows of the batch
-are split over (i, l): other tensors with a batch dim there (an attention mask) must be moved.
+W is stored over i along the features of the hidden states in both, so that heads are never cut. Within a pair the rows
+of the batch are split over (i, l): other tensors with a batch dim there (an attention mask) must be moved.
 
 The head is the 2D product with (i·j) for row and l for col. Its rows stay as in the hidden states, so labels fit them,
 and its logits, the largest tensor of all, are never a partial sum. Its W gathers h·v/p elements, where the cube's form
