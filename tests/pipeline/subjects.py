@@ -81,7 +81,6 @@ SUBJECTS = {
         lambda stages: ResNet(1 if stages < 8 else 2).double(),
         images,
         classes,
-        where=CutOptions(how="trace"),
         rules={"stem.*": "whole", "layer*.*.*": "whole", "head": "head"},
     ),
     "llama": Subject(llama, tokens, next_token_loss, forward=logits_of),

@@ -93,31 +93,25 @@ def test_a_t5_is_cut_anywhere_in_its_encoder_and_decoder(stages: int) -> None:
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8).sin().double()
 
 
-@pytest.mark.parametrize("how", ["blocks", "trace"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_the_skips_of_a_unet_are_carried_along(how: Any, stages: int) -> None:
+def test_the_skips_of_a_unet_are_carried_along(stages: int) -> None:
     model = UNet(norm=nn.BatchNorm2d)
 
     def call(model: nn.Module) -> Tensor:
         squares: Tensor = model(IMAGES).square().sum()
         return squares
 
-    is_the_model(
-        model, call, cut_model(model, stages=stages, call=call, wish=CutRequest("params", where=CutOptions(how=how)))
-    )
+    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=CutRequest("params")))
 
 
-@pytest.mark.parametrize("how", ["blocks", "trace"])
-def test_arguments_by_keyword_and_flags(how: Any) -> None:
+def test_arguments_by_keyword_and_flags() -> None:
     model = UNet(norm=nn.BatchNorm2d)
 
     def call(model: nn.Module) -> Tensor:
         squares: Tensor = model(IMAGES, flip=True, mask=IMAGES.flip(-1)).square().sum()
         return squares
 
-    is_the_model(
-        model, call, cut_model(model, stages=3, call=call, wish=CutRequest("params", where=CutOptions(how=how)))
-    )
+    is_the_model(model, call, cut_model(model, stages=3, call=call, wish=CutRequest("params")))
 
 
 def classify(model: nn.Module) -> Tensor:
@@ -125,22 +119,11 @@ def classify(model: nn.Module) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize(
-    "how, stages, traced", [("blocks", 3, False), ("trace", 2, True), ("trace", 4, True), ("auto", 12, False)]
-)
-def test_a_resnet(how: Any, stages: int, traced: bool) -> None:
+@pytest.mark.parametrize("how, stages", [("blocks", 3), ("auto", 4), ("auto", 12)])
+def test_a_resnet(how: Any, stages: int) -> None:
     model = ResNet(norm=nn.BatchNorm2d)
     cut = cut_model(model, stages=stages, call=classify, wish=CutRequest("params", where=CutOptions(how=how)))
     is_the_model(model, classify, cut)
-    assert (cut.trace is not None) == traced
-
-
-def test_a_trace_is_cut_where_little_crosses() -> None:
-    """Between the blocks one tensor crosses; inside one the shortcut would as well."""
-    cut = cut_model(
-        ResNet(norm=nn.BatchNorm2d), stages=3, call=classify, wish=CutRequest("params", where=CutOptions(how="trace"))
-    )
-    assert [len(sent) for sent in cut.crossing] == [1, 1]
 
 
 # ---- what the forward reads of its pieces ------------------------------------------------------------------------

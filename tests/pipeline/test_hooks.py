@@ -125,20 +125,6 @@ def test_backward_hooks_beside_forward_hooks() -> None:
     refused(both, r"body\.blocks\.0 has backward hooks and forward hooks")
 
 
-@pytest.mark.parametrize("name", ["backward of blocks", "backward pre of the model", "old backward"])
-def test_backward_hooks_that_a_trace_would_not_call(name: str) -> None:
-    refused(HOOKS[name], "has backward hooks, but a trace does not call it as a whole", cut=CutOptions(how="trace"))
-
-
-def test_forward_hooks_of_the_model_that_a_trace_would_not_call() -> None:
-    refused(HOOKS["forward of the model"], "Model has forward hooks, and a trace begins", cut=CutOptions(how="trace"))
-
-
-@pytest.mark.parametrize("name", ["backward of layers", "forward", "parameters", "accumulated"])
-def test_a_trace_calls_the_others(name: str) -> None:
-    agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=CutOptions(how="trace")), by_one(HOOKS[name]))
-
-
 def test_backward_hooks_of_all_modules() -> None:
     handle = register_module_full_backward_hook(lambda *_: None)
     try:

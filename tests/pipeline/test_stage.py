@@ -229,10 +229,6 @@ def test_by_hand_stages_begin_where_they_are_told_to() -> None:
     cut = cut_model(model, stages=3, call=lm, wish=CutRequest("params", where=CutOptions(at=("blocks.1", "norm"))))
     assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
     is_the_model(model, lm, cut)
-    traced = cut_model(
-        mlp(), stages=2, call=total, wish=CutRequest("params", where=CutOptions(at=("gelu",), how="trace"))
-    )
-    assert traced.keys[traced.bounds[1]] == "gelu"
 
 
 @pytest.mark.parametrize(
@@ -253,22 +249,8 @@ def test_names_that_cannot_be_cut_at_are_refused(at: tuple[str, ...], message: s
 def test_more_stages_than_pieces_is_refused_with_how_many_fit() -> None:
     with pytest.raises(CutError, match=r"9 stages do not fit: .* at most pp·virtual_stages=8"):
         cut_model(gpt(), stages=9, call=lm, wish=CutRequest("params", where=CutOptions(how="blocks")))
-    with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3; and as a trace: 4 stages"):
+    with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3"):
         cut_model(mlp(), stages=4, call=total, wish=PARAMS)
-
-
-def test_what_cannot_be_traced_says_why() -> None:
-    class Deciding(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if x.sum() > 0 else x
-
-    with pytest.raises(CutError, match=r"torch.fx cannot trace Deciding: symbolically traced variables"):
-        cut_model(
-            Deciding(nn.Linear(4, 4), nn.Linear(4, 4)),
-            stages=2,
-            call=total,
-            wish=CutRequest("params", where=CutOptions(how="trace")),
-        )
 
 
 def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:

@@ -196,8 +196,8 @@ def test_a_checkpoint_of_a_pipeline_is_any_plans(tmp_path: Path) -> None:
         agree(parameters, again, bound=BOUND)
 
 
-@pytest.mark.parametrize("ways", [("trace", "blocks"), ("blocks", "trace")], ids="-".join)
-def test_a_checkpoint_of_a_trace_is_any_cuts(ways: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [("auto", "blocks"), ("blocks", "auto")], ids="-".join)
+def test_a_checkpoint_of_one_cut_is_any_cuts(ways: tuple[str, str], tmp_path: Path) -> None:
     """Parameters and running statistics have the model's own names, however it is cut."""
     generator = torch.Generator().manual_seed(1)
     images = [torch.randn(4, 3, 4, 4, generator=generator, dtype=torch.float64) for _ in range(2)]

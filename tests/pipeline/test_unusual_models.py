@@ -17,7 +17,6 @@ from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, run
-from meshwise.verify import verify
 from pipeline.training import (
     BOUND,
     WIDTH,
@@ -35,23 +34,13 @@ from reference.convolutional import ResNet, UNet
 # ---- what a forward may do ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["blocks", "trace"])
 @pytest.mark.parametrize("plan", ["pp=3 microbatches=2", "pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1"])
-def test_skips_over_stages(how: Any, plan: str) -> None:
-    trains_like_one(made(UNet), plan, images(6, 3, 4), where=CutOptions(how=how))
+def test_skips_over_stages(plan: str) -> None:
+    trains_like_one(made(UNet), plan, images(6, 3, 4))
 
 
 def test_a_resnet_cut_within_its_blocks() -> None:
     trains_like_one(made(ResNet), "pp=4 microbatches=4 schedule=looped virtual_stages=2", images(6, 5, 1))
-
-
-def test_verify_runs_a_trace_too() -> None:
-    def main(world: World) -> bool:
-        options = Options(cut=CutOptions(how="trace"))
-        settings: dict[str, Any] = {"world": world, "options": options, "lr": 1e-2}
-        return verify(lambda: ResNet(1), squares, images(4, 3), "pp=2 microbatches=2 schedule=zb-h1", **settings).ok
-
-    assert all(run(2, main))
 
 
 class InPlace(nn.Module):
@@ -164,12 +153,11 @@ def without_vanishing_gradients(blocks: int = 1) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("how", ["blocks", "trace"])
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 dp=2 zero=2 partition=params"])
-def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str, how: Any) -> None:
+def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str) -> None:
     model = made(without_vanishing_gradients)
-    trains_like_one(model, plan, images(4, 5, 4), where=CutOptions(how=how))
-    trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=CutOptions(how=how))
+    trains_like_one(model, plan, images(4, 5, 4))
+    trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4))
 
 
 def test_a_norm_of_a_block_that_another_stage_has_asks_no_rank() -> None:
@@ -363,7 +351,7 @@ def test_an_exception_is_every_ranks_with_its_own_type(stage: int, where: str) -
         (
             lambda: Chain(*linears(3)),
             "pp=8",
-            r"8 stages do not fit: Chain has 3 pieces, so at most .*=3; and as a trace",
+            r"8 stages do not fit: Chain has 3 pieces, so at most .*=3",
         ),
         (lambda: nn.Linear(WIDTH, WIDTH), "pp=2", r"2 stages do not fit"),
         (

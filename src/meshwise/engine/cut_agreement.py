@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,15 +154,3 @@ def pairs_of(parts: Mapping[str, Part]) -> UncutModules:
         frozenset(name for name, part in parts.items() if part.role == role) for role in ("colwise", "rowwise")
     )
     return UncutModules(first, second)
-
-
-def refuse_lost(parts: Iterable[str], *, cut: ModelCut) -> None:
-    """Raise PlanError for parts that tensor parallelism splits and a trace does not know: it has no module around
-    modules, only those that it calls.
-    """
-    lost = [name for name in parts if cut.trace is not None and not cut.trace.knows(name)]
-    if lost:
-        raise PlanError(
-            f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, so tp cannot split it. "
-            "Use tp=1, or fewer stages, which are cut between pieces"
-        )

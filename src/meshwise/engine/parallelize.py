@@ -24,7 +24,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
+from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of
 from meshwise.engine.live_stage import LiveStage
 from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
 from meshwise.engine.staged_engine import StagedEngine
@@ -45,7 +45,7 @@ from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer
-from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.build_stage import bare, make_stage
 from meshwise.pipeline.run.late_hooks import LateHooks
 from meshwise.pipeline.run.stage import FeatureWidth
@@ -99,9 +99,8 @@ class Options:
     is born here, the run is on the meta device, and `partition=time` counts operations."""
 
     cut: CutOptions = dataclasses.field(default_factory=CutOptions)
-    """With pp, where the model may be cut: by hand, `CutOptions(at=("blocks.3", "head"))`, or between the operations
-    that torch.fx traces, `CutOptions(how="trace")`. By default between its pieces, and by a trace where those are too
-    few."""
+    """With pp, where the model may be cut: by hand, `CutOptions(at=("blocks.3", "head"))`. By default
+    between its pieces, as even as they allow."""
 
     recomputed: Patterns = ()
     """With `recompute` or `budget`, the modules that are recomputed as one, as patterns over their names:
@@ -297,8 +296,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     cut = first_ranks(
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
-    refuse_lost(parts, cut=cut)
-    blocks = _recomputed(source.module, setting, cut)
+    blocks = setting.around.blocks.names(source.module)
     like = bare(source.module)
     convert(like, precision=setting.keeping.precision)
     stages: dict[int, LiveStage] = {}
@@ -330,27 +328,6 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
     )
     return whole, sweep
-
-
-def _recomputed(module: nn.Module, setting: ParallelSetting, cut: ModelCut) -> list[str]:
-    """Return the modules that stages recompute: blocks. A trace calls none, so each of its stages is recomputed as
-    one.
-    """
-    plan, named = setting.plan, setting.options.recomputed
-    if cut.trace is None or named:
-        names = setting.around.blocks.names(module)
-        if lost := [name for name in names if cut.trace is not None and not cut.trace.knows(name)]:
-            raise PlanError(
-                f"the plan '{plan}' recomputes {', '.join(lost)}, but the model is cut by its trace, which does not "
-                "call that as a whole. Name modules inside, or none for whole stages"
-            )
-        return names
-    if plan.budget:
-        raise PlanError(
-            f"the plan '{plan}' has a budget, but the model is cut between the operations of its trace, which has no "
-            "blocks to choose among. Use recompute, for whole stages, or fewer stages, which are cut between blocks"
-        )
-    return [] if plan.recompute == "none" else [""]
 
 
 def _rows_meet(plan: Plan, world: World) -> bool:

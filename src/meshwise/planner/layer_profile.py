@@ -160,9 +160,7 @@ class ModelPieces:
 
     @classmethod
     def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> ModelPieces | None:
-        """Return the pieces of a model that has several with parameters, or None if it is cut by its trace."""
-        if subject.options.cut.how == "trace":
-            return None
+        """Return the pieces of a model that has several with parameters, or None for another."""
         whole = _cut(subject, source.module)
         if whole is None:
             return None

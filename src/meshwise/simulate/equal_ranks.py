@@ -20,11 +20,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def alike(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
-    """For each rank along pp, the first one that is like it. Without a cut between modules, every rank is its own.
+    """For each rank along pp, the first one that is like it. Without a cut, every rank is its own.
 
     `ends`: the first and the last of a list of blocks do more than the others.
     """
-    if cut is None or cut.trace is not None:
+    if cut is None:
         return tuple(range(schedule.ranks))
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}

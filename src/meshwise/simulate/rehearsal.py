@@ -260,9 +260,8 @@ def _kinds(
         cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, wish=wish)
     except CutError:
         return tuple(range(plan.pp)), options  # for the real code to say
-    if cut.trace is None:
-        at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
-        options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))
+    at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
+    options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))
     ends = bool(plan.sequence_parallel) or plan.tp_mode != "1d"
     return alike(source.module, cut=cut, schedule=schedule, ends=ends), options
 

@@ -283,8 +283,6 @@ class _Split:
     def _watch_what_leaves(self, leaving: GatheredOutputs, *, whole: bool) -> None:
         """Streams that are parts, and what attentions have for their own heads."""
         for name, part in self._parts.items():
-            if part.elsewhere and name not in self._modules:
-                continue  # a trace knows nothing of it
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1

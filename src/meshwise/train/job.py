@@ -85,11 +85,11 @@ class ModelJob:
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp, the role of modules whose names match a pattern, where detection does not find it:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
-    cut: Literal["auto", "blocks", "trace"] = "auto"
-    """With pp, where the model is cut: between its blocks, between the operations of its trace, or whichever fits."""
+    cut: Literal["auto", "blocks"] = "auto"
+    """With pp, where the model is cut: between its blocks, or inside of them too where that is more even."""
     cut_at: tuple[str, ...] = ()
-    """With pp, the blocks, or the operations of the trace, at which each stage but the first begins, as in
-    `["blocks.3", "head"]`. Default: as even as possible, by the plan's `partition`. `meshwise draw cut` shows it."""
+    """With pp, the blocks at which each stage but the first begins, as in `["blocks.3", "head"]`. Default: as even as
+    possible, by the plan's `partition`. `meshwise draw cut` shows it."""
 
     @property
     def where(self) -> CutOptions:

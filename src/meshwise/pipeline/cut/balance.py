@@ -26,17 +26,11 @@ from meshwise.pipeline.schedules.validate import in_flight
 STATES = 4
 """What a trained parameter takes, in multiples of itself: the parameter, its gradient, two moments of Adam."""
 
-SLACK = 0.05
-"""By how much of the largest stage a trace may be less even in order to send less."""
-
 WORTH = 0.02
 """By how much better bounds inside of blocks have to be; and how much less even they may be to send less."""
 
 NEAR = 0.02
-"""Two places to cut at, inside of blocks or in a long trace, are one when they differ by less of a mean stage."""
-
-LONG = 400
-"""Steps from which on a trace is long."""
+"""Two places to cut at, inside of blocks, are one when they differ by less of a mean stage."""
 
 PATIENCE = 4_000_000
 """How many events of the clock may be played to find the best bounds: some seconds."""
@@ -112,17 +106,6 @@ def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, opens: Coll
         if finer < price * (1 - WORTH):
             return _opened(seen, opens, found)
     return BalancedSteps(seen, bounds)
-
-
-def balance_trace(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> BalancedSteps:
-    """Return the best bounds between the operations of a trace.
-
-    Raises CutError when fewer stages fit.
-    """
-    row = _Row(_steps(model, seen, aim))
-    if len(seen.steps) > LONG:
-        row = row.fewer(aim, always=(0,))
-    return BalancedSteps(seen, row.places_of(divide(row.steps, slack=SLACK)))
 
 
 def _opened(seen: ProbeResult, opens: Collection[str], bounds: Sequence[int]) -> BalancedSteps:

@@ -16,8 +16,7 @@ from typing import Literal
 from torch import nn
 
 from meshwise.model.blocks import Patterns, partition
-from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, balance_trace, bounds_by_name, loads_of
-from meshwise.pipeline.cut.fx_trace import FxTrace, probe_trace, trace_model
+from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, bounds_by_name, loads_of
 from meshwise.pipeline.cut.meta_values import is_bare
 from meshwise.pipeline.cut.module_hooks import refuse_global, refuse_hooks
 from meshwise.pipeline.cut.partition import CutError
@@ -32,23 +31,21 @@ class CutOptions:
     """Options for cutting a model. `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
-    """By hand: the piece, the module or the call of attention inside of a block, or the operation of a trace, at which
-    each stage but the first begins."""
+    """By hand: the piece, or the module or the call of attention inside of a block, at which each stage but the first
+    begins."""
 
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
 
-    how: Literal["auto", "blocks", "trace"] = "auto"
-    """Between the model's pieces, which run the model's own forward, or between the operations that torch.fx traces.
-    `auto` opens blocks where boundaries inside of them make a difference, and traces when there are not enough
-    pieces."""
+    how: Literal["auto", "blocks"] = "auto"
+    """Between the model's pieces. `auto` opens blocks where boundaries inside of them make a difference."""
 
     made: ModelCut | None = field(default=None, compare=False, repr=False)
     """A cut that was made of the same model in the same way, and is not made again."""
 
     def __post_init__(self) -> None:
-        if self.how not in ("auto", "blocks", "trace"):
-            raise CutError(f"how={self.how!r}: a model is cut by its 'blocks', by its 'trace', or by what fits, 'auto'")
+        if self.how not in ("auto", "blocks"):
+            raise CutError(f"how={self.how!r}: a model is cut between its 'blocks', or where it is most even, 'auto'")
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class ModelCut:
     """A model in stages. Prints as a table."""
 
     keys: tuple[str, ...]
-    """What runs, in order: pieces of the model, a second call of one as `name:2`; of a trace, its operations. Of an
+    """What runs, in order: pieces of the model, a second call of one as `name:2`. Of an
     opened block the modules inside, and then, under its own name, what it does last."""
 
     modules: tuple[str, ...]
@@ -151,9 +148,6 @@ class ModelCut:
 
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
-
-    trace: FxTrace | None = field(default=None, compare=False)
-    """The operations that the keys are, of a model that is cut between them."""
 
     @property
     def stages(self) -> int:
@@ -237,7 +231,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
     loss. The model, torch's generators and the gradients stay as they were.
 
     Raises CutError when fewer stages fit than are asked for (with the number), and when `at` names no place to cut, or
-    places out of order. Also for a schedule of another number of stages, and for a model that cannot be traced.
+    places out of order. Also for a schedule of another number of stages.
     """
     if wish.by not in ("time", "params", "memory"):
         raise CutError(f"balance by 'time', 'params' or 'memory', not {wish.by!r}")
@@ -248,8 +242,6 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
         refuse_global()
     if where.made is not None and where.made.stages == stages:
         return where.made
-    if where.how == "trace":
-        return _cut_trace(model, call, stages, wish)
     opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
     seen = probe(model, call=call, pieces=where.pieces, timed=timed, opens=opening)
     opens = [
@@ -258,17 +250,14 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
         if step.inside and all(wish.pairs.are_whole(part.module) for part in step.inside)
     ]
     fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
-    if where.how == "blocks" or fit >= stages:
-        if where.at:
-            return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), wish)
-        return _cut(model, balance(model, seen=seen, aim=_aim(wish, stages), opens=opens), wish)
-    try:
-        return _cut_trace(model, call, stages, wish)
-    except CutError as error:
+    if fit < stages:
         raise CutError(
             f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most "
-            f"pp·virtual_stages={fit}; and as a trace: {error}"
-        ) from None
+            f"pp·virtual_stages={fit}"
+        )
+    if where.at:
+        return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), wish)
+    return _cut(model, balance(model, seen=seen, aim=_aim(wish, stages), opens=opens), wish)
 
 
 def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
@@ -284,22 +273,14 @@ def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
     return all(name.partition(":")[0] in pieces for name in names)
 
 
-def _cut_trace(model: nn.Module, call: Call, stages: int, wish: CutRequest) -> ModelCut:
-    trace = trace_model(model, call=call)
-    seen = probe_trace(model, trace=trace, call=call, timed=wish.by == "time")
-    if wish.where.at:
-        return _cut(model, bounds_by_name(seen, at=wish.where.at, stages=stages), wish, trace=trace)
-    return _cut(model, balance_trace(model, seen=seen, aim=_aim(wish, stages)), wish, trace=trace)
-
-
 def _aim(wish: CutRequest, stages: int) -> BalanceAim:
     return BalanceAim(wish.by, stages, wish.schedule)
 
 
-def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest, *, trace: FxTrace | None = None) -> ModelCut:
+def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest) -> ModelCut:
     seen, bounds = balanced.seen, balanced.bounds
     if len(bounds) > 2:
-        refuse_hooks(model, pieces={step.module for step in seen.steps}, traced=trace is not None)
+        refuse_hooks(model, pieces={step.module for step in seen.steps})
     _refuse_effects(seen, bounds)
     keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
     holders = _holders(model, seen, bounds)
@@ -319,7 +300,6 @@ def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest, *, trace: 
         opened=balanced.opened,
         own=seen.early,
         differentiates=seen.differentiates,
-        trace=trace,
     )
 
 

@@ -62,13 +62,13 @@ def refuse_global() -> None:
         raise CutError(GLOBAL)
 
 
-def refuse_hooks(model: nn.Module, *, pieces: Collection[str], traced: bool) -> None:
+def refuse_hooks(model: nn.Module, *, pieces: Collection[str]) -> None:
     """Raise CutError for hooks that stages of these pieces would not call as one process does."""
     shared = around(pieces).difference(pieces)
     for name, module in model.named_modules():
         if not has_backward_hooks(module):
             continue
-        if name in pieces and module._forward_hooks and not traced:
+        if name in pieces and module._forward_hooks:
             raise CutError(
                 f"{name} has backward hooks and forward hooks; a stage sends what its forward returns, so that the "
                 "forward hooks would run after the backward hooks have their place. Put what one of the two does into "
@@ -81,21 +81,6 @@ def refuse_hooks(model: nn.Module, *, pieces: Collection[str], traced: bool) -> 
             )
 
 
-def refuse_untraced(module: nn.Module, *, name: str) -> None:
-    """Raise CutError for hooks of a module that a trace has the operations of, and does not call."""
-    if has_backward_hooks(module):
-        raise CutError(
-            f"{name or type(module).__name__} has backward hooks, but a trace does not call it as a whole. Put them "
-            "on modules inside that torch.fx does not trace into, such as nn.Linear, or cut between pieces "
-            "(fewer stages, and how='auto')"
-        )
-    if not name and any(map(_is_users, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
-        raise CutError(
-            f"{type(module).__name__} has forward hooks, and a trace begins inside of it; put what they do into its "
-            "forward"
-        )
-
-
 def are_global() -> bool:
     """Return whether gradients are shown to hooks on all modules that there are."""
     return bool(torchs._global_backward_hooks or torchs._global_backward_pre_hooks)
@@ -105,7 +90,3 @@ def around(pieces: Collection[str]) -> set[str]:
     """Return the modules that pieces lie inside of, the model itself aside: where that ends, all gradients are."""
     parts = (piece.split(".") for piece in pieces)
     return {".".join(path[:end]) for path in parts for end in range(1, len(path))}
-
-
-def _is_users(hook: Callable[..., Any]) -> bool:
-    return not getattr(hook, "__module__", "").startswith(f"{__package__.partition('.')[0]}.")

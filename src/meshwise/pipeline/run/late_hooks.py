@@ -24,7 +24,7 @@ class LateHooks:
     """
 
     def __init__(self, source: ParameterSource, *, stages: Collection[nn.Module], cut: ModelCut) -> None:
-        cut_through = around(cut.modules).union(cut.modules) - {""} if cut.trace is None else set()
+        cut_through = around(cut.modules).union(cut.modules) - {""}
         given = () if source.deferred else tuple(source.module.named_modules())
         self._given = [(name, held, tuple(held)) for name, module in given for held in _held(module)]
         parameters = () if source.deferred else tuple(source.module.named_parameters())

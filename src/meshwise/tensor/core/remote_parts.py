@@ -64,12 +64,9 @@ def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Mo
     split on the `last` stage only, for a loss: others send them.
     """
     held, had = _around_parameters(module), _around_parameters(model)
-    # Modules without parameters are on every stage that calls them, which all stages do but those of a trace.
-    called, every = (dict(one.named_modules(remove_duplicate=False)) for one in (module, model))
     found = {}
     for name, part in parts.items():
-        elsewhere = name not in held if name in had else name in every and name not in called
-        changed = dataclasses.replace(part, elsewhere=True) if elsewhere else part
+        changed = dataclasses.replace(part, elsewhere=True) if name in had and name not in held else part
         found[name] = dataclasses.replace(changed, whole_features=True) if part.role == "head" and not last else changed
     return found
 
