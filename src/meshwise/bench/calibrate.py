@@ -53,13 +53,10 @@ class CalibrationEffort:
 
     lengths: tuple[int, ...] = (32, 128, 512, 2048)
     """Of each dim of a matrix product; on a GPU four times that."""
-
     sizes: tuple[int, ...] = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     """Bytes that operations and collectives move."""
-
     rounds: int = 5
     """Times that everything takes its turn; the median counts."""
-
     most_flops: float = 5e9
     """Of one product: larger ones are left out; on a GPU 200 times that."""
 

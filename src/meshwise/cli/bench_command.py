@@ -54,35 +54,25 @@ class Collectives:
 
     ranks: int | None = None
     """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; auto takes the GPUs when there are any."""
-
     collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
     """The collectives to time."""
-
     sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
     """Bytes of the full tensor, as in 4K or 64M."""
-
     groups: tuple[int, ...] = ()
     """Sizes of the groups. Default: all that divide the number of ranks."""
-
     on: tuple[Literal["ordinary", "shared", "common", "gloo"], ...] = ("ordinary",)
     """Memory and transport: ordinary tensors; tensors in memory that the ranks share (all_gather in place); one tensor
     that all ranks hold together (all_gather); torch's own collectives over gloo on ordinary CPU tensors."""
-
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate: through shared memory, by messages over gloo, or the best there is."""
-
     rounds: int = 5
     """Times that every measurement is repeated, in turns."""
-
     csv: Path | None = None
     """Write the measurements here, times in seconds and bandwidths in bytes per second."""
-
     json: Path | None = None
     """Write the measurements here as JSON."""
-
     png: Path | None = None
     """Draw bus bandwidth over size; needs the extra `plot`."""
 
@@ -154,22 +144,16 @@ class Calibration:
 
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
-
     ranks: int | None = None
     """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; auto takes the GPUs when there are any."""
-
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate: choose the same as for training."""
-
     rounds: int = CalibrationEffort.rounds
     """Times that every measurement is repeated, in turns."""
-
     lengths: tuple[int, ...] = CalibrationEffort.lengths
     """Length of each dim of the matrix products."""
-
     sizes: tuple[str, ...] = ("16K", "128K", "1M", "8M", "64M")
     """Bytes that operations and collectives move."""
 
@@ -217,13 +201,10 @@ class DiskBench:
 
     folder: Path | None = None
     """A folder on the disk that `swap.folder` of a job will use. Default: the folder of temporary files."""
-
     size: str = "1G"
     """Bytes to read, and to write; four times as much has to be free."""
-
     rounds: int = 5
     """Times that every measurement is repeated, in turns."""
-
     json: Path | None = None
     """Write the rates here, in bytes per second, round by round."""
 

@@ -27,7 +27,6 @@ class Doctor:
 
     ranks: int | None = None
     """Local ranks to start. Default: one per GPU or core, 2 to 4."""
-
     seconds: float = 10.0
     """Seconds to wait for ranks that do not start."""
 

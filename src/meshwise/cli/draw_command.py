@@ -58,13 +58,10 @@ class DrawMesh:
 
     plan: str = ""
     """The plan, as in "pp=2 dp=2 tp=2"."""
-
     on: str = ""
     """A cluster, as in "4x8 h100": dp=auto fills its ranks, and the picture shows its nodes."""
-
     png: Path | None = None
     """Draw a PNG; needs the extra `plot`."""
-
     svg: Path | None = None
     """Draw an SVG."""
 
@@ -75,22 +72,16 @@ class DrawSchedule(DrawingFiles):
 
     plan: str = ""
     """The plan, of which pp, microbatches, schedule, virtual_stages and zero are read."""
-
     table: Path | None = None
     """A table instead: a text file with one row of actions per rank, as in `0F0 0F1 0B0 0B1`."""
-
     forward: float = 1.0
     """Time of a stage's forward."""
-
     input: float = 1.0
     """Time of its backward for the input."""
-
     weight: float = 1.0
     """Time of its backward for the weights; a whole backward takes both."""
-
     link: float = 0.0
     """Time for what a stage sends to arrive."""
-
     actions: bool = False
     """Print the table as well, with the sends, receives, gathers and reductions of a run."""
 

@@ -72,13 +72,10 @@ class DrawingFiles:
 
     html: Path | None = None
     """Write a page for a browser: tables, and pictures that show details under the pointer; it needs nothing else."""
-
     png: Path | None = None
     """Draw a PNG; needs the extra `plot`."""
-
     svg: Path | None = None
     """Draw an SVG."""
-
     trace: Path | None = None
     """Write a Chrome trace, which ui.perfetto.dev opens; where times have no unit, one is a millisecond."""
 

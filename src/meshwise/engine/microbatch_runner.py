@@ -49,13 +49,10 @@ class MicrobatchRunner(Protocol):
 
     lockstep: bool
     """Whether every micro-batch has to be run, one without rows too: other ranks wait for what it calls."""
-
     schedule: Schedule
     """What each rank along `pp` does in a step, in order."""
-
     cut: ModelCut | None
     """The model's stages, where it has some."""
-
     evaluated_in: int
     """How many micro-batches the rows of an evaluation are cut into."""
 

@@ -72,52 +72,38 @@ class Options:
 
     clip_norm: float | None = None
     """Scale the gradient down to this 2-norm when it is larger. None: never."""
-
     seed: int = 0
     """Seed of a model that is born here (one given as a function), and of what a model draws as it trains: dropout."""
-
     nonfinite: str = "raise"
     """When the loss or the gradient is not finite: `raise` and leave everything as it was, or `skip:n` to skip at most
     n such steps in a row. `end` raises, and may leave units updated that only a load mends: so tiers on the CPU or a
     disk update each unit as its gradient arrives, while the backward goes on, where nothing is clipped."""
-
     forward: Forward | None = None
     """`forward(model, batch) -> output`; by default `meshwise.model.forward.default_forward`."""
-
     parameter_options: ParameterOptions | None = None
     """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
-
     tensor_rules: Rules | None = None
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
     `meshwise.tensor.detect.rules.Rules`. None: what the model declares and its structure says."""
-
     parts: Mapping[str, Part] | None = None
     """With tp, what `find_parts` has told of the same model under the same plan; it is not asked again."""
-
     example: Any = None
     """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
     is born here, the run is on the meta device, and `partition=time` counts operations."""
-
     cut: CutOptions = dataclasses.field(default_factory=CutOptions)
     """With pp, where the model may be cut: by hand, `CutOptions(at=("blocks.3", "head"))`. By default
     between its pieces, as even as they allow."""
-
     recomputed: Patterns = ()
     """With `recompute` or `budget`, the modules that are recomputed as one, as patterns over their names:
     `("encoder.layers.*", "decoder.layers.*")`. By default the model's blocks."""
-
     precision: Precision | None = None
     """A record of your own dtypes in place of the plan's `precision` and `wire`."""
-
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
     """The first loss scale, where the precision has one (fp16)."""
-
     saving: ActivationTransfers = dataclasses.field(default_factory=ActivationTransfers)
     """With `offload=activations:…`, what is worth moving, and how far ahead it is brought back."""
-
     swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
     """With `offload=…:disk`, the folder of the file and the staging buffers: `SwapConfig(folder=Path("/nvme"))`."""
-
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
     `Streaming(panels=4)` never holds a whole one."""

@@ -43,24 +43,19 @@ class ConstructionOperation:
 
     run: Callable[..., Any]
     """The operation itself; one that draws random numbers takes a `generator`."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     outputs: tuple[Tensor | None, ...]
     """Its results; None for one that shares a storage with an argument."""
-
     writes: tuple[int, ...]
     """Storages it changes or creates."""
-
     reads: tuple[int, ...]
     """Storages whose earlier values matter to it."""
-
     random: bool = False
 
     uninitialised: bool = False
     """Whether its results are memory that was never written (`torch.empty`)."""
-
     shapes_only: bool = False
     """Whether it needs no values of its tensors (`torch.zeros_like`): they stay meta tensors."""
 

@@ -43,34 +43,24 @@ class ParameterRow:
 
     name: str
     """Its first name in registration order."""
-
     shape: tuple[int, ...]
     """Full shape."""
-
     dtype: torch.dtype
     """As the module declares it."""
-
     trainable: bool
     """Whether it gets a gradient."""
-
     aliases: tuple[str, ...]
     """The other names of the same parameter: ties."""
-
     unit: str
     """Name of the unit it belongs to."""
-
     options: tuple[tuple[str, Any], ...]
     """Optimizer options that differ from the optimizer's own, sorted by key."""
-
     layout: Layout
     """Which part of it a rank stores; over the ranks of `summed`, ZeRO may cut that further."""
-
     summed: tuple[str, ...]
     """The mesh axes over which its gradients are parts of a sum: those of the ranks with other rows of the batch."""
-
     apart: tuple[str, ...] = ()
     """The mesh axes whose other ranks hold other parameters: that of a pipeline."""
-
     spare: bool = False
     """Whether another stage of a pipeline holds the same parameter, and counts it."""
 
@@ -107,10 +97,8 @@ class ParameterUnit:
 
     name: str
     """The modules that own its parameters, joined by `+`."""
-
     modules: tuple[str, ...]
     """Every module whose forward needs one of the parameters; the root is the empty string."""
-
     rows: tuple[ParameterRow, ...]
     """Its parameters, in registration order."""
 

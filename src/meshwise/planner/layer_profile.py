@@ -50,16 +50,12 @@ class PieceWork:
 
     seconds: float = 0.0
     """Of its operations, and of waits for collectives."""
-
     waits: float = 0.0
     """The part of them that is waits."""
-
     kernels: int = 0
     """Operations: a host has to start each."""
-
     keeps: int = 0
     """Bytes of activations that there are more when it ends."""
-
     top: int = 0
     """Bytes of activations that there are more at most meanwhile."""
 
@@ -79,16 +75,12 @@ class ModelPiece:
 
     backward: PieceWork
     """Of one in two parts, the first: with respect to the piece's input."""
-
     weight: PieceWork
     """Its second part, if it has one."""
-
     states: Mapping[Category, int]
     """Bytes that a rank holds of it between steps, where nothing is shared out over dp."""
-
     update: float
     """Seconds of updating all of it."""
-
     sends: int
     """Bytes of a micro-batch's output."""
 
@@ -106,7 +98,6 @@ class ProfileKey:
 
     plan: Plan
     """With the other keys as they come: one piece a stage, one micro-batch, no replicas."""
-
     rows: int
     """Of a micro-batch, over all ranks of tp."""
 
@@ -135,16 +126,12 @@ class ModelPieces:
 
     whole: nn.Module
     """The model."""
-
     finest: ModelCut
     """Of that, with one piece a stage."""
-
     model: nn.Module
     """The smaller one: of many blocks that are alike it has three."""
-
     cut: ModelCut
     """Of the smaller one."""
-
     like: tuple[int, ...]
     """For each piece, the stage of that cut that is like it."""
 

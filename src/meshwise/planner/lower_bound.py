@@ -46,16 +46,12 @@ class PlanBound:
 
     seconds: float = 0.0
     """Of a step."""
-
     memory: int = 0
     """Bytes on the fullest rank, with what libraries take."""
-
     bubble: float = 0.0
     """Seconds of the step in which a rank has nothing to compute because of the pipeline, on average."""
-
     exposed: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step in which a rank only waits for collectives, by their axes."""
-
     asked: bool = False
     """Whether the rehearsal's model, or loss, asked its batch for values: with others it may take something else."""
 

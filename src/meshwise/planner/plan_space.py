@@ -73,30 +73,22 @@ class PlanSpace:
 
     base: Plan
     """The job's: what it says of the keys that are not searched holds."""
-
     ranks: int
     node: int
     """Ranks of a node: what tp may fill."""
-
     batch: int
     """Rows of a global batch."""
-
     pieces: int
     """Into how many stages the model can be cut at most."""
-
     stages: int | None = None
     """How many there have to be, where the job says where it is cut."""
-
     begins: Callable[[int], tuple[str, ...]] | None = None
     """What each stage but the first begins with, by how many there are, where a rule says so; a rule that names fewer
     cannot make as many. None: as even as can be."""
-
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are held at a value."""
-
     lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
     """What may be kept less of."""
-
     tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
     """What may be kept elsewhere."""
 

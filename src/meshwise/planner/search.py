@@ -72,10 +72,8 @@ class Candidate:
 
     figures: PlanBound = field(default_factory=PlanBound)
     """What it takes, once rehearsed; before that, what it takes at least."""
-
     at: tuple[str, ...] = ()
     """What each stage but the first begins with."""
-
     refused: str = ""
     """What the code that would train says against it."""
 
@@ -91,10 +89,8 @@ class SearchEffort:
 
     top: int = 10
     """How many of the best plans are wanted."""
-
     rehearsals: int = 20
     """At most."""
-
     workers: int = 1
     """Processes."""
 
@@ -105,13 +101,10 @@ class SearchResult:
 
     limit: float
     """Bytes that a rank may use."""
-
     candidates: dict[Plan, Candidate] = field(default_factory=dict)
     """All plans that were considered."""
-
     proven: int = 0
     """How many of the best are so for sure: nothing that was not rehearsed can be quicker."""
-
     rehearsals: int = 0
 
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)

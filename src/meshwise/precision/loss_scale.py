@@ -47,7 +47,6 @@ class LossScale:
 
     LEAST = 2.0**-14
     """An overflow below it is not the scale's fault: some gradient is not finite whatever it is multiplied by."""
-
     MOST = 2.0**24
 
     def __post_init__(self) -> None:

@@ -36,34 +36,24 @@ class GPTConfig:
 
     vocabulary: int = 256
     """Number of different tokens; 256 is bytes."""
-
     context: int = 256
     """Longest sequence, in tokens."""
-
     layers: int = 4
     """Number of transformer blocks."""
-
     heads: int = 4
     """Attention heads of a block; must divide the width."""
-
     kv_heads: int | None = None
     """Key and value heads, each shared by heads/kv_heads query heads; None is as many as heads."""
-
     width: int = 128
     """Features of the residual stream."""
-
     mlp_ratio: float = 4.0
     """Hidden features of the MLP, as a multiple of the width."""
-
     positions: Literal["learned", "rotary"] = "learned"
     """How a token knows its place: an embedding added to the input, or a rotation of queries and keys."""
-
     tied: bool = False
     """Whether the head is the token embedding's own matrix."""
-
     dropout: float = 0.0
     """Probability of dropping an element after the embedding, in attention and before each residual addition."""
-
     bias: bool = False
     """Whether linear layers (the head aside) and norms have a bias."""
 

@@ -14,7 +14,6 @@ class MLPConfig:
 
     widths: tuple[int, ...] = (16, 64, 64, 4)
     """Features of the input, of every hidden layer and of the output: two or more."""
-
     bias: bool = True
     """Whether every layer adds a bias."""
 

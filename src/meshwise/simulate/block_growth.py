@@ -41,7 +41,6 @@ class BlockGrowth:
 
     size: int
     """Of the shortest."""
-
     added: tuple[tuple[int, int], ...]
     """(position, length): before this position of the shortest come the `length` entries before it, once more."""
 

@@ -35,10 +35,8 @@ class BlockStack:
 
     name: str
     """Of the list."""
-
     start: int
     """Where the first of them is."""
-
     count: int
     """How many they are; of a model without such a stack, 0."""
 

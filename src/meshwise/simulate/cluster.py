@@ -62,10 +62,8 @@ class MatmulEfficiency:
 
     best: float = 0.8
     """Of a large one, at most 1; of attention, what is computed of it."""
-
     inner: float = 0.0
     """The length of the summed dim at which half of that is reached."""
-
     outputs: float = 0.0
     """The number of results (batch·m·n) at which half of that is reached: fewer do not fill the device."""
 
@@ -80,48 +78,34 @@ class Device:
 
     name: str = ""
     """Its name."""
-
     kind: str = "cuda"
     """`cuda` or `cpu`: which kernels torch would choose."""
-
     memory: float = math.inf
     """Bytes that a rank may use; where it is not told, as many as it wants."""
-
     own: float = 0.0
     """Bytes of them that the libraries take."""
-
     peak: Mapping[str, float] = field(default_factory=dict)
     """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`; of one that is not told, those of the
     narrowest that is wider, or of the widest."""
-
     products: MatmulEfficiency = field(default_factory=MatmulEfficiency)
     """Which part of that matrix products reach."""
-
     attention: MatmulEfficiency = field(default_factory=MatmulEfficiency)
     """Which part of that fused attention reaches, its outputs being queries and its inner length the keys."""
-
     bandwidth: Curve = ()
     """Bytes per second read and written, by the bytes that an operation moves."""
-
     fresh: Curve = ()
     """Bytes per second at which a tensor of that size is given memory, which a system clears page by page; empty where
     an allocator keeps it."""
-
     rates: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second of operations that are slower than that: `gelu = 1.5e9`."""
-
     launch: float = 0.0
     """Seconds that the host takes to start an operation; on a GPU, beside what it computes meanwhile."""
-
     kernel: float = 0.0
     """Seconds that an operation takes at least, once it is started."""
-
     step: float = 0.0
     """Seconds of a step that are spent between its operations."""
-
     action: float = 0.0
     """Seconds that the host takes for each forward and each backward of a micro-batch beside starting operations."""
-
     fused: float = 1.0
     """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
 
@@ -141,14 +125,11 @@ class Link:
 
     latency: float = 0.0
     """Seconds before the first byte, for each step of a collective."""
-
     hop: float = 0.0
     """Seconds from one rank to the next in a ring. Over several nodes a gather and a reduce-scatter take at least the
     hops of all ranks, for NCCL has no tree for them."""
-
     bandwidth: Curve = ()
     """Bytes per second, by the bytes of the whole collective; of an adapter, by its part of them."""
-
     collectives: Mapping[str, Curve] = field(default_factory=dict)
     """The same of collectives that differ."""
 
@@ -159,10 +140,8 @@ class NodeHost:
 
     link: float = math.inf
     """Between each GPU and the host's memory, of what goes either way."""
-
     memory: float = math.inf
     """The host's memory, as the optimizers of all its ranks read and write it."""
-
     disk: float = math.inf
     """Its disks, for all its ranks."""
 
@@ -173,25 +152,18 @@ class Cluster:
 
     device: Device = field(default_factory=Device)
     """What each rank computes on."""
-
     ranks_per_node: int = 8
     """Ranks that share a node."""
-
     nodes: int = 1
     """How many nodes there are."""
-
     inside: Link = field(default_factory=Link)
     """Between ranks of a node."""
-
     between: Link = field(default_factory=Link)
     """Between nodes, through one adapter."""
-
     host: NodeHost = field(default_factory=NodeHost)
     """Where offloaded state rests."""
-
     adapters: int = 8
     """Adapters of a node; where ranks are more than they, they share them."""
-
     overlap: bool = True
     """Whether collectives run beside computations."""
 

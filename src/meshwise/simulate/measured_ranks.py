@@ -38,11 +38,9 @@ class MeasuredRank:
 
     index: int
     """Along pp."""
-
     peak: int
     """Bytes at most in the steps after the first, more than before the plan was applied: on a GPU as torch allocated
     them, on a CPU resident in memory that is the process's own, with its part of what it shares."""
-
     seconds: tuple[float, ...]
     """Of each step."""
 

@@ -22,10 +22,8 @@ class ActionMemory:
 
     bytes: int
     """On the device, in all."""
-
     before: tuple[Mapping[Category, int], Mapping[Category, int]]
     """Bytes of each category when the action begins, where the rank computes and in the host's memory."""
-
     more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
     """Those that it has more."""
 
@@ -47,11 +45,9 @@ class RankMemory:
     index: int
     built: Mapping[Category, int]
     """What there is before the first step."""
-
     first: tuple[ActionMemory, ...]
     steady: tuple[ActionMemory, ...]
     """Action by action, of a run's first step and of those that follow."""
-
     away: Mapping[str, int]
     """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
 

@@ -32,10 +32,8 @@ class PlayedSegment:
 
     seconds: float
     """From its begin to its end."""
-
     computing: float
     """Seconds of that in operations."""
-
     exposed: Mapping[str, float]
     """Seconds of that in which the rank waited, by the axes it waited for."""
 
@@ -48,16 +46,12 @@ class Prediction:
     cluster: Cluster
     seconds: float
     """Of a step."""
-
     bubble: float
     """The part of the step in which a rank has nothing to compute because of the pipeline, on average."""
-
     exposed: Mapping[str, float]
     """Seconds of the step in which a rank only waits for collectives, by their axes, on average."""
-
     traffic: Mapping[str, float]
     """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes: of each, the most."""
-
     timeline: Timeline | None
     """Of a pipeline."""
 

@@ -189,7 +189,6 @@ class _Known:
     operation: TapeOperation | None
     outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """None where it returns none."""
-
     single: bool
 
 

@@ -54,19 +54,14 @@ class Rehearsal:
 
     plan: Plan
     """With every degree filled in."""
-
     rows: int
     """In the global batch."""
-
     tokens: int
     """What the loss counts in it."""
-
     schedule: Schedule
     """What each rank of the pipeline does, with transfers, gathers and reductions; without pp, one row of F and B."""
-
     tapes: tuple[Tape, ...]
     """Of one rank of each stage's, by index along pp."""
-
     device: Device
     """What each rank would compute on."""
 

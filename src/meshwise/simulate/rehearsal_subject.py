@@ -23,18 +23,14 @@ class RehearsalSubject:
 
     model: nn.Module | Callable[[], nn.Module]
     """A module, which is left as it is, or the function that builds it."""
-
     loss: Loss
     """`loss(output, batch)` returns (sum, count)."""
-
     batch: Any
     """A global batch like those to come; of its tensors only the shapes matter, and of how many rows it has."""
-
     optimizer: OptimizerClass = torch.optim.AdamW
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the optimizer."""
-
     options: Options = field(default_factory=Options)
 
     stack: BlockStack | None = None

@@ -35,7 +35,6 @@ class MemoryLevel:
     seconds: float
     during: str
     """What the rank is at: an action, or a word, as its timeline has it."""
-
     device: Mapping[Category, int]
     """Bytes where it computes."""
 
@@ -52,7 +51,6 @@ class StepHistory:
     index: int
     seconds: float
     """Of the step."""
-
     levels: tuple[MemoryLevel, ...]
     """For each of as many parts of the step, all as long, the moment when there is most; seconds tell its begin."""
 

@@ -45,13 +45,10 @@ class TapeOperation:
     flops: int
     bytes: int
     """Read and written."""
-
     product: MatrixProduct | None = None
     """For what multiplies matrices."""
-
     part: float = 1.0
     """Which part of the flops is computed: causal attention leaves out what is masked, which formulas count."""
-
     again: bool = False
     """Whether it is part of a forward that a backward repeats."""
 
@@ -80,7 +77,6 @@ class MemoryChange:
     bytes: int
     host: bool = False
     """Whether it lies in the host's memory while the rank computes on a device of its own."""
-
     fresh: int = 0
     """How often its pages are asked for: by the rank, and by the others where they map them; 0 where what there is gets
     another name, or is given back."""
@@ -112,7 +108,6 @@ class TierTraffic:
 
     link: int = 0
     """Over the link of a GPU to its host."""
-
     disk: int = 0
     """From and to the disk."""
 
@@ -123,19 +118,15 @@ class Tape:
 
     index: int
     """Of the rank along pp."""
-
     build: TapeSegment
     first: tuple[TapeSegment, ...]
     steady: tuple[TapeSegment, ...]
 
     away: Mapping[str, int]
     """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
-
     beside: TierTraffic = field(default_factory=TierTraffic)
     """What moves between tiers beside the micro-batches of a step."""
-
     at_update: TierTraffic = field(default_factory=TierTraffic)
     """What moves between them when it updates."""
-
     asked: bool = False
     """Whether the model or the loss asked its batch for values, and so did what it does for that one."""

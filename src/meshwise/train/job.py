@@ -290,7 +290,6 @@ class Job:
 
     ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
     """Keys that a TOML file may have although this command ignores them."""
-
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     optimizer: OptimizerJob = OptimizerJob()

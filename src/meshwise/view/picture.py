@@ -65,7 +65,6 @@ class PictureText:
     x: float
     y: float
     """Of its middle."""
-
     paint: str = "ink"
     size: float = 12
     anchor: str = "start"
@@ -89,17 +88,13 @@ class Plot:
     height: float
     span: float
     """The time that `width` stands for."""
-
     unit: str
     """`s`, or nothing for times that have no unit."""
-
     shapes: tuple[Shape, ...]
     axis: tuple[Shape, ...] = ()
     """Drawn below the shapes: round times. It is drawn anew when a reader stretches time, as are the texts."""
-
     texts: tuple[PictureText, ...] = ()
     """Drawn over the shapes: their names, where there is room."""
-
     brief: bool = False
     """Whether these leave out the stage: `F0` for what is called `0F0`."""
 
@@ -114,7 +109,6 @@ class Picture:
 
     title: str
     """What it shows, for those who cannot see it."""
-
     width: float
     height: float
     shapes: tuple[Shape, ...]

@@ -28,7 +28,6 @@ class AccountMachine:
     name: str = ""
     memory: float = 0.0
     """Bytes that a rank may use; 0 where that is unknown."""
-
     ranks_per_node: int = 0
     """0 where that is unknown."""
 
@@ -41,18 +40,14 @@ class PlanAccount:
     timeline: Timeline
     rows: tuple[str, ...] = ()
     """Whom the rows of the timeline are for; by default the ranks."""
-
     unit: str = "s"
     """Of its times: seconds, or nothing for times without a unit."""
-
     plan: Plan | None = None
     machine: AccountMachine = field(default_factory=AccountMachine)
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else there is to tell of it, in order."""
-
     peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category of the rank that needs most, when it does."""
-
     histories: tuple[StepHistory, ...] = ()
     """Memory over time, of ranks that stand for all."""
 

@@ -83,7 +83,6 @@ class _Chart:
     title: str
     paints: Mapping[str, str]
     """Of the parts, in order."""
-
     bars: tuple[_Bar, ...]
     limit: float = 0.0
 

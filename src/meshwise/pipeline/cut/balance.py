@@ -48,10 +48,8 @@ class BalanceAim:
 
     by: str
     """`time`, `params` or `memory`."""
-
     stages: int
     """How many there are."""
-
     schedule: Schedule | None
     """What they will run."""
 
@@ -62,10 +60,8 @@ class BalancedSteps:
 
     seen: ProbeResult
     """The steps, with those blocks opened that a boundary is in."""
-
     bounds: tuple[int, ...]
     """Stage k runs `seen.steps[bounds[k]:bounds[k + 1]]`."""
-
     opened: tuple[str, ...] = ()
     """Those blocks."""
 

@@ -40,10 +40,8 @@ class Dependencies:
 
     needs: frozenset[str] = frozenset()
     """Keys of the pieces whose outputs are in it."""
-
     effects: frozenset[str] = frozenset()
     """Keys of the pieces that have put something into it which they did not return."""
-
     parameters: frozenset[str] = frozenset()
     """Parameters of pieces that something between the pieces has put into it."""
 

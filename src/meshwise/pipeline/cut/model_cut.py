@@ -33,13 +33,10 @@ class CutOptions:
     at: tuple[str, ...] = ()
     """By hand: the piece, or the module or the call of attention inside of a block, at which each stage but the first
     begins."""
-
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
-
     how: Literal["auto", "blocks"] = "auto"
     """Between the model's pieces. `auto` opens blocks where boundaries inside of them make a difference."""
-
     made: ModelCut | None = field(default=None, compare=False, repr=False)
     """A cut that was made of the same model in the same way, and is not made again."""
 
@@ -70,14 +67,11 @@ class CutRequest:
     by: Literal["time", "params", "memory"] = "time"
     """What makes two stages equal: seconds of forward and backward (of a model without values, operations), parameters,
     or bytes of parameters, their states and activations."""
-
     where: CutOptions = CutOptions()
     """Where it may be cut."""
-
     schedule: Schedule | None = None
     """What the stages will run. `memory` then counts the activations that each stage holds at a time, and `time` makes
     the step short, which is more than small stages: some come earlier than others, and some share a rank."""
-
     pairs: UncutModules = UncutModules()
     """What tensor parallelism splits."""
 
@@ -88,16 +82,12 @@ class StageContents:
 
     keys: tuple[str, ...]
     """As those of the cut, in which only `opened` are opened."""
-
     modules: tuple[str, ...]
     """The module of each."""
-
     start: int
     """The first that is the stage's own."""
-
     stop: int
     """The first after them that is not."""
-
     opened: tuple[str, ...]
     """The blocks that the stage has a part of."""
 
@@ -109,43 +99,30 @@ class ModelCut:
     keys: tuple[str, ...]
     """What runs, in order: pieces of the model, a second call of one as `name:2`. Of an
     opened block the modules inside, and then, under its own name, what it does last."""
-
     modules: tuple[str, ...]
     """The module of each, empty for an operation without one."""
-
     bounds: tuple[int, ...]
     """Stage k runs `keys[bounds[k]:bounds[k + 1]]`."""
-
     crossing: tuple[tuple[str, ...], ...]
     """What stage k sends to stage k + 1: keys of outputs."""
-
     changed: frozenset[str]
     """Keys of outputs that the model changes in place between its pieces: what is sent is a copy, made before."""
-
     alike: frozenset[str]
     """Keys of outputs that are as large as what their piece is given."""
-
     holders: Mapping[str, tuple[int, ...]]
     """The stages that hold each parameter, under its first name."""
-
     parameters: tuple[int, ...]
     """How many elements of parameters each stage holds, with those that others hold as well."""
-
     loads: tuple[float, ...]
     """What was balanced, per stage."""
-
     by: str
     """What that is."""
-
     opened: tuple[str, ...] = ()
     """The blocks that a boundary is inside of."""
-
     own: frozenset[str] = frozenset()
     """Buffers outside of the pieces that the model changes before its first piece: each stage has its own."""
-
     differentiates: bool = False
     """Whether the model asks for a gradient between its pieces: then what stands for an output has one."""
-
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
 
@@ -252,8 +229,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
     fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
     if fit < stages:
         raise CutError(
-            f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most "
-            f"pp·virtual_stages={fit}"
+            f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most pp·virtual_stages={fit}"
         )
     if where.at:
         return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), wish)

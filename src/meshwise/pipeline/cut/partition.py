@@ -25,16 +25,12 @@ class CutSteps:
 
     loads: Sequence[Sequence[float]]
     """Per stage, what each step adds to it; a stage may weigh steps differently (it holds more micro-batches)."""
-
     solid: Sequence[bool]
     """Which steps could be a stage on their own: those with parameters."""
-
     crossing: Sequence[float]
     """What would be sent, if the row were cut before this step."""
-
     before: Sequence[float] = ()
     """What a cut before this step adds to the stage that ends there; nothing, when empty."""
-
     after: Sequence[float] = ()
     """What it adds to the stage that begins there."""
 

@@ -22,14 +22,11 @@ class StepCost:
 
     activations: float
     """Bytes that its forward keeps for its backward."""
-
     work: float
     """Of its forward and backward: seconds, or without values floating-point operations; 0 where nobody asked."""
-
     between: float = 0.0
     """Inside of a block: the forward of what the block itself does before this step, and after the one before; `work`
     has it too."""
-
     earlier: float = 0.0
     """Inside of a block: the same of all that is before them."""
 
@@ -40,26 +37,19 @@ class ProbedStep:
 
     key: str
     """The piece's name, with a number from its second call on."""
-
     module: str
     """The piece's name, in the model or, of a block's call of attention, as if it were."""
-
     parameters: tuple[str, ...]
     """First names of the parameters it uses."""
-
     past: Dependencies
     """What it is given was made of."""
-
     output: int
     """Bytes that it returns."""
-
     took: StepCost
     """What it took."""
-
     alike: bool = False
     """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of hidden states
     do."""
-
     inside: tuple[ProbedStep, ...] = ()
     """Of a block that can be opened, its steps: the modules in it, and under the block's own key what it does last."""
 
@@ -81,25 +71,18 @@ class ProbeResult:
 
     steps: tuple[ProbedStep, ...]
     """The calls, in order."""
-
     result: Dependencies
     """What the result was made of."""
-
     everywhere: tuple[str, ...]
     """Parameters that the model uses outside its pieces; every stage needs them."""
-
     changed: frozenset[str]
     """The steps whose outputs are then changed in place."""
-
     early: frozenset[str] = frozenset()
     """Buffers outside of the pieces that the model changes before its first piece runs, as every stage will."""
-
     late: frozenset[str] = frozenset()
     """Those that it changes later, as some stages will and others not."""
-
     differentiates: bool = False
     """Whether the model asks for a gradient between its pieces."""
-
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 

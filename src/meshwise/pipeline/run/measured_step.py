@@ -55,7 +55,6 @@ class MeasuredStep:
 
     schedule: Schedule
     """What was run, as `passes.lower` made it."""
-
     step: Timeline
     """All of it: the row of the schedule, and what is before and after."""
 

@@ -22,7 +22,6 @@ class PackedTree:
 
     skeleton: Mapping[str, Any]
     """The values with meta tensors in place of tensors, `requires_grad` as it was. Pickles."""
-
     tensors: tuple[Tensor, ...]
     """The tensors, each once, in the order of the skeleton."""
 

@@ -20,16 +20,12 @@ class NamedSchedule:
 
     build: Callable[[int, int, int], Schedule]
     """(pp, microbatches, virtual_stages) to the table."""
-
     virtual: tuple[int, int | None]
     """The least and the greatest number of stages a rank, None for any."""
-
     least: Callable[[int], int] = lambda _pp: 1
     """The least number of micro-batches for so many ranks."""
-
     step: Callable[[int], int] = lambda _pp: 1
     """What the number of micro-batches is a multiple of."""
-
     overlaps: bool = True
     """Whether ranks compute at the same time."""
 

@@ -25,28 +25,20 @@ class ActionCost:
 
     forward: float = 1.0
     """Time of F."""
-
     input: float = 1.0
     """Time of I."""
-
     weight: float = 1.0
     """Time of W."""
-
     backward: float | None = None
     """Time of B; by default `input + weight`."""
-
     link: float = 0.0
     """Time for this stage's output to reach the next stage's rank, or for its gradient to come back."""
-
     gather: float = 0.0
     """Time to make the stage's parameters whole."""
-
     reduce: float = 0.0
     """Time to reduce its gradients."""
-
     held: float = 1.0
     """Activations kept from F to the end of the backward, in bytes, or in micro-batches."""
-
     kept: float = 1.0
     """The part of them that I leaves for W."""
 

@@ -63,19 +63,14 @@ class Norm:
 
     centred: bool
     """LayerNorm subtracts the mean; RMSNorm does not."""
-
     epsilon: float | None
     """Added to the variance; None is the smallest step of the dtype at 1, as torch's RMSNorm has it."""
-
     statistics: torch.dtype | None = None
     """The dtype the input is converted to for its statistics; None leaves it (half precision: float32)."""
-
     offset: float = 0.0
     """Added to the gain: 1 where a norm stores how far its gain is from 1."""
-
     gain: str = "weight"
     """The name of the parameter that scales; of one that is not there, nothing does."""
-
     bias: str = "bias"
     """The name of the parameter that is added, likewise."""
 
@@ -88,78 +83,56 @@ class Part:
 
     sections: tuple[int, ...] = ()
     """first, inner: the sizes of what is fused along the inner dim, such as q, k and v; () is one."""
-
     grain: int = 1
     """first, second, inner, norm: inner features that stay together: the width of a head (of all that share a key)."""
-
     dim: int | None = None
     """inner: the dim of a parameter that counts, from the end (-1); None is the last that is not 1."""
-
     transposed: bool = False
     """first, second, single, head: the weight is stored (in, out), not (out, in)."""
-
     readers: int = 1
     """colwise: how many matrices read the same input, this one and others, so that it is gathered once. With
     `gathers`: how many there are inside."""
-
     gathered: bool = False
     """colwise: the enclosing attention or pair has `gathers`, so that the input is there already."""
-
     gathers: bool = False
     """attention, pair: gather the hidden states at its entry, for all linears that open it, and for a forward that asks
     its input for sizes."""
-
     narrows: int = 0
     """attention with `gathers`: its forward takes the features of its heads from the last size of its input. It is
     shown an input as wide as this rank's heads, which its linears read whole; so many features stay together."""
-
     even_rows: bool = False
     """attention: its forward takes the number of rows from its input, so that it has to be that of what lies within."""
-
     whole_tokens: bool = False
     """colwise: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
-
     counts: tuple[tuple[str, int], ...] = ()
     """attention: attributes (a number, or a tuple of them) that count inner things, each with how many of those stay
     together: ("num_heads", 1), ("split_size", head width)."""
-
     key_counts: tuple[str, ...] = ()
     """attention: attributes that count key heads."""
-
     group_counts: tuple[str, ...] = ()
     """attention: attributes that count the heads that share a key head."""
-
     by_head: tuple[str, ...] = ()
     """attention: arguments of its forward that hold something for every head, of which `grain` stay together; and
     masks, which may."""
-
     heads: int = 0
     """attention with `by_head`: how many heads there are."""
-
     kv_replicas: int = 1
     """attention: how many ranks hold the same key head, because there are more ranks than key heads."""
-
     shared: bool = False
     """colwise, norm: it belongs to keys or values that several ranks share. It is not split over these ranks, and its
     gradient is the sum of theirs."""
-
     becomes: type[nn.Module] | None = None
     """attention: the class that takes over, as a base in front of the module's own; it finds its `Context` and its
     projections as `self.sharding`."""
-
     norm: Norm | None = None
     """norm: how it normalises."""
-
     stream: int = 0
     """block: how many features the hidden states has; 0 where a matrix that reads it tells."""
-
     whole_features: bool = False
     """block, embedding, single, rowwise: outside of the blocks hidden states have all features; see `detect.rules`.
     head: it returns whole logits, as those are that cross to another stage of a pipeline."""
-
     elsewhere: bool = False
     """Another stage of the pipeline has its parameters: here it returns what was received, or nothing."""
-
     inner: bool = False
     """norm: over what lies within a pair, all heads of queries or of keys, which are cut as those are."""
 

@@ -89,7 +89,6 @@ class BlockReading:
 
     declared: Mapping[str, str]
     """By name: "colwise", "rowwise", or any other word for a matrix that is in no branch; "attention" for a module."""
-
     names: Collection[str]
     """The first names of the model's modules. What has been read under one is not read again under another."""
 

@@ -53,10 +53,8 @@ class FoundAttention:
 
     alike: bool
     """Whether one rule cuts q, k and v, so that no two ranks can hold the same key head."""
-
     even: bool
     """Whether every rank has to get as many key heads: q and k are cut by one rule that knows no groups."""
-
     enters_whole: bool
     """Whether its forward sees its input as its first matrices read it, so that sizes it takes from there are right."""
 

@@ -15,7 +15,6 @@ class PairSharing:
 
     ranks: int
     """How many ranks share out the heads."""
-
     rows_stay: bool
     """Whether what a pair has inside are the rows of its input. Under 3d they are not: so its input cannot be gathered
     for all its linears at once, and no axis of the heads can be cut in two, as it splits rows elsewhere."""
