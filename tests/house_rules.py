@@ -83,7 +83,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     {"comm": "the names that the rest of the package imports from comm"},
     {"comm.launch": "starts ranks and joins them"},
     {"comm.health": "hang reports: who waits for whom"},
-    {"comm.network": "worlds over gloo, NCCL and several hosts"},
+    {"comm.network": "worlds over gloo and NCCL"},
     {
         "comm.shared_memory": "the world of ranks on one host",
         "comm.in_process": "the worlds of threads and of traces",

@@ -14,7 +14,7 @@ from meshwise.comm.shared_memory.local_world import LocalWorld
 def joined(world: World, name: str, how: str) -> World:
     """The same ranks over a world of their own, whose store is called `name`. Close it.
 
-    how: "shared memory", "borrowed memory" (where no process may read another's own), "gloo", or the ranks' hosts.
+    how: "shared memory", "borrowed memory" (where no process may read another's own), or "gloo".
     """
     found = meeting_place()
     assert found is not None
@@ -24,9 +24,7 @@ def joined(world: World, name: str, how: str) -> World:
     if how == "borrowed memory":
         room = HostRanks.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
         return LocalWorld(rank=world.rank, mesh=world.mesh, lanes=GroupQueues(room))
-    if how == "gloo":
-        return torch_world(world.device, store=store, comm="gloo")
-    return torch_world(world.device, store=store, host=how.split()[world.rank])
+    return torch_world(world.device, store=store, comm="gloo")
 
 
 def holds_together(world: World) -> bool:

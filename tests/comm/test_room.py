@@ -12,8 +12,7 @@ import pytest
 
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.process_life import ProcessLife
-from meshwise.comm.api.progress import Progress
-from meshwise.comm.shared_memory.host_ranks import HostPeer, HostRanks
+from meshwise.comm.shared_memory.host_ranks import HostPeer, HostRanks, Progress
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 

@@ -47,21 +47,6 @@ def one_order(world: World) -> tuple[Tensor, ...]:
     return reduced, whole, small, target
 
 
-def shared_along(world: World, name: str, how: str) -> list[list[float] | None]:
-    """Along each axis, what all ranks have written into the memory they have in common."""
-    other = joined(world, name, how)
-    view = other.over(Mesh.of(a=2, b=2))
-    found: list[list[float] | None] = []
-    for axis in ("a", "b"):
-        memory = view.shared_empty(2, dtype=torch.float64, axes=axis)
-        if memory is not None:
-            memory[view.group(axis).index] = world.rank
-            view.barrier()
-        found.append(None if memory is None else memory.tolist())
-    other.close()
-    return found
-
-
 def disagreeing(world: World, name: str, how: str) -> str:
     """What is said to this rank. It is refused before anything moves, so that the ranks can go on."""
     other = joined(world, name, how)
@@ -90,15 +75,7 @@ def test_all_routes_to_a_sum_give_the_same_bits_on_every_rank(processes: Process
     same(results[0][3], expected)
 
 
-def test_ranks_of_one_host_can_have_memory_in_common(processes: Processes) -> None:
-    # a\b  0  1
-    #  0   0  1   one
-    #  1   2  3   two
-    found = run(SIZE, shared_along, on=processes, args=(uuid.uuid4().hex, "one one two two"))
-    assert found == [[None, [0, 1]], [None, [0, 1]], [None, [2, 3]], [None, [2, 3]]]
-
-
-@pytest.mark.parametrize("how", ["shared memory", "gloo", "one two one two"])
+@pytest.mark.parametrize("how", ["shared memory", "gloo"])
 def test_check_mode_names_who_differs_before_anything_hangs(how: str, processes: Processes) -> None:
     for report in run(SIZE, disagreeing, on=processes, args=(uuid.uuid4().hex, how)):
         assert "rank 2 " in report

@@ -385,7 +385,7 @@ def joined_by(world: World, name: str, how: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["shared memory", "borrowed memory", "gloo", "one two one two", "one two two two"])
+@pytest.mark.parametrize("how", ["shared memory", "borrowed memory", "gloo"])
 def test_on_processes(how: str, processes: Processes) -> None:
-    """Shared memory; where no process may read another's own; messages; several hosts, of equal ranks and not."""
+    """Shared memory; where no process may read another's own; messages."""
     run(4, joined_by, on=processes, args=(uuid.uuid4().hex, how))

@@ -5,12 +5,9 @@ A tensor made in torch.inference_mode cannot be written outside of it. The threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
-
-T = TypeVar("T")
 
 
 def as_called(job: Callable[[], None]) -> Callable[[], None]:
@@ -23,18 +20,3 @@ def as_called(job: Callable[[], None]) -> Callable[[], None]:
             job()
 
     return inside
-
-
-def each_as_called(steps: Iterator[T]) -> Iterator[T]:
-    """Yield `steps`, each advanced in inference mode if that is on now."""
-    return _each(steps) if torch.is_inference_mode_enabled() else steps
-
-
-def _each(steps: Iterator[T]) -> Iterator[T]:
-    while True:
-        with torch.inference_mode():
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-        yield step

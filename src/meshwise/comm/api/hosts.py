@@ -1,4 +1,4 @@
-"""Which ranks are on one host."""
+"""Whether ranks are on one host."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def host_name() -> str:
     return f"{boot} {socket.gethostname()}"
 
 
-def hosts_of(store: c10d.Store, *, rank: int, size: int, name: str | None) -> list[int]:
-    """By rank, the number of its host. Every rank calls it; `name`: this one's host, by default `host_name`."""
-    store.set(f"host/{rank}", name or host_name())
-    names = store.multi_get([f"host/{other}" for other in range(size)])
-    numbers = {found: number for number, found in enumerate(dict.fromkeys(names))}
-    return [numbers[found] for found in names]
+def on_one_host(store: c10d.Store, *, rank: int, size: int) -> bool:
+    """Return whether all ranks are on one host, by `host_name`. Every rank calls it."""
+    store.set(f"host/{rank}", host_name())
+    return len(set(store.multi_get([f"host/{other}" for other in range(size)]))) == 1

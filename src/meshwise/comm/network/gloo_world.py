@@ -32,7 +32,6 @@ from meshwise.comm.api.flat_parts import put
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
-from meshwise.comm.api.progress import Meanwhile
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
@@ -47,14 +46,10 @@ _ONE_PHASE_BYTES = 256 << 10
 
 
 class GlooTransport:
-    """State that all views of one rank's world share: the mailbox, the worker threads, and unfinished calls.
+    """State that all views of one rank's world share: the mailbox, the worker threads, and unfinished calls."""
 
-    `meanwhile`: what is due while this rank waits. With it, threads carry on all that is under way.
-    """
-
-    def __init__(self, mailbox: Mailbox, *, meanwhile: Meanwhile | None = None) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self.meanwhile = meanwhile
         self.scratch = ScratchMemory()
         self.unfinished: set[Work] = set()
         self._carriers: dict[str, WorkerThread] = {}
@@ -299,10 +294,10 @@ class GlooWorld(World):
             return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.carrier(lane)))
         steps = program(reads, writes)
         rest = as_called(_once(partial(_complete, itertools.chain([next(steps)], steps))))
-        if not carried and transport.meanwhile is None:
+        if not carried:
             return _Started(self, call.stamp, transport, rest)
         ticket = transport.carrier(lane).carry(rest)
-        return _Started(self, call.stamp, transport, partial(ticket.wait, meanwhile=transport.meanwhile), ticket)
+        return _Started(self, call.stamp, transport, ticket.wait, ticket)
 
     def _post(
         self,

@@ -14,21 +14,18 @@ import errno
 import os
 import resource
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.hosts import hosts_of
+from meshwise.comm.api.hosts import on_one_host
 from meshwise.comm.api.job_attempt import fresh
 from meshwise.comm.api.launch_environment import launched
 from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
-from meshwise.comm.network.hosts_world import HostsWorld
 from meshwise.comm.network.loopback import is_opened_by_launcher, store_of
 from meshwise.comm.network.mailbox import Mailbox
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
@@ -57,15 +54,12 @@ def meeting_place() -> c10d.Store | None:
     return fresh(store_of(host, port=port, opens=opens), rank=rank, size=size)
 
 
-def torch_world(
-    device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto", host: str | None = None
-) -> World:
+def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
     """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device
     type.
 
-    `store`: where the ranks meet, by default the `meeting_place`. `comm`: how CPU ranks of one host are joined, `local`
-    (shared memory), `gloo`, or `auto`: shared memory where there is some. `host`: the name of this one, the same for
-    the ranks that share memory, by default what the system says.
+    `store`: where the ranks meet, by default the `meeting_place`. `comm`: how CPU ranks are joined, `local` (shared
+    memory), `gloo`, or `auto`: shared memory where all ranks are on one host that has some.
 
     Raises ValueError when some ranks are on CPU and others on CUDA, or when `local` is impossible, and torch's
     DistError when ranks stay away for ten minutes.
@@ -79,33 +73,29 @@ def torch_world(
     devices = _devices(own, rank, size, device, comm)
     if device.type == "cuda" and len(set(devices)) == size:
         return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
-    rooms = hosts_of(own, rank=rank, size=size, name=host) if device.type == "cpu" and comm != "gloo" else None
-    room = None if rooms is None else _enter(own, rank, rooms, comm)
-    if rooms is not None and room is not None and len(set(rooms)) == 1:
+    room = _enter(own, rank, size, comm) if device.type == "cpu" and comm != "gloo" else None
+    if room is not None:
         return LocalWorld(rank=rank, mesh=mesh, lanes=GroupQueues(room))
     mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
-    if rooms is not None and room is not None:
-        return HostsWorld.joined(room, mailbox=mailbox, mesh=mesh, hosts=rooms)
     return GlooWorld(rank=rank, mesh=mesh, device=device, transport=GlooTransport(mailbox))
 
 
-def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> HostRanks | None:
-    """Return the shared memory of this host's ranks, or None on all ranks when one of them cannot share.
+def _enter(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | None:
+    """Return the shared memory of the ranks, or None on all ranks when one of them cannot share.
 
     Raises ValueError when `comm` requires sharing.
     """
     room, reason = None, ""
-    if max(Counter(hosts).values()) == 1:
-        reason = "no two ranks are on one host"
+    if not on_one_host(store, rank=rank, size=size):
+        reason = "they are on several hosts"
     else:
-        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        memory = ProcessMemory(c10d.PrefixStore("memory", store), rank=rank, size=len(hosts))
+        memory = ProcessMemory(c10d.PrefixStore("memory", store), rank=rank, size=size)
         try:
-            room = HostRanks.enter(c10d.PrefixStore("room", store), rank=rank, ranks=here, memory=memory)
+            room = HostRanks.enter(c10d.PrefixStore("room", store), rank=rank, ranks=range(size), memory=memory)
         except OSError as error:
             reason = str(error)
         store.set(f"room/{rank}", reason)
-        reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(len(hosts))])]
+        reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(size)])]
         reason = next(filter(None, reasons), "")
         if reason and rank == 0 and comm == "auto":
             mend = f"{_remedy(reason)}set {COMM_VARIABLE}=gloo to hear no more of it"

@@ -10,10 +10,6 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from meshwise.comm.api.progress import Meanwhile, Progress
-
-_NAP_SECONDS = 0.0005
-
 
 class ThreadJob:
     """One job of a worker thread."""
@@ -37,14 +33,8 @@ class ThreadJob:
         """True if the job is done."""
         return self._done.is_set()
 
-    def wait(self, *, meanwhile: Meanwhile | None = None) -> None:
-        """Block until the job is done, doing what is due; raises what the job raised."""
-        while meanwhile is not None and not self.done:
-            outlook = meanwhile()
-            if outlook is Progress.NOTHING:
-                break
-            if outlook is Progress.LATER:
-                self._done.wait(_NAP_SECONDS)
+    def wait(self) -> None:
+        """Block until the job is done; raises what the job raised."""
         self._done.wait()
         if self._error is not None:
             raise self._error

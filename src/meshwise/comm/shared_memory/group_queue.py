@@ -28,11 +28,10 @@ from functools import partial
 from torch import Tensor
 
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
-from meshwise.comm.api.progress import Meanwhile, Progress
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.host_ranks import HostRanks
+from meshwise.comm.shared_memory.host_ranks import HostRanks, Progress
 from meshwise.comm.shared_memory.queue_state import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
 from meshwise.comm.shared_memory.remote_span import MappedSpan, RemoteSpan, Span
 
@@ -352,13 +351,12 @@ class GroupQueue:
 
 
 class GroupQueues:
-    """All lanes of one rank. `errands`: other work that it does when it makes progress."""
+    """All lanes of one rank."""
 
-    def __init__(self, room: HostRanks, *, errands: Sequence[Meanwhile] = ()) -> None:
+    def __init__(self, room: HostRanks) -> None:
         self.room = room
         self.closed = False
         self._process = os.getpid()
-        self._errands = errands
         self._lanes: dict[tuple[tuple[int, ...], str], GroupQueue] = {}
 
     def of(self, group: Group) -> GroupQueue:
@@ -370,7 +368,7 @@ class GroupQueues:
         return self._lanes[name]
 
     def progress(self, bell: int | None = None) -> Progress:
-        """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook.
+        """Do what has become due in any lane. What that rank's bell will tell of is no outlook.
 
         A copy of the process has nothing to do: its rank does it.
         """
@@ -383,8 +381,6 @@ class GroupQueues:
                     outlook = Progress.DID
                 elif lane.lacks != bell:
                     outlook = max(outlook, Progress.LATER)
-        for errand in self._errands:
-            outlook = max(outlook, errand())
         return outlook
 
     def close(self) -> None:

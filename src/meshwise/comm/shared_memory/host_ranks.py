@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import json
 import os
@@ -14,7 +15,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.process_life import ProcessLife
-from meshwise.comm.api.progress import Meanwhile, Progress
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
@@ -37,6 +37,14 @@ _DOZE_SECONDS = 0.0002
 # another one in its place.
 _ENDING_SECONDS = 10.0
 _OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
+
+
+class Progress(enum.IntEnum):
+    """Progress of a waiting rank: nothing to do, something may arrive, or something was done."""
+
+    NOTHING = 0
+    LATER = 1
+    DID = 2
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,13 @@ class HostRanks:
         return self._peers[rank]
 
     def wait_for(
-        self, rank: int, *, condition: Callable[[], bool], among: Sequence[int], about: CallRecord, meanwhile: Meanwhile
+        self,
+        rank: int,
+        *,
+        condition: Callable[[], bool],
+        among: Sequence[int],
+        about: CallRecord,
+        meanwhile: Callable[[], Progress],
     ) -> None:
         """Return when what another rank has to bring about is so.
 

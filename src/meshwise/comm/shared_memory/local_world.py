@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
-from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder, RanksDisagree
+from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Axes, Group, Work, World, line
@@ -43,8 +43,8 @@ class LocalWorld(World):
 
     medium = "shared memory"
 
-    def __init__(self, *, rank: int, mesh: Mesh, lanes: GroupQueues, journal: FlightRecorder | None = None) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
+    def __init__(self, *, rank: int, mesh: Mesh, lanes: GroupQueues) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"))
         self._lanes = lanes
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
