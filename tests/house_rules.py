@@ -66,7 +66,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     {
         "train": "the job, its data, the loop, its events",
         "testing": "run N ranks, `agree`, `count`, the reference run",
-        "bench": "measures links, collectives, disks; examines the machine",
+        "bench": "measures links and collectives; examines the machine",
     },
     {"planner": "searches the plans of a job: bounds first, then rehearsals"},
     {"simulate": "rehearses a plan without values: memory and time"},

@@ -1,9 +1,7 @@
-"""Measurements of collectives as a table, as CSV and as JSON."""
+"""Measurements of collectives as a table and as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -38,16 +36,6 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
             }
         )
     return records
-
-
-def as_csv(measurements: Sequence[Measurement]) -> str:
-    """Return the records with a header line."""
-    records = rows(measurements)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
 
 
 def as_json(measurements: Sequence[Measurement]) -> str:

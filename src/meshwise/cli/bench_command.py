@@ -2,14 +2,10 @@
 
 | bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file
-| bench disk          read and write rates of the disk tier, beside dd
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +13,13 @@ from types import MappingProxyType
 from typing import Literal
 
 import tomli_w
-from rich.table import Table
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.byte_sizes import parse_size
 from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
-from meshwise.bench.collective_tables import as_csv, as_json, as_table
+from meshwise.bench.collective_tables import as_json, as_table
 from meshwise.bench.collectives import SizeSweep, group_sizes
 from meshwise.bench.collectives import measure as measure_collectives
-from meshwise.bench.disk import KINDS, TIER, Disk
-from meshwise.bench.disk import measure as measure_disk
 from meshwise.bench.machine import link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.cli.output_files import check_outputs, write_and_say
@@ -35,11 +28,10 @@ from meshwise.comm import World, run, torchrun_line
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.cores import cores
-from meshwise.memory.swap_file import TierError
 from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import OutputConsole, console_of_width, counted
+from meshwise.train.output_stream import console_of_width, counted
 
 _WIDTH = 110
 """Columns of the table where stdout is not a terminal."""
@@ -69,10 +61,8 @@ class Collectives:
     """How ranks on CPUs of one host communicate: through shared memory, by messages over gloo, or the best there is."""
     rounds: int = 5
     """Times that every measurement is repeated, in turns."""
-    csv: Path | None = None
-    """Write the measurements here, times in seconds and bandwidths in bytes per second."""
     json: Path | None = None
-    """Write the measurements here as JSON."""
+    """Write the measurements here as JSON: times in seconds, bandwidths in bytes per second."""
     png: Path | None = None
     """Draw bus bandwidth over size; needs the extra `plot`."""
 
@@ -91,7 +81,7 @@ def main(words: Sequence[str]) -> int:
 def _collectives(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
     size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
-    check_outputs((flags.csv, flags.json, flags.png))
+    check_outputs((flags.json, flags.png))
     sweep = _sweep(flags, size)
     _say_start(size, "collectives", words)
     measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
@@ -133,8 +123,7 @@ def _print_collectives(flags: Collectives, measurements: Sequence[Measurement]) 
     if links:
         caption += f" Links of this machine to others: {', '.join(links)}."
     console.show(as_table(measurements, caption=caption))
-    for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
-        write_and_say(path, write=functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
+    write_and_say(flags.json, write=lambda path: path.write_text(as_json(measurements), encoding="utf-8"))
     write_and_say(flags.png, write=lambda path: plot(measurements, path=path))
 
 
@@ -195,51 +184,6 @@ def _disturbance(found: Calibrated, *, size: int) -> str:
     return f"other work took {1 - found.share:.0%} of the CPU time: calibrate again when the machine is quieter"
 
 
-@dataclass(frozen=True)
-class DiskBench:
-    """Read and write a folder's disk as `offload=…:disk` does, in turns with dd."""
-
-    folder: Path | None = None
-    """A folder on the disk that `swap.folder` of a job will use. Default: the folder of temporary files."""
-    size: str = "1G"
-    """Bytes to read, and to write; four times as much has to be free."""
-    rounds: int = 5
-    """Times that every measurement is repeated, in turns."""
-    json: Path | None = None
-    """Write the rates here, in bytes per second, round by round."""
-
-
-def _disk(words: Sequence[str]) -> int:
-    flags = parse_flags(words, prog="meshwise bench disk", default=DiskBench())
-    if flags.rounds < 1:
-        raise JobError(f"rounds = {flags.rounds} has to be at least 1")
-    check_outputs([flags.json])
-    folder = flags.folder or Path(tempfile.gettempdir())
-    try:
-        disk = measure_disk(folder, size=parse_size(flags.size), rounds=flags.rounds)
-    except (TierError, ValueError) as error:
-        raise JobError(str(error)) from error
-    OutputConsole().show(disk_table(disk, folder=folder))
-    rates = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
-    text = json.dumps({"direct": disk.direct, "rates": rates}, indent=1) + "\n"
-    write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
-    return 0
-
-
-def disk_table(disk: Disk, *, folder: Path) -> Table:
-    """Return a table of median rates in GB/s (10^9 bytes), and the ratio of the tier to the best dd."""
-    access = "direct access" if disk.direct else "through the page cache: this file system has no direct access"
-    table = Table(caption=f"GB/s, medians, in {folder}, {access}", caption_justify="left")
-    table.add_column("")
-    for kind in KINDS:
-        table.add_column(kind if kind != "both" else "both at once", justify="right")
-    for who in dict.fromkeys(rate.who for rate in disk.rates):
-        table.add_row(who, *(f"{disk.of(who, kind=kind).median / 1e9:.2f}" for kind in KINDS))
-    table.add_section()
-    table.add_row(f"{TIER} / best of dd", *(f"{disk.share(kind):.2f}" for kind in KINDS))
-    return table
-
-
 def _ranks(flags: Collectives | Calibration, *, least: int) -> int:
     """Return the number of ranks to measure on: torchrun's, those asked for, one per GPU, or `least` to 4 per core."""
     if launched := launched_ranks():
@@ -262,5 +206,5 @@ def _say_start(size: int, name: str, words: Sequence[str]) -> None:
 
 
 _BENCHMARKS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
-    {"collectives": _collectives, "calibrate": _calibrate, "disk": _disk}
+    {"collectives": _collectives, "calibrate": _calibrate}
 )

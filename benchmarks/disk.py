@@ -1,5 +1,7 @@
 """Measure the bandwidth of a disk for tiers beside dd: reading, writing, and both at once.
 
+    python benchmarks/disk.py --folder /nvme --gigabytes 1
+
 dd handles one block after the other, so a disk that serves several requests at a time needs several dd processes. They
 take turns with the tier's own file, on equal terms:
 
@@ -13,11 +15,13 @@ allocation.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +30,6 @@ from typing import TypeAlias
 
 import torch
 
-from meshwise.comm.launch.job_folder import job_folder
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import SwapFile, SwapTransfer
 
@@ -157,7 +160,8 @@ def dds(folder: Path, *, size: int, direct: bool) -> Iterator[dict[str, Contesta
         words = ["dd", *ends, f"bs={_BLOCK}", f"count={count}", "conv=notrunc", *flags[kind]]
         return subprocess.Popen(words, stderr=subprocess.DEVNULL)
 
-    with job_folder(folder) as made:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        made = Path(name)
         paths = {"read": made / "source", "write": made / "target"}
 
         def run(kind: str, number: int) -> None:
@@ -181,3 +185,22 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait for all processes. Raises OSError when one of them fails."""
     if failed := [process for process in started if process.wait()]:
         raise OSError(f"dd ended with {failed[0].returncode}: {failed[0].args!r}")
+
+
+def main() -> None:
+    """Measure, and print median rates in GB/s (10^9 bytes)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="to read and to write, of four times as much")
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    disk = measure(asked.folder, size=int(asked.gigabytes * 2**30), rounds=asked.rounds)
+    print(f"GB/s in {asked.folder}, {'direct' if disk.direct else 'through the page cache'}")
+    print(f"{'':22}" + "".join(f"{kind:>8}" for kind in KINDS))
+    for who in dict.fromkeys(rate.who for rate in disk.rates):
+        print(f"{who:22}" + "".join(f"{disk.of(who, kind=kind).median / 1e9:8.2f}" for kind in KINDS))
+    print(f"{TIER + ' / best of dd':22}" + "".join(f"{disk.share(kind):8.2f}" for kind in KINDS))
+
+
+if __name__ == "__main__":
+    main()
