@@ -1,4 +1,4 @@
-"""What a run is started with: signals that it is to ignore, streams that are closed."""
+"""What a run is started with: signals that it is to ignore, and one output for all ranks."""
 
 from __future__ import annotations
 
@@ -80,16 +80,6 @@ def test_signals_that_a_run_was_started_to_ignore_end_neither_it_nor_its_ranks(
     time.sleep(0.5)
     status, _, errors, result = returned(process, tmp_path)
     assert (status, errors, result) == (0, "", "[0, 1]")
-
-
-@pytest.mark.parametrize("streams", [(0,), (1,), (0, 1), (0, 1, 2)])
-def test_a_run_needs_no_streams(
-    streams: tuple[int, ...], tmp_path: Path, waiting: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    closing = " ".join(f"{number}>&-" for number in streams)
-    status, out, errors, result = returned(waiting(f"exec {closing}"), tmp_path)
-    assert (status, errors, result) == (0, "", "[0, 1]")
-    assert sorted(out.split()) == ([] if 1 in streams else ["0", "1", "met", "met"])
 
 
 PRINTING = """

@@ -31,8 +31,8 @@ from meshwise.cli import (
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.launch.fork_server import copied, open_streams, tidying
-from meshwise.comm.launch.job_semaphores import NoSemaphoresError
+from meshwise.comm.launch.agent import NoSemaphoresError
+from meshwise.comm.launch.fork_server import copied
 from meshwise.comm.launch.joining import leave_undone
 from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
 from meshwise.engine.step_faults import NonFiniteError
@@ -65,9 +65,7 @@ COMMANDS: Mapping[str, Command] = {
     "simulate": Command("predict the time and memory of a plan, without the ranks", simulate_command.main),
     "plan": Command("choose the fastest plan for a cluster", plan_command.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint_command.main),
-    "bench": Command(
-        "measure collectives and disks, and this machine for simulations", bench_command.main, starts_ranks=True
-    ),
+    "bench": Command("measure collectives, and this machine for simulations", bench_command.main, starts_ranks=True),
     "draw": Command("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
     "doctor": Command(
         "examine this machine, and whether ranks can communicate", doctor_command.main, starts_ranks=True
@@ -80,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     With the process's own words, ranks are forked copies of this process, which has done nothing but import.
     """
-    open_streams()
     replace_missing_characters()
     try:
         try:
@@ -113,12 +110,10 @@ def _run(words: list[str], *, own: bool) -> int:
 def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
     """Return the subcommand's exit status, whatever it raises. `fork`: its ranks are forked from this process."""
     try:
-        if not fork:
-            return _call(name, words)
-        with tidying():
+        if fork:
             with contextlib.suppress(OSError):  # forking only saves time; an error comes again when ranks start
                 copied()
-            return _call(name, words)
+        return _call(name, words)
     except NoSemaphoresError as error:
         return _say(f"meshwise {name}: {error.strerror}", status=2)
     except (JobError, PlanError, LossError) as error:

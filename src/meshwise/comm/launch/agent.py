@@ -10,16 +10,13 @@ to torch, ended with status 0.
 When a rank ends without a word, those that wait for it notice, and say in which collective they lost it. torch's
 launcher would end them at once; here they are given a moment for that.
 
-A stopped rank (SIGSTOP) does not receive the signal to end: torch would wait half a minute before it kills it, and only
-then read the other ranks' messages. Here stopped ranks are continued when another one has ended, or when all should
-end.
+To start ranks takes semaphores. Where a container has no room for them, the error says what to change.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
-import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Set
@@ -33,15 +30,23 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from meshwise.comm.api.process_life import has_ended
-from meshwise.comm.launch.job_folder import last_start
-from meshwise.comm.launch.job_semaphores import named_after
-from meshwise.comm.launch.rank_outcome import RankOutcome, save_statuses
+from meshwise.comm.launch.rank_outcome import RankOutcome, last_start, save_statuses
 from meshwise.comm.launch.rank_process import POLL_SECONDS
 from meshwise.comm.network.loopback import LOOPBACK, LoopbackRendezvous
 
 _SHUTDOWN_SECONDS = 5
 _CERTAIN_SECONDS = 1.0
 _WORDS_SECONDS = 2.0
+_REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
+_NO_ROOM = (
+    "to start ranks takes semaphores in /dev/shm, two for each and five, of a page each; give it room "
+    "(mount -o remount,rw,size=64m /dev/shm, or docker run --shm-size=64m), or start the ranks with torchrun, which "
+    "needs none"
+)
+
+
+class NoSemaphoresError(OSError):
+    """Raised when the machine has no room for the semaphores of a job."""
 
 
 def launch(
@@ -87,8 +92,12 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._pcontext = None  # or the semaphores of the ranks before would take their room until these are started
-        with named_after(self._folder):
+        try:
             started: dict[int, Any] = super()._start_workers(worker_group)
+        except OSError as error:
+            if error.errno in _REFUSED and error.filename is None:  # multiprocessing names no file for semaphores
+                raise NoSemaphoresError(error.errno, f"{os.strerror(error.errno)}: {_NO_ROOM}") from error
+            raise
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -97,8 +106,6 @@ class _Agent(LocalElasticAgent):
             self._since = time.monotonic()
         if self._may_yet_tell(worker_group):
             return RunResult(WorkerState.HEALTHY)
-        if any(_has_ended(one.id) for one in worker_group.workers):
-            self._go_on()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and (failures := self._left_nothing(worker_group)):
             result = RunResult(WorkerState.FAILED, failures=failures)
@@ -117,17 +124,6 @@ class _Agent(LocalElasticAgent):
             for one in worker_group.workers
             if one.id in self._gone and not RankOutcome.is_there(outcomes, rank=one.global_rank)
         }
-
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        self._go_on()
-        super()._shutdown(*args, **kwargs)
-
-    def _go_on(self) -> None:
-        """Continue stopped ranks so that they receive their signals; running ranks do not notice."""
-        for one in self._worker_group.workers:
-            if one.id and not _has_ended(one.id):  # it was started, and its number is not another's yet
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(one.id, signal.SIGCONT)
 
     def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
         """Return whether a rank has ended without a word just now, and one that lives has said nothing yet."""

@@ -78,19 +78,12 @@ def _join(device: torch.device, stall_seconds: float | None, tell: ReportSink) -
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.
     atexit.register(_close, world, watch)
-    os.register_at_fork(after_in_child=_end_as_a_copy)
     return world
 
 
 def leave_undone() -> None:
     """Leave the collectives under way unfinished: this rank ends, and its launcher ends the others."""
     atexit.unregister(_close)
-
-
-def _end_as_a_copy() -> None:
-    """In a copy of the process: how it ends says nothing of the rank."""
-    for last in (_close, _leave_store):
-        atexit.unregister(last)
 
 
 def _close(world: World, watch: Watchdog | None) -> None:

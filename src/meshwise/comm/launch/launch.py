@@ -4,10 +4,10 @@
 the ranks of one machine through the elastic launcher that torchrun uses. Under torchrun it only connects. So the same
 file works both ways.
 
-    run ── job_folder ── agent ── rank ──────────── joining ── main(world, …)
-     │     where they    torch's  one rank from      the world it
-     │     leave word    launcher start to end       has part in
-     └─ outcome: what they returned, or the error that came first, not one of those that it caused in other ranks
+    run ── agent ── rank ──────────── joining ── main(world, …)
+     │     torch's  one rank from      the world it
+     │     launcher start to end       has part in
+     └─ rank_outcome: what they returned, or the error that came first, not one of those that it caused in other ranks
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import util
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
@@ -33,10 +34,9 @@ from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.agent import launch
 from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.fork_server import LauncherEnvironment, end_quietly, starting, temporary
-from meshwise.comm.launch.job_folder import job_folder, last_start
+from meshwise.comm.launch.fork_server import LauncherEnvironment, starting
 from meshwise.comm.launch.joining import connect, joined_by, leave_undone
-from meshwise.comm.launch.rank_outcome import first_error, results
+from meshwise.comm.launch.rank_outcome import first_error, job_folder, last_start, results
 from meshwise.comm.launch.rank_process import SIGNALS, asked_threads, rank_main
 from meshwise.comm.network.torch_world import Comm
 
@@ -101,7 +101,7 @@ def run(
     # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one; of Ctrl-C
     # that nobody catches, a traceback into the wait for the ranks would tell nothing.
     if signal.getsignal(ended) == signal.SIG_DFL:
-        temporary()()  # what Python would do when it ends
+        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; what Python would do when it ends
     sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
     signal.raise_signal(ended)
     raise SystemExit(128 + ended)
@@ -118,7 +118,6 @@ def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
 def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseException, at: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
-        end_quietly()
     else:
         otherwise(kind, error, at)
 

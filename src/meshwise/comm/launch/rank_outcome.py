@@ -1,4 +1,8 @@
-"""Store the result or error of a rank in a file that its launcher reads.
+"""Store the result or error of a rank in a file that its launcher reads, in the folder of the job.
+
+    | meshwise-job-x1y2/         among the temporary files
+    |   start-0/  0  1  …        a `RankOutcome` of each rank, for each start of them
+    |   logs/                    torch's
 
 A result or exception travels in a file, not through the exit status or a pipe. It is there even when the process dies
 right afterwards, and the first of several errors can be separated from later ones.
@@ -10,9 +14,10 @@ import contextlib
 import json
 import pickle
 import signal
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,23 @@ from typing import Any
 from meshwise.comm.api.rank_lost import RankKilledError, RankLostError
 
 _STATUSES = "statuses"
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[Path]:
+    """Make a folder for a job among the temporary files, and remove it after the block."""
+    with tempfile.TemporaryDirectory(prefix="meshwise-job-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def start_folder(folder: Path, *, number: int) -> Path:
+    """Return the folder in which the ranks of one start leave their outcomes."""
+    return folder / f"start-{number}"
+
+
+def last_start(folder: Path) -> Path:
+    """Return the folder with the outcomes of the last start."""
+    return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 
 @dataclass(frozen=True)
@@ -159,11 +181,3 @@ def _picklable(error: BaseException) -> BaseException:
     for note in getattr(error, "__notes__", []):
         told.add_note(note)
     return told
-
-
-def status_of(error: BaseException) -> int:
-    """Return the exit status for an exception, and print its message if it has one."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-        return error.code or 0
-    traceback.print_exception(error)
-    return 1

@@ -27,10 +27,8 @@ from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.process_life import LauncherProcess
 from meshwise.comm.health.watchdog import report_to_stderr
 from meshwise.comm.launch.fork_server import ENDING, LauncherEnvironment
-from meshwise.comm.launch.job_folder import hold, start_folder
-from meshwise.comm.launch.job_semaphores import named_as_ever
 from meshwise.comm.launch.joining import joined
-from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, load_statuses, status_of
+from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, load_statuses, start_folder
 
 POLL_SECONDS = 0.1
 """How often the launcher looks at its ranks."""
@@ -50,7 +48,6 @@ def rank_main(
     """Run one rank from start to end; `folder` is the folder of the job."""
     _die_of(SIGNALS)
     surroundings.enter()
-    named_as_ever()
     _keep_lines_whole()
     if LauncherProcess().is_gone():
         _leave(1)
@@ -66,22 +63,16 @@ def rank_main(
         else:
             report_to_stderr(report, final=final)
 
-    own = os.getpid()
     try:
-        hold(starts)
         folder.mkdir(exist_ok=True)
         if rank == 0 and attempt.number:
             _tell_restart(starts, attempt)
         torch.set_num_threads(asked_threads() or torch.get_num_threads())
         world = joined(device, tell=tell)
         outcome = _outcome(functools.partial(main, world, *args))
-        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
-            _leave(0)
         world.close()
         outcome.save(folder, rank=rank)
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
-        if os.getpid() != own:
-            _leave(status_of(error))
         try:
             outcome = RankOutcome.of(error)
             try:
@@ -97,8 +88,7 @@ def rank_main(
 def _end_workers() -> None:
     """Let what loads data end with this process: as multiprocessing does when it comes to its end."""
     for child in multiprocessing.active_children():
-        own = vars(child)["_parent_pid"] == os.getpid()  # not that of the process which this one is a copy of
-        if own and child.daemon:
+        if child.daemon:
             child.terminate()
 
 
@@ -121,12 +111,11 @@ def _keep_lines_whole() -> None:
 
 def _outcome(main: Callable[[], Any]) -> RankOutcome:
     """Return the outcome of `main`: its result, or a successful `sys.exit`."""
-    own = os.getpid()
     try:
         return RankOutcome(main())
     except SystemExit as left:
         outcome = RankOutcome.of(left)
-        if outcome.left_well and os.getpid() == own:
+        if outcome.left_well:
             return outcome
         raise
 
