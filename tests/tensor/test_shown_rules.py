@@ -52,27 +52,6 @@ class Chained(Parts):
         return output
 
 
-@pytest.mark.parametrize("hidden", [16, 48])
-@pytest.mark.parametrize("order", ["gud", "gdu", "dgu", "agud"])
-def test_a_gated_mlp_is_known_by_what_it_computes(order: str, hidden: int) -> None:
-    names = "".join(sorted(order.replace("d", ""))) + "d"
-    model = with_blocks(*(Parts(names, hidden=hidden, order=order) for _ in range(2)))
-    parts = find_parts(model, plan=Plan(tp=2))
-    assert {name: parts[f"blocks.1.{name}"].role for name in names} == {
-        **dict.fromkeys(names, "colwise"),
-        "d": "rowwise",
-    }
-
-
-@pytest.mark.parametrize("hidden, heads", [(16, 4), (32, 8)])
-def test_the_rule_to_copy_has_the_heads_that_the_forward_is_seen_to_have(hidden: int, heads: int) -> None:
-    model = with_blocks(*(Heads("abcd", hidden=hidden) for _ in range(2)))
-    with pytest.raises(ValueError, match=f"and computes as with {heads}") as caught:
-        find_parts(model, plan=Plan(tp=2))
-    parts = find_parts(model, plan=Plan(tp=2), rules=shown(caught.value))
-    assert [parts[f"blocks.1.{name}"].grain for name in "abcd"] == [4] * 4
-
-
 @pytest.mark.parametrize(
     "block, rules",
     [

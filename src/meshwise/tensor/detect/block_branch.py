@@ -54,11 +54,6 @@ class BlockBranch:
         writes = [matrix.outputs for matrix in self.firsts]
         return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.second.inputs)
 
-    def agrees(self, stated: Mapping[str, str]) -> bool:
-        """Return whether no matrix is said to be what it is not in this branch."""
-        roles = dict.fromkeys((matrix.name for matrix in self.firsts), "colwise") | {self.second.name: "rowwise"}
-        return all(stated.get(name, role) == role for name, role in roles.items())
-
 
 def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
     """Return the size that most matrices of the blocks read or write, among those that are both read and written; None

@@ -9,7 +9,7 @@ Between the two, modules hold one number per head, or treat every head in the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
@@ -35,13 +35,9 @@ from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS
 from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
 from meshwise.tensor.detect.pair_sharing import PairSharing
-from meshwise.tensor.detect.split_trial import SplitTrial
 
 _GATED = 2
 """How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
-
-_SQUARES = 4
-"""Matrices of an attention whose heads are as wide together as the hidden states."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,6 @@ class ColumnRowPairs:
         sharing: PairSharing,
     ) -> None:
         self.attentions: list[FoundAttention] = []
-        self._tried: dict[Hashable, bool | None] = {}
         self._modules = modules
         self._options = options
         self._reasons = reasons
@@ -94,61 +89,23 @@ class ColumnRowPairs:
             if heads is not None:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
-            elif branch.looks_like_attention and not self._goes_by_feature(branch):
+            elif branch.looks_like_attention:
                 self._reasons |= dict.fromkeys(branch.names, self._why_no_heads(branch, block=block))
             else:
                 found |= self._mlp(branch)
         return found
 
-    def of_squares(self, left: Sequence[MatrixModule], *, stated: Mapping[str, str]) -> list[BlockBranch]:
-        """Return the pairs among matrices whose sizes and order do not decide, found by how their module connects them.
-        For four that form an attention, the reason names the rule.
-        """
-        found: list[BlockBranch] = []
-        for home in dict.fromkeys(matrix.home for matrix in left):
-            own = [matrix for matrix in left if matrix.home == home]
-            could = [BlockBranch(tuple(matrix for matrix in own if matrix != second), second) for second in own]
-            could = [
-                branch
-                for branch in could
-                if {m.outputs for m in branch.firsts} == {branch.second.inputs} and branch.agrees(stated)
-            ]
-            found += [branch for branch in could if self._goes_by_feature(branch)][:1]
-            if len(could) == _SQUARES and not (found and found[-1] in could) and (heads := self._seen_heads(could[-1])):
-                self._reasons |= dict.fromkeys(could[-1].names, _rule_for_heads(home, heads))
-        return found
-
-    def _goes_by_feature(self, branch: BlockBranch) -> bool:
-        """Return whether a trial shows that every feature between the matrices is independent."""
-        return bool(self._verdict(branch, self._mlp_parts(branch), ranks=branch.second.inputs))
-
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
-        """Why what looks like attention has no heads, with a rule that its forward is seen to allow."""
+        """Why what looks like attention has no heads, with the rule that would say."""
         home = branch.firsts[0].home
         around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
             return f"attention, it seems, with more matrices than q, k and v; {whole or 'no part has them'}"
         why = f"attention, it seems, but {home} counts no heads that fit"
-        if heads := self._seen_heads(branch):
-            return _rule_for_heads(home, heads)
         return (
             f"{why}, and how many there are does not show: state them by 'attention heads=…'{whole and f', or {whole}'}"
         )
-
-    def _seen_heads(self, branch: BlockBranch) -> AttentionHeads | None:
-        """Return the largest number of heads for which a trial shows independent heads."""
-        features, reasons = branch.second.inputs, dict(self._reasons)
-        seen = None
-        for count in range(features, 1, -1):
-            keys = branch.firsts[-1].outputs * count // features if len(branch.firsts) == 3 else count
-            if seen is None and features % count == 0 and keys > 1 and count % keys == 0:
-                heads = AttentionHeads(count, keys, features // count)
-                if self._verdict(branch, self._attention_parts(branch, heads, cross=False)[0], ranks=keys):
-                    seen = heads
-        self._reasons.clear()
-        self._reasons |= reasons
-        return seen
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.home for matrix in (*branch.firsts, branch.second)))
@@ -176,16 +133,6 @@ class ColumnRowPairs:
         return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
-        found, attention = self._attention_parts(branch, heads, cross=cross)
-        stated = any("heads" in self._options.get(name, {}) for name in (attention.name, *_above(attention.name)))
-        if heads.key_count > 1 and not stated and self._fails(branch, found, ranks=heads.key_count, what="heads"):
-            return {}
-        self.attentions.append(attention)
-        return found
-
-    def _attention_parts(
-        self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool
-    ) -> tuple[dict[str, Part], FoundAttention]:
         home = branch.firsts[0].home
         owner = self._modules[home]
         alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
@@ -234,13 +181,12 @@ class ColumnRowPairs:
         inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
         self._reasons |= unclear
         found |= inner
-        return found, FoundAttention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
+        self.attentions.append(
+            FoundAttention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
+        )
+        return found
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
-        found = self._mlp_parts(branch)
-        return {} if self._fails(branch, found, ranks=2, what="features") else found
-
-    def _mlp_parts(self, branch: BlockBranch) -> dict[str, Part]:
         hidden = branch.second.inputs
         found = {branch.second.name: Part("rowwise", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
@@ -262,43 +208,6 @@ class ColumnRowPairs:
                     gathered=gathers,
                 )
         return found
-
-    def _fails(self, branch: BlockBranch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
-        """Return whether the module that holds the first matrices is seen not to let ranks share out what lies
-        between.
-        """
-        if self._verdict(branch, found, ranks=ranks) is not False:
-            return False
-        home = branch.firsts[0].home
-        reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
-        self._reasons |= dict.fromkeys(branch.names, f"{reason}; rule for {home}: 'whole'")
-        return True
-
-    def _verdict(self, branch: BlockBranch, found: Mapping[str, Part], *, ranks: int) -> bool | None:
-        """Return whether a trial shows that ranks can share what lies between the matrices; None if it cannot be
-        tried.
-        """
-        homes = {matrix.home for matrix in branch.firsts}
-        if len(homes) > 1 or any(matrix.name not in found for matrix in branch.firsts):
-            return None
-        home = homes.pop()
-        closes = branch.second.home == home
-        if not closes and found.get(home, Part("pair")).role != "attention":
-            return None
-        below = f"{home}." if home else ""
-        parts = {name.removeprefix(below): part for name, part in found.items() if name.startswith(below)}
-        trial = SplitTrial(
-            self._modules[home],
-            firsts={matrix.child: matrix.outputs for matrix in branch.firsts},
-            second=branch.second.child if closes else None,
-            read=found[branch.second.name].cut,
-            sizes=(branch.second.inputs, branch.second.outputs),
-            parts={**parts, "": found.get(home, Part("pair"))},
-        )
-        tried = (trial.key, ranks)
-        if tried not in self._tried:
-            self._tried[tried] = trial.verdict(ranks=ranks)
-        return self._tried[tried]
 
     def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule] = ()) -> bool:
         """Return whether the first matrices, but those that read what comes from `outside`, read one and the same
@@ -361,12 +270,6 @@ class ColumnRowPairs:
             **{f"{below}{key}": part for key, part in found.items() if key in held},
             f"{below}out_proj": Part("rowwise", grain=width),
         }
-
-
-def _rule_for_heads(home: str, heads: AttentionHeads) -> str:
-    keys = f" kv_heads={heads.key_count}" if heads.group > 1 else ""
-    counts = f"{home} counts no heads that fit, and computes as with {heads.count}"
-    return f"attention, it seems, but {counts}; rule for {home}: 'attention heads={heads.count}{keys}'"
 
 
 def _above(name: str) -> list[str]:

@@ -101,9 +101,6 @@ class ModelStructure:
         if self.width is None:
             return
         branches, left = BlockReading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
-        seen = self._pairs.of_squares(left, stated=self._stated)
-        branches += seen
-        left = [matrix for matrix in left if not any(matrix in (*each.firsts, each.second) for each in seen)]
         if name:
             for matrix in left:
                 self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with a second")
