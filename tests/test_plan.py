@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
+import tomlkit
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -39,7 +39,7 @@ def test_a_plan_prints_and_parses_back(plan: Plan) -> None:
 
 @given(plans())
 def test_a_plan_goes_through_toml(plan: Plan) -> None:
-    assert Plan.from_toml(tomllib.loads(tomli_w.dumps(plan.to_toml()))) == plan
+    assert Plan.from_toml(tomllib.loads(tomlkit.dumps(plan.to_toml()))) == plan
 
 
 @pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2, zero=1,", "DP=2 Zero=1", "dp = 2 zero= 1", " dp=2;zero=1"])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import tomli_w
+import tomlkit
 import torch
 from torch import nn
 
@@ -28,7 +28,7 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
     cluster = found.cluster
     assert 0 < found.share <= 1
     path = tmp_path / "here.toml"
-    path.write_text(tomli_w.dumps(to_table(cluster)))
+    path.write_text(tomlkit.dumps(to_table(cluster)))
     assert load(path) == cluster
     assert not cluster.overlap
     subject = RehearsalSubject(

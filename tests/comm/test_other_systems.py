@@ -195,7 +195,7 @@ def test_nothing_is_forked_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 IMPORTS = """
 import os, pkgutil, sys, unittest.mock
 import torch, torch._dynamo, torch.distributed.launcher.api, torch.distributed.elastic.multiprocessing
-import rich.console, rich.live, rich.table, tyro, tomli_w, safetensors.torch
+import rich.console, rich.live, rich.table, tyro, tomlkit, safetensors.torch
 sys.platform = "darwin"
 for name in ("memfd_create", "pidfd_open", "sched_getaffinity", "sched_setaffinity", "posix_fallocate", "O_DIRECT",
              "O_TMPFILE", "posix_fadvise"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-import tomli_w
+import tomlkit
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.byte_sizes import parse_size
@@ -164,7 +164,7 @@ def _calibrate(words: Sequence[str]) -> int:
     _say_start(size, "calibrate", words)
     found: Calibrated = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
     if prints_for_job():
-        text = tomli_w.dumps(to_table(found.cluster))
+        text = tomlkit.dumps(to_table(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.share < UNDISTURBED:
             result += f"; {_disturbance(found, size=size)}"

@@ -30,10 +30,9 @@ from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import text
 from meshwise.simulate.value_requests import ASKS_ITS_BATCH
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_config import read_job
+from meshwise.train.job_config import change_file, read_job
 from meshwise.train.output_stream import console_of_width, counted, text_table
 from meshwise.train.prepare import prepare
-from meshwise.train.toml_rewrite import rewrite
 from meshwise.view.plan_account import predicted
 
 _MOST_DRAWN = 4
@@ -239,13 +238,13 @@ def _closest(survey: SearchResult) -> str:
 def _write(path: Path, best: Candidate, *, on: str) -> None:
     changes: dict[tuple[str, ...], Any] = {
         ("plan",): str(best.plan),
-        ("model", "cut_at"): best.at or None,
+        ("model", "cut_at"): list(best.at) or None,
         ("predicted", "plan"): str(best.plan),
         ("predicted", "on"): on,
         ("predicted", "seconds"): best.figures.seconds,
         ("predicted", "memory"): best.figures.memory,
     }
-    rewrite(path, changes=changes)
+    change_file(path, changes=changes)
 
 
 def _limit(written: str) -> int:

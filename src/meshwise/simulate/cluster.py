@@ -264,7 +264,7 @@ def _is_file(name: str) -> bool:
 
 
 def to_table(value: Any) -> Any:
-    """Return a value that `tomli_w` writes and `load` reads back."""
+    """Return a value that `tomlkit` writes and `load` reads back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):

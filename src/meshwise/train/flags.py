@@ -20,7 +20,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import tomli_w
+import tomlkit
 import tyro
 
 from meshwise.plan import Plan, PlanError
@@ -94,7 +94,7 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
 
 def _inline(value: Any) -> str:
     """Return the value as TOML writes it, on one line."""
-    return " ".join(tomli_w.dumps({"x": value}).partition("=")[2].split("\n")).strip()
+    return str(tomlkit.item(value).as_string())
 
 
 def _with_values(words: Sequence[str], default: Any) -> list[str]:

@@ -1,4 +1,5 @@
-"""Read a job from a TOML file and dotted flags (`read_job`, `from_toml`, `from_text`), and write it (`to_toml`).
+"""Read a job from a TOML file and dotted flags (`read_job`, `from_toml`, `from_text`), write it (`to_toml`), and change
+its file (`change_file`).
 
 The values of the file become the defaults of the flags, so a flag wins and `--help` shows the values of the file.
 """
@@ -12,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomli_w
+import tomlkit
 
+from meshwise.base.atomic_file import write_whole
 from meshwise.plan import Plan
 from meshwise.train.flags import Key, flags_of, parse_flags, without_flag
 from meshwise.train.job import Job, JobError
@@ -61,7 +63,26 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
 
 def to_toml(job: Job) -> str:
     """Return the TOML text that `from_toml` reads back as the same job. A field that is None is left out."""
-    return tomli_w.dumps(_table(job))
+    return tomlkit.dumps(_table(job))
+
+
+def change_file(path: Path, *, changes: Mapping[Key, Any]) -> None:
+    """Set keys of a TOML file: `("plan",)` at the top, `("model", "cut_at")` in a table; None removes a key. Comments
+    stay. Raises JobError, with the file unchanged, if it cannot be written.
+    """
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    for (*tables, name), value in changes.items():
+        table: Any = document
+        for key in tables:
+            table = table.setdefault(key, tomlkit.table())
+        if value is None:
+            table.pop(name, None)
+        else:
+            table[name] = value
+    try:
+        write_whole(path, write=lambda place: place.write_text(tomlkit.dumps(document), encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}; it is unchanged") from error
 
 
 def _table(value: Any) -> Any:
