@@ -39,7 +39,6 @@ import gpt
 import meshwise as mw
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
-from meshwise.testing import Processes
 from peer_table import machine, write_between_markers
 
 STEPS = 10
@@ -204,9 +203,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
     parser.add_argument("--docs", type=Path, help="write the table between the markers of this file")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, Processes(timeout=3600) as processes:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         setting = Setting(Path(folder), arguments.rounds, arguments.cycles)
-        found, size = processes.run(arguments.ranks, measure, args=(setting,))[0]
+        found, size = run(arguments.ranks, measure, args=(setting,))[0]
     text = table(found, size=size, arguments=arguments)
     print(text)
     if arguments.docs:

@@ -21,7 +21,7 @@ from meshwise import Plan
 from meshwise.comm import TraceWorld, World
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, SavedForBackward, run
+from meshwise.testing import SavedForBackward, run
 from peer_table import write_between_markers
 
 SHAPE = GPTConfig(vocabulary=2048, context=64, layers=4, heads=16, width=128, positions="rotary")
@@ -69,31 +69,30 @@ def table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     whole = None
-    with Processes() as processes:
-        for plan, published in PLANS.items():
-            mesh = Plan.parse(plan).mesh()
-            found = stored(TraceWorld(rank=0, mesh=mesh, device="cpu"), plan)
-            if 1 < mesh.size <= ON_PROCESSES:
-                real = run(mesh.size, stored, on=processes, args=(plan,))
-                if real != [found] * mesh.size:
-                    raise RuntimeError(f"{plan}: the trace says {found}, processes store {real}")
-            whole = whole or found
-            cells = [
-                f"{bytes_ / 1e6:.2f} | {before / bytes_:.2f} | {factor}"
-                for bytes_, before, factor in zip(found, whole, published, strict=True)
-            ]
-            lines.append(f"| `{plan}` | {' | '.join(cells)} |")
-    model = (
-        f"GPT of {SHAPE.layers} layers, width {SHAPE.width}, {SHAPE.heads} heads, sequence {SHAPE.context}, "
-        f"vocabulary {SHAPE.vocabulary}, {ROWS} rows, fp32"
-    )
-    remarks = [
-        "",
-        f"- Model: {model}.",
-        "- Norms are whole under 1D, where the stream is whole outside of the blocks; buckets are padded.",
-        f"- Measured on the first rank of a traced world; plans of {ON_PROCESSES} ranks on processes too, which agree.",
-        "- Made by `python benchmarks/tensor_memory.py --docs docs/benchmarks.md`.",
-    ]
+    for plan, published in PLANS.items():
+        mesh = Plan.parse(plan).mesh()
+        found = stored(TraceWorld(rank=0, mesh=mesh, device="cpu"), plan)
+        if 1 < mesh.size <= ON_PROCESSES:
+            real = run(mesh.size, stored, on="processes", args=(plan,))
+            if real != [found] * mesh.size:
+                raise RuntimeError(f"{plan}: the trace says {found}, processes store {real}")
+        whole = whole or found
+        cells = [
+            f"{bytes_ / 1e6:.2f} | {before / bytes_:.2f} | {factor}"
+            for bytes_, before, factor in zip(found, whole, published, strict=True)
+        ]
+        lines.append(f"| `{plan}` | {' | '.join(cells)} |")
+model = (
+    f"GPT of {SHAPE.layers} layers, width {SHAPE.width}, {SHAPE.heads} heads, sequence {SHAPE.context}, "
+    f"vocabulary {SHAPE.vocabulary}, {ROWS} rows, fp32"
+)
+remarks = [
+    "",
+    f"- Model: {model}.",
+    "- Norms are whole under 1D, where the stream is whole outside of the blocks; buckets are padded.",
+    f"- Measured on the first rank of a traced world; plans of {ON_PROCESSES} ranks on processes too, which agree.",
+    "- Made by `python benchmarks/tensor_memory.py --docs docs/benchmarks.md`.",
+]
     return "\n".join([*lines, *remarks]) + "\n"
 
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 import on_processes
 from grid import name
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 torch.set_num_threads(1)
 # What is printed is as wide and as plain as where nobody has said a word about it.

@@ -323,7 +323,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.launch.launch.run": 2,
     "meshwise.comm.in_process.thread_world.run_threads": 2,
     "meshwise.testing.run_ranks.run": 2,
-    "meshwise.testing.processes.Processes.run": 2,
+    "meshwise.testing.run_ranks.RankRunner.run": 2,
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
     "meshwise.layout.rectangles.even_split": 2,
     "meshwise.testing.agree.agree": 2,

@@ -34,7 +34,7 @@ from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.launch.joining import _worlds, connect
 from meshwise.comm.network.loopback import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.testing.worker_job import WorkerAnswer
+from worker_job import WorkerAnswer
 
 _SECONDS = 120
 _GRACE_SECONDS = 2.0

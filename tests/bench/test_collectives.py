@@ -14,7 +14,7 @@ from meshwise.bench.plot import MissingExtraError, plot
 from meshwise.cli.main import main
 from meshwise.comm import CallRecord, World
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 ALL = tuple(BUS_FACTORS)
 

@@ -16,7 +16,7 @@ from meshwise.bench.meeting_reach import can_open, check_environment, reach
 from meshwise.cli.main import main
 from meshwise.comm import World
 from meshwise.comm.health.roll_call import roll_call
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 

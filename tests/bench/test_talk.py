@@ -8,7 +8,7 @@ from torch import Tensor
 from meshwise.bench.pair_talk import PairLink, PairTalks, rounds, slow_links, talk
 from meshwise.comm import CallRecord, Group, Work, World
 from meshwise.comm.in_process.thread_world import ThreadWorld, run_threads
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 
 @pytest.mark.parametrize("size", range(2, 10))

@@ -14,7 +14,8 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, agree, run
+from meshwise.testing import agree, run
+from warm_processes import Processes
 
 Then = tuple[dict[str, Tensor], float]
 """The parameters of a state, and the loss of the step that follows it."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from checkpoint.cases import Case, Then, gathered, ranks, same_tensors, save, there_and_back
 from checkpoint.reader import read
 from meshwise.comm.api.world import World
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 PLANS = (
     "dp=1",

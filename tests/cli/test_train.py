@@ -20,7 +20,7 @@ import pytest
 
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from joined import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm import Work, World
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 SIZE = 4
 MESH = Mesh.of(a=2, b=2)

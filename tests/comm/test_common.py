@@ -10,7 +10,8 @@ import torch
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.comm import World
 from meshwise.comm.network.torch_world import meeting_place
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 SIZE = 2
 

@@ -12,7 +12,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from meshwise.comm import World
 from meshwise.comm.network.torch_world import meeting_place, torch_world
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

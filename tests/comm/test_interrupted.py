@@ -20,7 +20,8 @@ from meshwise.comm import World
 from meshwise.comm.api.ordered_sum import reduce_block
 from meshwise.comm.network.mailbox import PendingMessages
 from meshwise.comm.network.torch_world import meeting_place
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

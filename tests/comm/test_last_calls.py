@@ -12,8 +12,9 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.call_agreement import require_same
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, RanksDisagree
 from meshwise.comm.api.world import World
-from meshwise.testing import Processes, run
+from meshwise.testing import run
 from scripts import ended_ranks
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

@@ -25,7 +25,7 @@ from meshwise.comm.launch import joining
 from meshwise.comm.launch.agent import NoSemaphoresError
 from meshwise.comm.launch.cores import cores
 from meshwise.comm.launch.fork_server import starting
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

@@ -31,7 +31,8 @@ from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from meshwise.comm.shared_memory.queue_state import RING
 from meshwise.comm.shared_memory.segment import SharedSegment, TensorSlabs, open_segment
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

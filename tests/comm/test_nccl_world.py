@@ -17,7 +17,8 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import RanksDisagree, World
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld
 from meshwise.comm.network.torch_world import meeting_place
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

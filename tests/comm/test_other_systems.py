@@ -24,7 +24,8 @@ from meshwise.comm.launch.fork_server import starting
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.torch_world import meeting_place, torch_world
 from meshwise.comm.shared_memory.board import Board
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 SIZE = 4
 FILES = 1100

@@ -16,7 +16,8 @@ from joined import joined
 from meshwise.comm import World
 from meshwise.comm.network.torch_world import meeting_place
 from meshwise.comm.shared_memory.remote_span import reduce_spans
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

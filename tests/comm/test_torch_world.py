@@ -12,7 +12,8 @@ from torch import Tensor
 from joined import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm import RanksDisagree, World
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 

@@ -30,7 +30,8 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.reference.language_loss import IGNORED
-from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.testing import agree, alone, outcome, run
+from warm_processes import Processes
 
 BOUND = 1e-9
 VOCABULARY, CONTEXT = 16, 4

@@ -22,7 +22,8 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.layout.rectangles import even_split
 from meshwise.plan import Plan
-from meshwise.testing import Processes, agree, run
+from meshwise.testing import agree, run
+from warm_processes import Processes
 
 BOUND = 1e-9
 ROWS = {1: (10, 7, 3), 2: (10, 7, 6)}

@@ -17,7 +17,8 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Counts, Processes, count, run
+from meshwise.testing import Counts, count, run
+from warm_processes import Processes
 
 LINE = 16
 TOTALS = (1, 4 * 8)

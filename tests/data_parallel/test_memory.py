@@ -14,7 +14,8 @@ from joined import holds_together
 from meshwise.comm import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 WIDTH, DEPTH, RANKS = 1024, 8, 4
 """Of a model that processes are measured with: large beside what an allocator keeps."""

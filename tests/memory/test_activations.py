@@ -21,7 +21,7 @@ from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import DiskMover
 from meshwise.memory.swap_file import SwapFile, TierError
 from meshwise.plan import Plan
-from meshwise.testing import Processes
+from warm_processes import Processes
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 32, 16

@@ -19,7 +19,8 @@ from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 TIERS = (
     "optimizer:cpu",

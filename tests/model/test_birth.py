@@ -17,7 +17,8 @@ from meshwise.model.deferred_init import ParameterSource, build_with_values, ins
 from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.parameter_table import parameter_table
 from meshwise.reference import GPT, GPTConfig
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 
 def gpt() -> nn.Module:

@@ -16,7 +16,8 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_faults import NonFiniteError
 from meshwise.plan import Plan
-from meshwise.testing import Processes, agree, run
+from meshwise.testing import agree, run
+from warm_processes import Processes
 
 SECONDS = 35.0
 """For all ranks to have ended, on a machine that does much else."""

@@ -21,8 +21,9 @@ from grid import Cell, Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import Processes, ReferenceRun, agree, run
+from meshwise.testing import ReferenceRun, agree, run
 from pipeline.subjects import SUBJECTS
+from warm_processes import Processes
 
 BOUND = 1e-9
 STEPS = 3

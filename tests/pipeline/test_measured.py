@@ -24,9 +24,10 @@ from meshwise.pipeline.schedules.passes import lower
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, run
+from meshwise.testing import run
 from meshwise.train.job import DataJob, Job, ModelJob, TrainJob
 from meshwise.train.loop import train
+from warm_processes import Processes
 
 # ---- where the time went ------------------------------------------------------------------------------------------
 

@@ -25,9 +25,10 @@ from meshwise.model.deferred_init import ParameterSource
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.testing import agree, alone, outcome, run
 from meshwise.train.parameter_export import write_parameters
 from reference.convolutional import ResNet
+from warm_processes import Processes
 
 BOUND = 1e-9
 

@@ -21,7 +21,8 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.testing import agree, alone, outcome, run
+from warm_processes import Processes
 
 VOCABULARY, TOKENS, WIDTH = 19, 5, 16
 

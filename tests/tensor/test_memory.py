@@ -17,7 +17,8 @@ from meshwise import Plan
 from meshwise.comm import TraceWorld, World
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, SavedForBackward, run
+from meshwise.testing import SavedForBackward, run
+from warm_processes import Processes
 
 ROWS, TOKENS = 64, 32
 LOOSE = 0.1

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwise.testing.worker_job import WorkerAnswer, WorkerJob
+from worker_job import WorkerAnswer, WorkerJob
 
 
 class Odd(Exception):

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+import warm_processes as processes
 from meshwise.comm.api.world import World
-from meshwise.testing import Processes, processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
 
@@ -165,7 +167,8 @@ def test_processes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\n"
-        "from meshwise.testing import Processes, run\n"
+        "from meshwise.testing import run\n"
+        "from warm_processes import Processes\n"
         "def main(world):\n"
         "    return os.getpid()\n"
         "if __name__ == '__main__':\n"

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from meshwise.comm.api.world import World
-from meshwise.testing import Processes, run
+from meshwise.testing import run
+from warm_processes import Processes
 
 
 def ranks(world: World, scale: int) -> list[int]:

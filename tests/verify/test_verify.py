@@ -10,8 +10,9 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options
 from meshwise.plan import PlanError
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
-from meshwise.testing import Processes, run
+from meshwise.testing import run
 from meshwise.verify import Report, verify
+from warm_processes import Processes
 
 TRAINING: dict[str, Any] = {"lr": 1e-2, "options": Options(clip_norm=0.5)}
 

@@ -1,6 +1,6 @@
 """Test tools for split models, the ones this project tests itself with.
 
-- `run`: a function on N ranks, as threads or as warm processes
+- `run`: a function on N ranks, as threads or as processes
 - `agree`: two outcomes are the same, up to a bound
 - `count`: the collectives of a block, against a formula
 - `SavedForBackward`: the bytes that a forward leaves for its backward
@@ -18,9 +18,8 @@ As one test:
 from meshwise.testing.agree import Disagreement, agree
 from meshwise.testing.count import Counts, count
 from meshwise.testing.difference import Difference, difference
-from meshwise.testing.processes import Processes
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.testing.run_ranks import run
+from meshwise.testing.run_ranks import RankRunner, run
 from meshwise.testing.saved import SavedForBackward
 from meshwise.testing.training_outcome import alone, outcome
 
@@ -28,7 +27,7 @@ __all__ = [
     "Counts",
     "Difference",
     "Disagreement",
-    "Processes",
+    "RankRunner",
     "ReferenceRun",
     "SavedForBackward",
     "agree",

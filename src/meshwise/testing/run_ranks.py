@@ -1,31 +1,40 @@
-"""`run`: the same function on N ranks, as threads of this process or as processes joined by gloo."""
+"""`run`: the same function on N ranks, as threads of this process or as processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from meshwise.comm import run as run_processes
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.testing.processes import Processes
+
+
+class RankRunner(Protocol):
+    """Something else that runs ranks, such as processes that stay warm between calls."""
+
+    def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Return what `main(world, *args)` returned, by rank."""
 
 
 def run(
     size: int,
     main: Callable[..., Any],
     *,
-    on: Literal["threads", "processes"] | Processes = "threads",
+    on: Literal["threads", "processes"] | RankRunner = "threads",
     args: tuple[Any, ...] = (),
 ) -> list[Any]:
-    """`main(world, *args)` on `size` ranks; what each returned, by rank.
+    """Run `main(world, *args)` on `size` ranks and return what each returned, by rank.
 
-    on: "threads" (milliseconds, any callable), a `Processes` whose ranks stay warm between calls, or "processes" for
-    ranks that end with the call. Raises the error of the first rank that failed; a note says which rank it was.
+    on: "threads" (milliseconds, any callable), "processes" (seconds; `main` at the top of a file, see `meshwise.run`),
+    or what runs ranks in a way of its own. Raises the error of the first rank that failed; a note says which rank it
+    was.
     """
     if on == "threads":
         return list(run_threads(size, main, args=args))
-    if isinstance(on, Processes):
-        return on.run(size, main, args=args)
     if on == "processes":
-        with Processes() as processes:
-            return processes.run(size, main, args=args)
-    raise ValueError(f"on={on!r}: ranks run on 'threads', on 'processes', or on a Processes")
+        return run_processes(size, main, args=args)
+    if isinstance(on, str):
+        raise ValueError(  # noqa: TRY004 - a wrong word, of a type that may be
+            f"on={on!r}: ranks run on 'threads', on 'processes', or on an object with a method `run`"
+        )
+    return on.run(size, main, args=args)

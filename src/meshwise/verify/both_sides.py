@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
+from meshwise.comm.launch.rank_outcome import RankOutcome
 from meshwise.engine.trainer import Trainer
 from meshwise.testing.difference import size
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.testing.worker_job import WorkerAnswer
 from meshwise.verify.module_outputs import OutputNorms, passes_with_data
 from meshwise.verify.report import Divergence, ParameterFigures, StepFigures
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, neighbours
@@ -103,11 +103,11 @@ def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
             result = call()
         except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
             problem = error
-    told = world.exchange(None if problem is None else WorkerAnswer.of(problem))[0]
+    told = world.exchange(None if problem is None else RankOutcome.of(problem).error)[0]
     if problem is not None:
         raise problem
     if told is not None:
-        raise told.exception()
+        raise told
     return result
 
 

@@ -24,10 +24,10 @@ from multiprocessing import connection, util
 from types import TracebackType
 from typing import Any
 
+import warm_worker as worker
 from meshwise.comm.launch.fork_server import starting
 from meshwise.comm.network.loopback import LOOPBACK, loopback_store
-from meshwise.testing import warm_worker as worker
-from meshwise.testing.worker_job import WorkerAnswer, WorkerJob
+from worker_job import WorkerAnswer, WorkerJob
 
 _GRACE_SECONDS = 1.0
 _LOG_BYTES = 8192

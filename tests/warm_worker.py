@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import torch
 
 from meshwise.comm.launch.joining import connect
-from meshwise.testing.worker_job import WorkerAnswer, WorkerJob
+from worker_job import WorkerAnswer, WorkerJob
 
 
 def _receive(connection: Connection, jobs: SimpleQueue[WorkerJob | None]) -> None:
