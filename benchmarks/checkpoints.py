@@ -37,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gpt
 import meshwise as mw
+from meshwise.comm import run
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
 from peer_table import machine, write_between_markers

@@ -82,17 +82,17 @@ def table() -> str:
             for bytes_, before, factor in zip(found, whole, published, strict=True)
         ]
         lines.append(f"| `{plan}` | {' | '.join(cells)} |")
-model = (
-    f"GPT of {SHAPE.layers} layers, width {SHAPE.width}, {SHAPE.heads} heads, sequence {SHAPE.context}, "
-    f"vocabulary {SHAPE.vocabulary}, {ROWS} rows, fp32"
-)
-remarks = [
-    "",
-    f"- Model: {model}.",
-    "- Norms are whole under 1D, where the stream is whole outside of the blocks; buckets are padded.",
-    f"- Measured on the first rank of a traced world; plans of {ON_PROCESSES} ranks on processes too, which agree.",
-    "- Made by `python benchmarks/tensor_memory.py --docs docs/benchmarks.md`.",
-]
+    model = (
+        f"GPT of {SHAPE.layers} layers, width {SHAPE.width}, {SHAPE.heads} heads, sequence {SHAPE.context}, "
+        f"vocabulary {SHAPE.vocabulary}, {ROWS} rows, fp32"
+    )
+    remarks = [
+        "",
+        f"- Model: {model}.",
+        "- Norms are whole under 1D, where the stream is whole outside of the blocks; buckets are padded.",
+        f"- Measured on the first rank of a traced world; plans of {ON_PROCESSES} ranks on processes too, which agree.",
+        "- Made by `python benchmarks/tensor_memory.py --docs docs/benchmarks.md`.",
+    ]
     return "\n".join([*lines, *remarks]) + "\n"
 
 
