@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_full_backward_hook
 from torch.nn.utils import parametrizations
@@ -131,32 +130,3 @@ def test_backward_hooks_of_all_modules() -> None:
         refused(lambda _model: None, "there are backward hooks for all modules")
     finally:
         handle.remove()
-
-
-@pytest.mark.parametrize("name", ["forward", "backward of blocks", "parameters", "accumulated"])
-def test_hooks_put_on_the_model_that_was_given(name: str) -> None:
-    given: list[nn.Module] = []
-
-    def model() -> nn.Module:
-        given.append(Model().double())
-        return given[-1]
-
-    with pytest.raises(PlanError, match="were registered or removed after it was cut into stages"):
-        by_plan(PLANS[0], model, late=lambda _stage: [HOOKS[name](one) for one in given])
-
-
-def test_hooks_taken_off_the_model_that_was_given() -> None:
-    def main(world: World) -> None:
-        model = Model().double()
-        handle = model.register_forward_hook(lambda _, __, y: y * 0.7)
-        training = trainer(world, PLANS[0], model)
-        handle.remove()
-        training.step(torch.ones(8, 6, dtype=torch.float64))
-
-    with pytest.raises(PlanError, match="hooks of the model were registered or removed"):
-        run(2, main)
-
-
-def test_backward_hooks_put_on_the_stages() -> None:
-    with pytest.raises(PlanError, match=r"a backward hook was registered on body\.blocks\.0 of a stage"):
-        by_plan(PLANS[0], lambda: Model().double(), late=HOOKS["backward of blocks"])

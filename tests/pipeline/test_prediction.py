@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.absent_outputs import AbsentOutputs
-from meshwise.pipeline.run.stage import NanPlaceholder
 from meshwise.plan import PlanError
 from meshwise.testing import agree, run
 
@@ -56,18 +54,10 @@ def predicted(form: Callable[[list[Tensor]], Any], plan: str, loss: Any = square
     return run(2, main)
 
 
-@pytest.mark.parametrize(
-    "form, names",
-    [
-        (lambda hidden: hidden, r"\['more'\]\[0\], .*\[1\]"),
-        (lambda hidden: {"all": torch.stack(hidden)}, r"\['more'\]\['all'\]:"),
-        (lambda hidden: [hidden[0].mean(1) * 2, (hidden[0] > 0).long(), hidden[3]], r"\['more'\]\[0\], .*\[1\]:"),
-        (lambda hidden: torch.zeros_like(hidden[0]).copy_(hidden[0]), r"\['more'\]:"),
-    ],
-)
+@pytest.mark.parametrize("form", [lambda hidden: hidden, lambda hidden: {"all": hidden[0] * 2}])
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 schedule=interleaved virtual_stages=2 microbatches=2"])
-def test_what_other_stages_have_is_named(form: Any, names: str, plan: str) -> None:
-    with pytest.raises(PlanError, match=f"predict would return .*{names if 'inter' not in plan else ''}"):
+def test_what_other_stages_have_is_named(form: Any, plan: str) -> None:
+    with pytest.raises(PlanError, match="predict would return NaN in more: where other stages compute"):
         predicted(form, plan)
 
 
@@ -85,12 +75,3 @@ def test_what_the_loss_uses_is_returned() -> None:
 
     first, second = predicted(lambda hidden: hidden, "pp=2", loss)
     agree(first, second, bound=0.0)
-
-
-def test_when_it_is_over_nothing_is_followed_any_more() -> None:
-    void, like = NanPlaceholder(), torch.empty(2)
-    absent = AbsentOutputs([void])
-    with absent:
-        during = void.like(like, device=like.device, fresh=False)
-    after = void.like(like, device=like.device, fresh=False)
-    assert (absent.names(during), absent.names(after)) == ("its output", "")

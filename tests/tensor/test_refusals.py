@@ -6,8 +6,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
+from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
+from meshwise.reference import next_token_loss
 from meshwise.tensor.detect.rules import find_parts
 from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas
 from meshwise.testing import run
@@ -276,3 +278,23 @@ def test_a_model_without_a_pair_is_told_where_rules_go() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
     with pytest.raises(ValueError, match=r"no matrix opens a pair.*Options\(tensor_rules=…\), model\.tensor_rules"):
         run(2, lambda world: parallelize(model, "tp=2", loss=lambda y, _: (y.sum(), 1), world=world))
+
+
+class Constant(Attention):
+    """Knows by heart that there are four heads, four wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x).view(*x.shape[:2], 4, 4).flatten(2) + self.k(x) * self.v(x)
+        output: Tensor = self.out(y)
+        return output
+
+
+def test_a_constant_where_a_rank_has_a_part_is_told_what_to_do() -> None:
+    def main(world: World) -> None:
+        model = stack()
+        model[1].attention = Constant(16, 4, kv_heads=4)
+        parallelize(model, "tp=2", loss=next_token_loss, world=world).step((torch.zeros(2, 3, dtype=torch.long),) * 2)
+
+    with pytest.raises(RuntimeError, match="invalid for input of size") as raised:
+        run(2, main)
+    assert any("let -1, x.size(…) or an attribute" in note for note in raised.value.__notes__)

@@ -47,7 +47,6 @@ from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.build_stage import bare, make_stage
-from meshwise.pipeline.run.late_hooks import LateHooks
 from meshwise.pipeline.run.stage import FeatureWidth
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.schedules.validate import in_flight
@@ -55,7 +54,6 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.conversion import CastHooks, computing, convert, for_loss, place_buffer
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
-from meshwise.tensor.checks.shape_mismatch import misfits_told
 from meshwise.tensor.core.activation_slices import slices
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
@@ -170,12 +168,23 @@ class ParallelSetting:
     around: ActivationPolicy
 
 
+_OF_A_PART = (
+    "under tp a rank has a part of the heads and of the features between two matrices: let -1, x.size(…) or an "
+    'attribute such as self.num_heads count what is there, not a constant; a rule, {"blocks.*.attention": "whole"}, '
+    "keeps a module whole. With tp=1 the same error is one of the model and its batch."
+)
+
+
 def _told(forward: Forward, *, plan: Plan) -> Forward:
     """Return the forward, which says what to change where the model does not fit what tensor parallelism gives it."""
 
     def run(model: nn.Module, batch: Any) -> Any:
-        with misfits_told(model, plan=plan):
+        try:
             return forward(model, batch)
+        except (RuntimeError, ValueError) as error:
+            if type(error) in (RuntimeError, ValueError):
+                error.add_note(_OF_A_PART)
+            raise
 
     return forward if plan.tp == 1 else run
 
@@ -308,8 +317,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     if not source.deferred:
         _let_go(source.module)
     engines = {index: live.engine for index, live in stages.items()}
-    hooks = LateHooks(source, stages=[engine.module for engine in engines.values()], cut=cut)
-    whole = StagedEngine(engines, ranks=schedule.rank_of, world=world, hooks=hooks)
+    whole = StagedEngine(engines, ranks=schedule.rank_of, world=world)
     sweep = StagedRunner(
         whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
     )

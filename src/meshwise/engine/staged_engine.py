@@ -20,17 +20,13 @@ from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
-from meshwise.pipeline.run.late_hooks import LateHooks
 
 
 class StagedEngine:
     """All stages: an `Engine`."""
 
-    def __init__(
-        self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World, hooks: LateHooks
-    ) -> None:
+    def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
         """`stages` are this rank's, `ranks` where each stage of all is, by index along `pp`. Every rank calls it."""
-        self._hooks = hooks
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self._stages = stages
@@ -85,10 +81,7 @@ class StagedEngine:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError when a parameter of the model was replaced since the plan was applied, or when a parameter
-        or module has hooks that no stage knows.
-        """
-        self._hooks.refuse()
+        """Raise ValueError when a parameter of the model was replaced since the plan was applied."""
         for engine in self._stages.values():
             engine.check_parameters()
 

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.tensor_tree import map_tensors
+from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.live_stage import LiveStage, StageParameters
 from meshwise.engine.microbatch_runner import Counted, MicrobatchTask, Seen, Sums, placed, scaled, zeros
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.absent_outputs import AbsentOutputs
 from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
 from meshwise.pipeline.run.runtime import MicrobatchJob, PipelineRuntime
 from meshwise.pipeline.run.stage import signature
@@ -105,22 +104,20 @@ class StagedRunner:
         """Return the output for a batch, which the last stage sends to the others. Raises PlanError where it has not
         received all of that.
         """
-        absent = AbsentOutputs(live.stage.crossing.void for live in self._stages.values())
 
         def call(model: nn.Module) -> Any:
-            with absent:
-                return self._task.forward(model, self._given(batch))
+            return self._task.forward(model, self._given(batch))
 
         for keeper in self._keepers.values():
             keeper.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
         parcel = pack({"output": returned[0]}) if returned else None
-        if names := "".join(self._world.exchange(absent.names(returned[0]) if returned else "", axes="pp")):
+        if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
-                f"predict would return {names}: other stages compute that, the loss does not use it, and so the last "
-                "stage has not received it. Let the model not return it (of transformers: output_hidden_states=False, "
-                "output_attentions=False), or the loss use it; or load a checkpoint under a plan without pp and "
-                "predict there"
+                f"predict would return NaN in {names}: where other stages compute that and the loss does not use it, "
+                "the last stage has not received it. Let the model not return it (of transformers: "
+                "output_hidden_states=False, output_attentions=False), or the loss use it; or load a checkpoint under "
+                "a plan without pp and predict there"
             )
         told = self._world.exchange(parcel and parcel.skeleton, axes="pp")
         source = next(index for index, skeleton in enumerate(told) if skeleton is not None)
@@ -155,6 +152,17 @@ class StagedRunner:
         sums[0].add_(loss.detach().double())
         sums[1].add_(count)
         return scaled(loss, by=scale)
+
+
+def _absent(output: Any) -> str:
+    """Return the parts of an output that have a tensor of nothing but NaN, in words, or ""."""
+    parts = output.items() if isinstance(output, Mapping) else [("its output", output)]
+    empty = [
+        str(name)
+        for name, value in parts
+        if any(x.is_floating_point() and x.numel() and bool(x.isnan().all()) for x in tensors(value))
+    ]
+    return ", ".join(empty)
 
 
 def _forwards(schedule: Schedule) -> Schedule:

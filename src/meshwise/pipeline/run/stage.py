@@ -323,23 +323,13 @@ class OpenedBlock:
 
 
 class NanPlaceholder:
-    """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times.
-
-    `told`, if given, is called with every tensor that is made of it.
-    """
+    """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times."""
 
     def __init__(self) -> None:
-        self.told: Callable[[Tensor], None] | None = None
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
         """NaN in the shape and dtype of a tensor; `fresh`, in memory of its own, that may be written to."""
-        made = self._like(tensor, device=device, fresh=fresh)
-        if self.told is not None:
-            self.told(made)
-        return made
-
-    def _like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
         place = (tensor.dtype, device)
         flat = self._flat.get(place)
         if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
