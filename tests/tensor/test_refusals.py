@@ -289,7 +289,7 @@ class Constant(Attention):
         return output
 
 
-class Residual(nn.Module):
+class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = Constant(16, 4, kv_heads=4)
@@ -301,7 +301,7 @@ class Residual(nn.Module):
 
 def test_a_constant_where_a_rank_has_a_part_is_told_what_to_do() -> None:
     def main(world: World) -> None:
-        model = nn.Sequential(nn.Embedding(24, 16), Residual(), Residual(), nn.Linear(16, 24))
+        model = nn.Sequential(nn.Embedding(24, 16), Around(), Around(), nn.Linear(16, 24))
         parallelize(model, "tp=2", loss=next_token_loss, world=world).step((torch.zeros(2, 3, dtype=torch.long),) * 2)
 
     with pytest.raises(RuntimeError, match="invalid for input of size") as raised:
