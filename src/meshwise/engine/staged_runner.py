@@ -156,7 +156,11 @@ class StagedRunner:
 
 def _absent(output: Any) -> str:
     """Return the parts of an output that have a tensor of nothing but NaN, in words, or ""."""
-    parts = output.items() if isinstance(output, Mapping) else [("its output", output)]
+    parts: Iterable[tuple[Any, Any]] = [("its output", output)]
+    if isinstance(output, Mapping):
+        parts = output.items()
+    elif isinstance(output, list | tuple):
+        parts = enumerate(output)
     empty = [
         str(name)
         for name, value in parts

@@ -11,8 +11,7 @@ changes in place. A number that is read from a tensor, or a shape that its value
     |                                h        has one as well, if block changes it in place
 
 Numbers and other plain values are not followed through Python. So a piece that puts a tensor into a list or mapping
-that it received has an effect on everything that follows. A piece that keeps a tensor in an attribute has an effect on
-the readers of that attribute.
+that it received has an effect on everything that follows.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.run.packed_tree import passes_entrance
 
 
 @dataclass(frozen=True)
@@ -65,20 +62,16 @@ class _Hand:
     """What stands for a value, where it is put."""
 
 
-class GradientThroughPieces(CutError):
-    """A model asks for a gradient that has to go through its pieces."""
-
-
 class UnsplittableBlock(Exception):
-    """A block that cannot be opened, as it asks for a gradient through its modules; or not at this part."""
+    """A block that cannot be opened at this part."""
 
-    def __init__(self, name: str, *, part: str = "") -> None:
+    def __init__(self, name: str, *, part: str) -> None:
         super().__init__(name)
         self.name, self.part = name, part
 
     def left(self, parts: Sequence[str]) -> tuple[str, ...]:
         """Return the parts at which the block can still be opened."""
-        return tuple(part for part in parts if self.part and part != self.part)
+        return tuple(part for part in parts if part != self.part)
 
 
 class DataflowTracer(TorchDispatchMode):
@@ -89,15 +82,11 @@ class DataflowTracer(TorchDispatchMode):
         self.changed: set[str] = set()
         """Keys of the pieces whose outputs were changed in place."""
 
-        self.differentiates = False
-        """Whether the model has asked for a gradient between its pieces."""
-
         self._pasts: WeakKeyDictionary[torch.UntypedStorage, Dependencies] = WeakKeyDictionary()
         self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._read = self._used = _NOTHING
         self._piece: str | None = None
-        self._kept: WeakKeyDictionary[nn.Module, dict[str, Dependencies]] = WeakKeyDictionary()
         self._reads = _Reads(self)
 
     def __enter__(self) -> DataflowTracer:
@@ -129,16 +118,13 @@ class DataflowTracer(TorchDispatchMode):
         return own
 
     @contextlib.contextmanager
-    def inside(self, key: str, *, module: nn.Module) -> Iterator[None]:
+    def inside(self, key: str) -> Iterator[None]:
         """Inside, a piece runs."""
         before, self._piece = (self._piece, self._used), key
         self._used = _NOTHING
-        had = [(one, dict(vars(one))) for one in module.modules()]
         try:
             yield
         finally:
-            for one, was in had:
-                self._keeps(one, was=was, now=vars(one), key=key)
             self._piece, self._used = before
 
     def reads(self, past: Dependencies) -> None:
@@ -147,28 +133,6 @@ class DataflowTracer(TorchDispatchMode):
             self._read |= past
         else:
             self._used |= past
-
-    def differentiated(self, outputs: Any, *, inputs: Any) -> None:
-        """Check a gradient that the model asks for. Raises GradientThroughPieces if it must go through pieces that
-        another stage may run: their graph is missing there.
-        """
-        if self._piece is not None:
-            return
-        self.differentiates = True
-        if passes_entrance(tensors(outputs), inputs=tensors(inputs)):
-            raise GradientThroughPieces(
-                "the model asks torch.autograd.grad for a gradient through its pieces, but a stage runs only some. Ask "
-                "for it inside of one piece, or with respect to outputs of the last pieces"
-            )
-
-    def _keeps(self, module: nn.Module, *, was: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:
-        """Watch attributes into which a piece has put plain values, to notice who reads them."""
-        names = [name for name, value in now.items() if _is_plain_change(was.get(name), value)]
-        if names and module not in self._kept:
-            self._kept[module] = {}
-            _tell(module, self._kept[module], self)
-        for name in names:
-            self._kept[module][name] = Dependencies(effects=frozenset((key,)))
 
     @contextlib.contextmanager
     def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = _as_it_is) -> Iterator[None]:
@@ -187,12 +151,6 @@ class DataflowTracer(TorchDispatchMode):
         for one, other, was in zip(module.modules(), held.modules(), before, strict=True):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
             vars(one).update((name, self._copy(value, hand)) for name, value in kept.items())
-            self._keeps(one, was=was, now=kept, key=key)
-
-    @property
-    def own(self) -> Dependencies:
-        """Dependencies of what the running piece stores."""
-        return _NOTHING if self._piece is None else Dependencies(effects=frozenset((self._piece,)))
 
     @property
     def used(self) -> Dependencies:
@@ -299,9 +257,6 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OUT:
             self._provenance.reads(self._provenance._of(args))
-        if func is torch.autograd.grad:
-            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (kwargs or {})
-            self._provenance.differentiated(given["outputs"], inputs=given["inputs"])
         return func(*args, **(kwargs or {}))
 
 
@@ -335,32 +290,6 @@ def _is_plain_change(was: Any, now: Any) -> bool:
 
 
 _PLAIN = (int, float, str, bytes)
-
-
-class _Quiet(nn.Module):
-    """It stands before another base and hides it from notifications."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
-
-
-def _tell(module: nn.Module, kept: dict[str, Dependencies], provenance: DataflowTracer) -> None:
-    """From now on it is noticed when one of these attributes of a module is read, and who writes it."""
-    kind = type(module)
-
-    def get(self: nn.Module, name: str) -> Any:
-        if name in kept:
-            provenance.reads(kept[name])
-        return kind.__getattribute__(self, name)
-
-    def put(self: nn.Module, name: str, value: Any) -> None:
-        if name in kept:
-            kept[name] = provenance.own
-        kind.__setattr__(self, name, value)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    watching = {"__getattribute__": get, "__setattr__": put}
-    module.__class__ = type(kind.__name__, (_Quiet, kind), names | watching)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

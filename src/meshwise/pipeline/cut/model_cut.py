@@ -121,8 +121,6 @@ class ModelCut:
     """The blocks that a boundary is inside of."""
     own: frozenset[str] = frozenset()
     """Buffers outside of the pieces that the model changes before its first piece: each stage has its own."""
-    differentiates: bool = False
-    """Whether the model asks for a gradient between its pieces: then what stands for an output has one."""
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
 
@@ -275,7 +273,6 @@ def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest) -> ModelCu
         by="operations" if wish.by == "time" and is_bare(model) else wish.by,
         opened=balanced.opened,
         own=seen.early,
-        differentiates=seen.differentiates,
     )
 
 

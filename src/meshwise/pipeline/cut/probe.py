@@ -34,7 +34,7 @@ from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copied
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.block_entry import CALL, AttentionCalls, inside, is_repeated, module_at
-from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, GradientThroughPieces, UnsplittableBlock
+from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, UnsplittableBlock
 from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
@@ -93,9 +93,8 @@ def probe(
     steps = (
         dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
     )
-    differentiates = seen.differentiates or opened.differentiates
     changed = seen.changed | opened.changed
-    return dataclasses.replace(seen, steps=tuple(steps), changed=changed, differentiates=differentiates)
+    return dataclasses.replace(seen, steps=tuple(steps), changed=changed)
 
 
 def _owner(buffer: str) -> str:
@@ -244,8 +243,7 @@ class _Watch:
 
         steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
         changed, outside = frozenset(self.followed.changed), self.outside
-        seen = ProbeResult(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
-        return dataclasses.replace(seen, differentiates=self.followed.differentiates)
+        return ProbeResult(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
 
 
 class _Watched:
@@ -346,8 +344,6 @@ class _Inside:
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
-        except GradientThroughPieces:
-            raise UnsplittableBlock(self._name) from None
         finally:
             for part in parts.values():
                 del part.forward
@@ -400,7 +396,7 @@ def _own_forward(
     counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
     kind = kind_of(module, inputs=held)
     known = watch.counted.get(kind) if counts else None
-    with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
+    with watch.followed.inside(key), watch.followed.given(inputs, held=held, key=key):
         output, took = profile_module(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
         if known is not None and known.activations != took.activations:
             output, took = profile_module(run, inputs=held, parameters=parameters, timed=True)

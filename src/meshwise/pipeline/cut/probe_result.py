@@ -81,8 +81,6 @@ class ProbeResult:
     """Buffers outside of the pieces that the model changes before its first piece runs, as every stage will."""
     late: frozenset[str] = frozenset()
     """Those that it changes later, as some stages will and others not."""
-    differentiates: bool = False
-    """Whether the model asks for a gradient between its pieces."""
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 

@@ -29,7 +29,6 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     model. The parameters of other stages are released; their memory is free unless another object holds the model.
     """
     crossing = StageRun(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
-    crossing.differentiates = cut.differentiates
     module = _blocks(model, cut, index, crossing, like or bare(model))
     receives = cut.crossing[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)

@@ -6,7 +6,7 @@ sent once per edge, and again when it changes; otherwise only tensors travel. A 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,24 +72,6 @@ class StageEntrance(torch.autograd.Function):
         """Torch has nothing left to add to the leaf."""
         leaf = ctx.leaf
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-
-
-def passes_entrance(outputs: Iterable[Tensor], *, inputs: Iterable[Tensor]) -> bool:
-    """Return whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to a `StageEntrance` that is
-    none of them. A node that is older than an input does not lead there.
-    """
-    nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in inputs if one.requires_grad]
-    made = min((node._sequence_nr() for node in nodes), default=0) if all(node.next_functions for node in nodes) else -1
-    seen, stack = set(nodes), [one.grad_fn for one in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, StageEntrance._backward_cls) and not 0 <= node._sequence_nr() < made:
-            return True
-        stack += [following for following, _ in node.next_functions]
-    return False
 
 
 def enter(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from meshwise.model.forward import StageForwardLeft
 from meshwise.pipeline.cut.block_entry import AttentionCalls, laid_out
 from meshwise.pipeline.cut.meta_values import sizes_known
 from meshwise.pipeline.cut.module_hooks import PieceBackwardHooks
-from meshwise.pipeline.run.packed_tree import StageEntrance, enter
+from meshwise.pipeline.run.packed_tree import enter
 
 
 class StageError(RuntimeError):
@@ -117,7 +117,7 @@ class StageRun:
         self.sends, self.changed, self.alike = sends, changed, alike
         self.void = NanPlaceholder()
         self.width = FeatureWidth()
-        self.open = self.repeats = self.differentiates = False
+        self.open = self.repeats = False
         self.received: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
         self.position = 0
@@ -262,10 +262,7 @@ class PieceForward:
         shapes = first if key in crossing.alike else self._shapes_for(key, args, kwargs)
         fresh = key in crossing.changed
         device = crossing.device_for(first)
-        nothing = map_tensors(lambda like: crossing.void.like(like, device=device, fresh=fresh), shapes)
-        if not (crossing.differentiates and torch.is_grad_enabled()):
-            return nothing
-        return map_tensors(lambda x: StageEntrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
+        return map_tensors(lambda like: crossing.void.like(like, device=device, fresh=fresh), shapes)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return the output of the piece as meta tensors, computed once per input shapes."""
