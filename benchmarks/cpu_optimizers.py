@@ -35,7 +35,7 @@ def contestants(parameters: Sequence[nn.Parameter], *, deepspeed: bool) -> dict[
     """One step of each, by name."""
     from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
     from meshwise.memory.tiers import Tiers
-    from meshwise.plan.offload import Offload
+    from meshwise.plan.plan_keys import Offload
 
     gradients = [parameter.grad for parameter in parameters]
     chunks = [

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
-from meshwise.engine.step_faults import batch_digest
+from meshwise.engine.step_result import batch_digest
 from meshwise.testing import run
 
 ROWS = torch.arange(24.0).view(8, 3)

@@ -2,7 +2,7 @@
 
 from life_of_a_step import PAGE, entered, table
 
-MOST = 36
+MOST = 29
 """As many files as a step enters today; the aim is 25, so this number only ever goes down."""
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from meshwise import Mesh, Plan, PlanError, parallelize
 from meshwise.plan import AXES, plan
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
-from meshwise.plan.offload import TIERS, WHAT, Offload
+from meshwise.plan.plan_keys import TIERS, WHAT, Offload
 from meshwise.plan.plans_page import plans_page
 
 DOCS = Path(__file__).parent.parent / "docs"

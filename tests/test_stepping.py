@@ -14,7 +14,7 @@ from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import agree, run
 from two_layers import ROWS, Two, bad, good, made, over_plans, squares, state

@@ -4,8 +4,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.engine.step_faults import NonFiniteError
-from meshwise.engine.step_result import EvalResult, StepResult
+from meshwise.engine.step_result import EvalResult, NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.layout import Layout
 from meshwise.plan import Plan, PlanError

@@ -10,9 +10,8 @@ from unittest import mock
 import pytest
 
 from free_port import free_port
-from meshwise.bench.doctor import DoctorReport, consult_job
+from meshwise.bench.doctor import DoctorReport, can_open, check_environment, consult_job, reach
 from meshwise.bench.finding import MachineFinding
-from meshwise.bench.meeting_reach import can_open, check_environment, reach
 from meshwise.cli.main import main
 from meshwise.comm import World
 from meshwise.comm.health.roll_call import roll_call

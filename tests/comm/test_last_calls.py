@@ -9,9 +9,8 @@ import torch
 
 from joined import joined
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.call_agreement import require_same
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, RanksDisagree
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import World, require_same
 from meshwise.testing import run
 from scripts import ended_ranks
 from warm_processes import Processes

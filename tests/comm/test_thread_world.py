@@ -290,7 +290,7 @@ def test_a_run_leaves_no_thread() -> None:
 
 
 def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.comm.in_process.turn_taking._PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("meshwise.comm.in_process.rendezvous._PATIENCE_SECONDS", 60.0)
     computing: list[int] = []
 
     def main(world: World) -> list[int]:
@@ -307,7 +307,7 @@ def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_waits_for_another_in_its_own_way_is_not_held_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.comm.in_process.turn_taking._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("meshwise.comm.in_process.rendezvous._PATIENCE_SECONDS", 0.05)
     told = threading.Event()
 
     def main(world: World) -> float:

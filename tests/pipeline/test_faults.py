@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.testing import agree, run
 from warm_processes import Processes

@@ -14,10 +14,9 @@ from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
 from meshwise.comm.api.stopwatch import ActivityStopwatch, TimedSpan
 from meshwise.comm.api.world import World
-from meshwise.comm.health.clock_offset import clock_offset
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep
+from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep, clock_offset
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.action import COMPUTE, Schedule
 from meshwise.pipeline.schedules.passes import lower

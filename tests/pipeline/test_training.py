@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome, run
-from meshwise.train.parameter_export import write_parameters
+from meshwise.train.loop import write_parameters
 from reference.convolutional import ResNet
 from warm_processes import Processes
 

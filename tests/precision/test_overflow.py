@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.engine.step_faults import NonFiniteError
-from meshwise.engine.step_result import StepResult
+from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
 from meshwise.precision.loss_scale import LossScale

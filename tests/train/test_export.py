@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwise.comm import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.testing import run
-from meshwise.train.parameter_export import write_parameters
+from meshwise.train.loop import write_parameters
 
 
 class Counting(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwise.comm import RankLostError, RanksDisagree, World
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
 from meshwise.testing import run
 from meshwise.train.failure_report import leave_traceback, notes

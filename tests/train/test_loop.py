@@ -18,13 +18,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
 from meshwise.train.job_config import from_toml
-from meshwise.train.loop import Summary
-from meshwise.train.lr_schedule import rate
+from meshwise.train.loop import Summary, rate
 from meshwise.train.sample_order import SampleOrder
 from run_job import run_job
 

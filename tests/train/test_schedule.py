@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwise.train.job import ScheduleJob
-from meshwise.train.lr_schedule import rate
+from meshwise.train.loop import rate
 
 
 def drawn(steps: int, **schedule: Any) -> str:

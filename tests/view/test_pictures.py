@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.base.mesh import Mesh
+from meshwise.cli.output_files import write_png
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Device
@@ -25,7 +26,6 @@ from meshwise.view.picture import Bars, Picture, PictureText, ticks
 from meshwise.view.pictures import pictures, sheet
 from meshwise.view.plan_account import PlanAccount, predicted
 from meshwise.view.plan_comparison import comparison_table
-from meshwise.view.png import write_png
 from meshwise.view.schedule_text import SHADES
 from meshwise.view.svg import svg_file
 from meshwise.view.timeline_picture import timeline_picture

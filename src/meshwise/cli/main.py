@@ -35,7 +35,7 @@ from meshwise.comm.launch.agent import NoSemaphoresError
 from meshwise.comm.launch.fork_server import copied
 from meshwise.comm.launch.joining import leave_undone
 from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
 from meshwise.train.failure_report import leave_traceback, notes

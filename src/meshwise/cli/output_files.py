@@ -7,9 +7,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib import resources
 from pathlib import Path
+from pathlib import Path as File
+from typing import Any
 
 from meshwise.base.atomic_file import is_read_only, write_whole
 from meshwise.bench.plot import MissingExtraError, require_matplotlib
@@ -18,12 +22,12 @@ from meshwise.train.job import JobError
 from meshwise.train.output_stream import OutputConsole, console_of_width
 from meshwise.train.run_folder import TIMELINE
 from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.page import write_page
-from meshwise.view.picture import Picture
-from meshwise.view.pictures import sheet
+from meshwise.view.palette import COLORS, UNSEEN, style
+from meshwise.view.picture import Bars, Picture, PictureText, Shape
+from meshwise.view.pictures import pictures, sheet
 from meshwise.view.plan_account import PlanAccount
-from meshwise.view.png import write_png
-from meshwise.view.svg import svg_file
+from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
+from meshwise.view.svg import svg, svg_file
 
 _WIDTH = 120
 """Columns of a drawing where stdout is not a terminal."""
@@ -123,3 +127,95 @@ def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> No
     """Write a picture in the formats asked for and print the paths. Raises JobError."""
     write_and_say(png, write=lambda path: write_png(picture, path=path))
     write_and_say(svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
+
+
+_DOTS = 100
+"""Pixels of a picture in an inch."""
+
+_SHARPNESS = 1.6
+"""Pixels of the file for each of the picture."""
+
+_POINTS = 72 / _DOTS
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
+
+
+def write_png(picture: Picture, *, path: File) -> None:
+    """Write it. Raises MissingExtraError without matplotlib, and OSError when the file cannot be written."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
+    from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
+
+    figure = Figure(figsize=(picture.width / _DOTS, picture.height / _DOTS), facecolor=COLORS["ground"][0])
+    FigureCanvasAgg(figure)
+    sheet = figure.add_axes((0, 0, 1, 1), xlim=(0, picture.width), ylim=(picture.height, 0))
+    sheet.set_axis_off()
+    for order, shape in enumerate(picture.flat()):
+        if shape.paint != UNSEEN:
+            _paint(sheet, shape, {"color": COLORS[shape.paint][0], "zorder": order})
+    figure.savefig(path, dpi=_DOTS * _SHARPNESS, format="png")
+
+
+def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no-untyped-def] # matplotlib's Axes, of an extra
+    from matplotlib.collections import PolyCollection  # noqa: PLC0415 - of the extra `plot`
+
+    if isinstance(shape, PictureText):
+        place = {"ha": _ANCHORS(shape.anchor), "va": "center_baseline"}
+        sheet.text(shape.x, shape.y, shape.text, fontsize=shape.size * _POINTS, parse_math=False, **place, **how)
+    elif isinstance(shape, Bars):
+        corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h)) for x, y, w, h in shape.boxes]
+        sheet.add_collection(
+            PolyCollection(corners, linewidths=0 if shape.fine else 0.3, **how | {"edgecolor": COLORS["ground"][0]})
+        )
+    elif shape.filled:
+        sheet.add_collection(PolyCollection([shape.points], linewidths=0, **how))
+    else:
+        across, down = zip(*shape.points, strict=True)
+        sheet.plot(across, down, linewidth=0.8, linestyle="--" if shape.paint == "limit" else "-", **how)
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""Nothing is loaded, whatever is in the page."""
+
+
+def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> None:
+    """Write it. Raises OSError when it cannot be written."""
+    path.write_text(page(accounts, title=title), encoding="utf-8")
+
+
+def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
+    """Return the page: what plans have in common and what not, and then each of them, all to one scale of time."""
+    name = escape(title)
+    head = (
+        f'<meta charset="utf-8"><title>{name}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style()}{_part('page.css')}</style>"
+    )
+    body = "".join((f"<h1>{name}</h1>", *_overview(accounts), *_sections(accounts)))
+    script = f"<script>{_part('page.js')}</script>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
+
+
+def _overview(accounts: Sequence[PlanAccount]) -> Iterator[str]:
+    yield f'<section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
+    yield f'<div class="wide">{_table(comparison_table(accounts))}</div></section>'
+
+
+def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
+    for number, (account, drawn) in enumerate(zip(accounts, pictures(accounts), strict=True), start=1):
+        figures = "".join(f"<figure>{svg(picture)}</figure>" for picture in drawn)
+        yield f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Return a table whose first row holds the column titles and whose first column the row titles."""
+    titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
+    lines = (
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows[1:]
+    )
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _part(name: str) -> str:
+    return resources.files("meshwise.view").joinpath(name).read_text(encoding="utf-8")

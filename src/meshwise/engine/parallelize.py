@@ -29,8 +29,7 @@ from meshwise.engine.live_stage import LiveStage
 from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.engine.staged_runner import StagedRunner
-from meshwise.engine.step_faults import SkipPolicy
-from meshwise.engine.step_result import UpdateRecipe
+from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import activations
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks

@@ -23,15 +23,18 @@ from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
 from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
 from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
-from meshwise.engine.step_faults import (
+from meshwise.engine.step_result import (
     NonFiniteError,
     StateBeforeUpdate,
     StepInputs,
+    StepResult,
+    StepTotals,
+    UpdateRecipe,
     batch_digest,
+    check_count,
     culprits,
     mismatch_text,
 )
-from meshwise.engine.step_result import StepResult, StepTotals, UpdateRecipe, check_count
 from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.malloc_settings import shaping
 from meshwise.plan import Plan

@@ -4,12 +4,185 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from meshwise.engine.step_faults import SkipPolicy
+import torch
+from torch import Tensor, nn
+
+from meshwise.base import tensor_tree as tree
+from meshwise.base.batch_norm_classes import RunningNorm
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
+from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.model.forward import LossError
+from meshwise.model.parameter_table import ParameterRow
 from meshwise.precision.dtype_policy import Precision
 from meshwise.precision.loss_scale import LossScale
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step was not finite; the update was not applied."""
+
+
+@dataclass(frozen=True)
+class SkipPolicy:
+    """Number of steps in a row that may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
+
+    ends    whether such a step may leave a partial update, because training only continues from a checkpoint
+    """
+
+    most: int
+    ends: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> SkipPolicy:
+        """Read `raise`, `end` or `skip:<n>`. Raises ValueError."""
+        if text in ("raise", "end"):
+            return cls(0, ends=text == "end")
+        word, _, number = text.partition(":")
+        if word == "skip" and number.isdecimal() and int(number) > 0:
+            return cls(int(number))
+        raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
+
+    def advice(self, *, updated: bool, counted: bool = True) -> str:
+        """Return advice for the user; `updated`: some units are; `counted`: whether the loss counted anything."""
+        if updated:
+            return (
+                "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
+                "go on. With 'raise' nothing would be, and the update would begin later"
+            )
+        if self.most:
+            return f"; nonfinite='skip:{self.most}' allows no more such steps in a row"
+        if not counted:
+            return (
+                "; the update was not applied. Look at the batch: it may have no rows, or only labels that the loss "
+                "leaves out (padding, ignore_index)"
+            )
+        return (
+            "; the update was not applied. Lower the learning rate, clip, look at the batch, or use nonfinite='skip:3'"
+        )
+
+
+def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]) -> str:
+    """Name the first parameters, ranks and micro-batches whose own gradient is not finite, and the parameters that are
+    not themselves (a collective).
+
+    `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.
+    """
+    own: list[tuple[int, str]] = []
+
+    def look(micro_batch: int, row: ParameterRow, gradient: Tensor) -> None:
+        if not bool(torch.isfinite(gradient).all()):
+            own.append((micro_batch, row.name))
+
+    run(look)
+    order = {row.name: number for number, row in enumerate(engine.table.rows)}
+    world = engine.world
+    own.sort(key=lambda found: (found[0], -order[found[1]]))
+    found = world.exchange((world.rank, len(own), own[:3]))
+    told = [
+        f"rank {rank}: {', '.join(f'{name} (micro-batch {micro})' for micro, name in first)}"
+        + (f" and {number - len(first)} more" if number > len(first) else "")
+        for rank, number, first in found
+        if number
+    ]
+    broken = [name for name, value in engine.full_parameters() if not bool(torch.isfinite(value).all())]
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    themselves = f"; parameters that are not finite themselves: {', '.join(broken[:3])}{more}" if broken else ""
+    if not told:
+        return themselves + (
+            "; every rank's own gradients are finite when the step is run again, so their sum overflowed or the model "
+            "is not deterministic"
+        )
+    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}{themselves}"
+
+
+class StateBeforeUpdate:
+    """State that a step changes before its update, restored when the step is skipped or raises: running statistics, in
+    which a non-finite batch would stay for ever, and torch's generator.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._norms = [part for module in modules for part in module.modules() if isinstance(part, RunningNorm)]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._random_state: Tensor | None = None
+
+    def keep(self) -> None:
+        """Remember the state at the begin of a step."""
+        self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
+        self._random_state = torch.get_rng_state()
+
+    def put_back(self) -> None:
+        """Restore the state from the begin of the step."""
+        assert self._random_state is not None
+        torch.set_rng_state(self._random_state)
+        for live, kept in self._kept:
+            live.copy_(kept)
+
+
+_LOOKED_AT = 64 << 10
+"""Bytes at the beginning and at the end of a tensor by which its contents are told."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Calls and batch of a rank in a step."""
+
+    batch: int
+    rows: int
+    called: tuple[CallRecord, ...]
+
+
+def batch_digest(batch: Any, *, contents: bool) -> int:
+    """32 bits that tell batches apart: by the shapes and dtypes of their tensors and, if asked, by what is in them.
+
+    To look at what is in them waits for the device, and tensors without values have nothing.
+    """
+    digest = 0
+    for tensor in tree.tensors(batch):
+        digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
+        if contents and not tensor.is_meta and tensor.layout == torch.strided:
+            digest = zlib.crc32(bytes(_ends(tensor.detach()).tolist()), digest)
+    return digest
+
+
+def _ends(tensor: Tensor) -> Tensor:
+    """Return the bytes at both ends of a tensor."""
+    most = _LOOKED_AT // tensor.element_size()
+    flat = tensor.reshape(-1)
+    ends = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
+    return ends.contiguous().cpu().view(torch.uint8)
+
+
+def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
+    """Return a message: what differs between the ranks in a step, and what to change."""
+    parties: dict[tuple[int, int], list[int]] = {}
+    for rank, given in sorted(found.items()):
+        parties.setdefault((given.batch, given.rows), []).append(rank)
+    if len(parties) == 1:
+        return _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
+    had = ", ".join(f"{ranks_text(ranks)} one of {rows} rows" for (_, rows), ranks in parties.items())
+    return (
+        f"the ranks were given different batches ({had}). step(batch) takes the global batch, the same on every rank, "
+        "and gives each rank its own rows; a batch that is this rank's part already, as a DistributedSampler makes it, "
+        "goes to step(batch, local=True)"
+    )
+
+
+def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) -> str:
+    meetings = dict.fromkeys(stamp.axes for stamps in called.values() for stamp in stamps if not stamp.point_to_point)
+    for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met)]:
+        calls = {rank: [stamp for stamp in called[rank] if stamp.axes == axes] for rank in ranks}
+        for number in range(max(len(stamps) for stamps in calls.values())):
+            present = {rank: stamps[number] for rank, stamps in calls.items() if number < len(stamps)}
+            missing = sorted(set(calls) - set(present))
+            if (table := disagreement(present)) or missing:
+                less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
+                return f"the ranks called different collectives in this step:\n{table or ''}{less}"
+    return "the ranks called different collectives before this step"
 
 
 @dataclass(frozen=True)

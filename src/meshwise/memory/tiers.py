@@ -25,7 +25,7 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.memory.rehearsed_movers import RehearsedFile
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import BLOCK, REMEMBERED, MovedChunk, SwapFile, SwapTransfer
-from meshwise.plan.offload import Offload
+from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
 """Staging buffers for parameters: those in use, the next, and the one after."""

@@ -10,8 +10,7 @@ from functools import cache
 from operator import eq, ge, gt, ne
 from typing import Any
 
-from meshwise.plan.offload import Offload
-from meshwise.plan.plan_keys import keys_of
+from meshwise.plan.plan_keys import Offload, keys_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,17 @@ from typing import Any
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, distance, factorisations
-from meshwise.plan.offload import Offload, offload
-from meshwise.plan.plan_keys import MOST, PlanError, byte_count, in_words, keys_of, one_of, whole_number
+from meshwise.plan.plan_keys import (
+    MOST,
+    Offload,
+    PlanError,
+    byte_count,
+    in_words,
+    keys_of,
+    offload,
+    one_of,
+    whole_number,
+)
 from meshwise.plan.plan_text import check_keys, read_words
 
 

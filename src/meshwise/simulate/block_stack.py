@@ -22,7 +22,7 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.parameter_table import ParameterOptions, matrices_decay
 from meshwise.plan import Plan
-from meshwise.plan.offload import Offload
+from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.block_growth import BlockGrowth, UnevenError, lengthened
 
 LEAST = 20

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from meshwise.plan.offload import Offload
+from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.tape import Tape, TapeOperation, TierTraffic
 

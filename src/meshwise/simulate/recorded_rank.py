@@ -23,7 +23,7 @@ from meshwise.model.forward import default_forward
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
-from meshwise.plan.offload import Offload
+from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.offload_traffic import at_update, beside
 from meshwise.simulate.recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, as_if_on
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject

@@ -16,7 +16,7 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.stacks import raised_at
 from meshwise.comm.api.world import World
-from meshwise.engine.step_faults import NonFiniteError
+from meshwise.engine.step_result import NonFiniteError
 from meshwise.memory.swap_file import TierError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from meshwise.engine.step_faults import SkipPolicy
+from meshwise.engine.step_result import SkipPolicy
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan

@@ -10,12 +10,14 @@ Every rank runs it; rank 0 prints and writes. `StepTimelines` measures some step
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import resource
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,16 @@ import torch
 from rich.console import Console
 from torch.utils.data import Dataset, default_collate
 
+from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
+from meshwise.checkpoint.safetensors_format import TensorSpec, header
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
+from meshwise.data_parallel.stored_slices import buffers
 from meshwise.engine.measure_steps import StepMeasurement, measure
 from meshwise.engine.parallelize import parallelize
-from meshwise.engine.step_faults import NonFiniteError
-from meshwise.engine.step_result import StepResult
+from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_shortage
 from meshwise.plan import Plan
@@ -51,10 +55,8 @@ from meshwise.train.events import (
     Validation,
 )
 from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import Job, SampleJob
-from meshwise.train.lr_schedule import rate
+from meshwise.train.job import Job, SampleJob, ScheduleJob
 from meshwise.train.output_stream import OutputConsole
-from meshwise.train.parameter_export import write_parameters
 from meshwise.train.prepare import Prepared, prepare
 from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
 from meshwise.train.run_checkpoints import RunCheckpoints
@@ -365,3 +367,57 @@ class StepTimelines:
         if self._trainer.world.rank == 0:
             typical.write(self._path)
         self._emit(Measured(step, len(self._steps), str(typical), str(self._path)))
+
+
+def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:
+    """Write every parameter and persistent buffer under its own name; a tied one once, under its first name.
+
+    Every rank calls it; ranks that do not write pass None as path. The file appears whole or not at all. `metadata`
+    goes into its header. Raises OSError.
+    """
+    own = [held.name for held in buffers(trainer.modules)]
+    persistent = {name for names in trainer.world.exchange(own) for name in names}
+    persistent_buffers = [(name, value) for name, value in trainer.full_buffers() if name in persistent]
+    if path is None:
+        for _ in trainer.full_parameters():
+            pass
+        return
+    specs = [TensorSpec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
+    specs += [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in persistent_buffers]
+
+    def write(place: Path) -> None:
+        with place.open("wb") as file:
+            file.write(header(specs, metadata=metadata))
+            for spec, (name, tensor) in zip(
+                specs, itertools.chain(trainer.full_parameters(), persistent_buffers), strict=True
+            ):
+                assert spec == TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+                file.write(_bytes(tensor))
+
+    write_whole(path, write=write, aside=path.with_name(f"{path.name}.partial"))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a copy: numpy forbids resizing memory it has seen, and zero=3 resizes the parameter's."""
+    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return copy.reshape(-1).view(torch.uint8).numpy().data
+
+
+def rate(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
+    """Return a function from the step (0 … steps-1) to the fraction of the peak learning rate.
+
+    Step k of the warm-up has (k+1)/warmup of the peak; the last step of the run has the floor.
+    """
+    decay = steps - schedule.warmup if schedule.shape != "wsd" else round(schedule.decay * steps)
+    first = max(steps - decay, schedule.warmup)
+
+    def at(step: int) -> float:
+        if step < schedule.warmup:
+            return (step + 1) / schedule.warmup
+        if schedule.shape == "constant" or step < first:
+            return 1.0
+        progress = min(1.0, (step - first) / max(1, steps - 1 - first))
+        height = (1 + math.cos(math.pi * progress)) / 2 if schedule.shape == "cosine" else 1 - progress
+        return schedule.floor + (1 - schedule.floor) * height
+
+    return at

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.single_thread_kernels import copy
+from meshwise.comm.api.ordered_sum import copy
 
 Parts: TypeAlias = Tensor | Sequence[Tensor]
 

@@ -9,13 +9,31 @@ results depend on where a block ends: which of several NaN a sum has, and which 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from ctypes import memmove
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.single_thread_kernels import Elements
+Elements: TypeAlias = Any
+"""A tensor, or an array of numpy's of the same memory: both are cut and added alike. A sum's are all of one kind."""
+
+_ADDED = (torch.float32, torch.float64)
+
+
+def copy(x: Tensor, *, into: Tensor) -> None:
+    """Copy a flat tensor into another one of its size and dtype."""
+    if x.is_cpu and into.is_cpu and torch.get_num_threads() == 1:
+        memmove(into.data_ptr(), x.data_ptr(), x.nbytes)
+    else:
+        into.copy_(x)
+
+
+def elements(x: Tensor, *, op: str) -> Elements:
+    """Return a flat tensor of the CPU as what adds it up, or finds the extremes, soonest."""
+    return x.numpy() if op == "sum" and x.dtype in _ADDED and torch.get_num_threads() == 1 else x
+
 
 _OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

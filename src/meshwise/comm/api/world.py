@@ -16,20 +16,42 @@ import copy
 import dataclasses
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.call_agreement import as_tensor, require_alike, require_same
 from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, split
-from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder, Position, call_site
+from meshwise.comm.api.flight_recorder import (
+    CallLine,
+    CallRecord,
+    FlightRecorder,
+    PlacedCall,
+    Position,
+    RanksDisagree,
+    call_site,
+    disagreement,
+    parted,
+    ranks_text,
+)
 from meshwise.comm.api.ordered_sum import require_op
 from meshwise.comm.api.stopwatch import ActivityStopwatch
+
+
+def as_called(job: Callable[[], None]) -> Callable[[], None]:
+    """`job`, to be done in inference mode when that is on now."""
+    if not torch.is_inference_mode_enabled():
+        return job
+
+    def inside() -> None:
+        with torch.inference_mode():
+            job()
+
+    return inside
 
 
 @dataclass(frozen=True)
@@ -438,3 +460,41 @@ def _copy(x: Parts, into: Parts) -> Work:
     fit(source, part=target)
     put(source, into=target)
     return Work()
+
+
+_BYTES = 4096
+_SITE = 1000
+
+
+def as_tensor(stamp: CallRecord) -> Tensor:
+    """Return a stamp as bytes, as many for any stamp."""
+    text = pickle.dumps(stamp._replace(site=stamp.site[-_SITE:]))
+    return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def require_alike(found: Mapping[int, Tensor], *, journal: FlightRecorder) -> None:
+    """Raise RanksDisagree, with a table of the calls, unless these records (in group order by rank) are equal.
+
+    They are the records of the last call in the flight recorder, which then does not count.
+    """
+    stamps = {rank: pickle.loads(bytes(row.tolist())) for rank, row in found.items()}
+    if table := disagreement(stamps):
+        journal.refused(tuple(sorted(stamps)))
+        raise RanksDisagree(f"the ranks disagree about what to do together:\n{table}")
+
+
+def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
+    """Raise RanksDisagree with what differs first. `found`: of each rank its last calls, and how many on each line."""
+    if apart := parted({rank: recent for rank, (recent, _) in found.items()}):
+        raise RanksDisagree(apart[0])
+    for line in {line: None for _, counts in found.values() for line in counts if not line.point_to_point}:
+        counts = {rank: found[rank][1].get(line, 0) for rank in line.ranks}
+        most = max(counts, key=counts.__getitem__)
+        if counts[most] != min(counts.values()):
+            last = next((str(call.stamp) for call in reversed(found[most][0]) if call.line == line), "long ago")
+            told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+            raise RanksDisagree(
+                f"{ranks_text(line.ranks)} have made different numbers of calls together: {told}; the last of rank "
+                f"{most} is {last}"
+            )
+    raise RanksDisagree("the ranks of a group have called different collectives, longer ago than calls are kept")

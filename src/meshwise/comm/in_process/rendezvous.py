@@ -11,7 +11,38 @@ from torch import Tensor
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree, disagreement, ranks_text
 from meshwise.comm.api.ordered_sum import reduce_in_order
 from meshwise.comm.api.stacks import stack_of
-from meshwise.comm.in_process.turn_taking import TurnTaking
+
+_PATIENCE_SECONDS = 1.0
+
+
+class TurnTaking:
+    """The turn of one thread to compute. Threads that have not entered are not held up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._members: set[int] = set()
+
+    def __enter__(self) -> None:
+        """Join the threads that take turns."""
+        self._members.add(threading.get_ident())
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the threads that take turns."""
+        self.give()
+        self._members.discard(threading.get_ident())
+
+    def take(self) -> None:
+        """Wait until it is this thread's turn, but not for long."""
+        if threading.get_ident() in self._members and self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            self._holder = threading.get_ident()
+
+    def give(self) -> None:
+        """Let another thread have its turn, if it was this one's."""
+        if self._holder == threading.get_ident():
+            self._holder = None
+            self._lock.release()
 
 
 class RunEnded(BaseException):

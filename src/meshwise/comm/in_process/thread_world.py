@@ -33,8 +33,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.grad_mode import as_called
-from meshwise.comm.api.world import Group, Work, World, line
+from meshwise.comm.api.world import Group, Work, World, as_called, line
 from meshwise.comm.in_process.rendezvous import PendingCollective, Rendezvous, RunEnded
 
 Result = TypeVar("Result")

@@ -30,10 +30,9 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.streams import streams_of
-from meshwise.comm.api.world import Group, Work, World
+from meshwise.comm.api.world import Group, Work, World, as_called
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
 from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory

@@ -1,7 +1,7 @@
 """The world that torch.distributed joins: real processes, on one machine or many.
 
     | device           joined by
-    | CPU              shared memory inside a host, messages over gloo between hosts; only gloo when told so
+    | CPU              shared memory on one host, messages over gloo on several, or when told so
     | CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
     | a world of one   nothing
 
@@ -17,13 +17,14 @@ import sys
 from typing import Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.hosts import on_one_host
 from meshwise.comm.api.job_attempt import fresh
 from meshwise.comm.api.launch_environment import launched
-from meshwise.comm.api.streams import gpu_count, gpu_properties
+from meshwise.comm.api.streams import gpu_count, gpu_properties, nccl_version
 from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.loopback import is_opened_by_launcher, store_of
@@ -149,3 +150,12 @@ def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm
             f"the ranks of a world are joined in one way, but comm is {named}; set {COMM_VARIABLE} to one value"
         )
     return devices
+
+
+def backends() -> dict[str, str]:
+    """`gloo` and `nccl`, each with its version, `yes` or `no`."""
+    nccl = dist.is_available() and dist.is_nccl_available()
+    return {
+        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",
+        "nccl": nccl_version() if nccl and gpu_count() else "no",
+    }

@@ -26,9 +26,8 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
-from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.rank_lost import lost
-from meshwise.comm.api.world import Axes, Group, Work, World, line
+from meshwise.comm.api.world import Axes, Group, Work, World, as_called, line
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall
 from meshwise.comm.shared_memory.queue_state import travels_in_payload
