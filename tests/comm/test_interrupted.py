@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined import joined
 from meshwise.comm import World
-from meshwise.comm.api.ordered_sum import reduce_block
+from meshwise.comm.api.flat_parts import reduce_block
 from meshwise.comm.network.mailbox import PendingMessages
 from meshwise.comm.network.torch_world import meeting_place
 from meshwise.testing import run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.ordered_sum import copy, elements
+from meshwise.comm.api.flat_parts import copy, elements
 from meshwise.comm.shared_memory.remote_span import MappedSpan, reduce_spans
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
@@ -48,10 +49,10 @@ class TrainingState:
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
         self._update = update
-        self._optimizer = optimizer = update.optimizer
+        self._optimizer = update.optimizer
         self._plan = str(plan)
         self._saving: PendingSave | None = None
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
+        self._hook: RemovableHandle | None = None
 
     def wait_staged(self) -> None:
         """Return when a save under way, if any, has staged its tensors, so that they may change."""
@@ -76,6 +77,8 @@ class TrainingState:
         }
         aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
         content = SaveContent(self._holdings(), aliases, own)
+        if self._hook is None:
+            self._hook = self._optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         self._saving = save(folder, content=content, world=engine.world, keep_last=keep_last)
         return self._saving
 
@@ -166,7 +169,8 @@ class TrainingState:
 
     def close(self) -> None:
         """Release the optimizer and abandon an unfinished save."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if self._saving is not None:
             self._saving.detach()
 

@@ -62,6 +62,8 @@ class BatchStatistics(ForwardAndBackwardMode):
         self._world, self._axes = world, axes
         self._norms = list(running_norms(module).values())
         self.joined = joined
+        self.active = joined and bool(self._norms)
+        """Whether the module has such norms, so that `running` has something to do."""
         self._counts = True
         self._again = False
         self._counter: Tensor | None = None
@@ -69,9 +71,6 @@ class BatchStatistics(ForwardAndBackwardMode):
     @contextlib.contextmanager
     def running(self, *, counts: bool, again: bool = False) -> Iterator[None]:
         """Inside, the model runs rows that count or do not. `again`: what runs repeats parts of their forward."""
-        if not self._norms or not self.joined:
-            yield
-            return
         self._counts, self._again, self._counter = counts, again, None
         with self:
             yield

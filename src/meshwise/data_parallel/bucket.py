@@ -92,6 +92,7 @@ class Bucket:
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
         self.place = BucketPlace.of(rows, shapes=shapes, parts=replication.size)
         self.dtype = rows[0].dtype
+        self._wire = replication.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
         copies = rows[0].copies(world.mesh)
@@ -303,10 +304,9 @@ class Bucket:
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the dtype that they travel in; as they are where they travel nowhere."""
-        dtype = self.replication.precision.reduction_of(self.dtype)
-        if self.replication.size == 1 or dtype == buffer.dtype:
+        if self.replication.size == 1 or self._wire == buffer.dtype:
             return buffer
-        return self.replication.world.empty(buffer.numel(), dtype=dtype).copy_(buffer)
+        return self.replication.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way, if any, and tell `told` that it is there."""

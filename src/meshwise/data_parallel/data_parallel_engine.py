@@ -39,7 +39,6 @@ from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.parameter_gather import ParameterGatherer
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
-from meshwise.model.parameter_hooks import put_last
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 IN_FLIGHT = 1
@@ -128,7 +127,7 @@ class DataParallel:
         for unit in self._order:
             for _, _, parameter in unit.trainable():
                 parameter.grad = None
-                put_last(self._watching[id(parameter)], on=parameter)
+                _put_last(self._watching[id(parameter)], on=parameter)
         for bucket in self.buckets:
             bucket.begin_step()
 
@@ -380,3 +379,10 @@ def reached(loss: Tensor) -> set[int] | None:
             leaves.add(id(variable))
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return leaves
+
+
+def _put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
+    """Let hooks on a parameter's accumulated gradient that were put on since see it before this one, which takes it."""
+    hooks = on._post_accumulate_grad_hooks
+    if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
+        hooks[handle.id] = hooks.pop(handle.id)

@@ -65,7 +65,9 @@ class StageParameters:
     def _inside(self, part: MicroBatch, *, again: bool) -> Iterator[None]:
         with (
             self._draws.running(part.samples, again=again),
-            self._statistics.running(counts=part.counts, again=again),
+            self._statistics.running(counts=part.counts, again=again)
+            if self._statistics.active
+            else contextlib.nullcontext(),
         ):
             yield
 

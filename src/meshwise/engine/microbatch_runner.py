@@ -168,7 +168,9 @@ class WholeModelRunner:
         """Inside, the model runs a micro-batch: forward, or (`again`) backward."""
         with (
             self._draws.running(part.samples, again=again),
-            self._statistics.running(counts=part.counts, again=again),
+            self._statistics.running(counts=part.counts, again=again)
+            if self._statistics.active
+            else contextlib.nullcontext(),
         ):
             yield
 

@@ -96,7 +96,8 @@ class TrainingSteps:
             finally:
                 if not self.applied:
                     self._before.put_back()
-            self._around.finish()
+            if self._around.blocks.rounds:
+                self._around.finish()
         self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
         self._world.journal.doing = ""
         seconds = time.perf_counter() - started

@@ -45,7 +45,8 @@ class RecomputedBlocks:
         self._patterns = patterns
         self._blocks: list[RecomputedBlock] = []
         self._in_flight: dict[str, float] = {}
-        self._rounds = ROUNDS if plan.budget else 0
+        self.rounds = ROUNDS if plan.budget else 0
+        """Steps that are yet to be measured."""
         self.costs: dict[str, RecomputeCost] = {}
 
     @property
@@ -89,16 +90,14 @@ class RecomputedBlocks:
         for name in names:
             if name in own and any(True for _ in own[name].parameters()):
                 block = RecomputedBlock(own[name], name=parts.get(name, name), mode=mode, recall=recall)
-                block.measures = self._rounds > 0
+                block.measures = self.rounds > 0
                 self._blocks.append(block)
                 self._in_flight[block.name] = in_flight
 
     def finish(self) -> None:
         """Finish a step's backwards; every rank calls it. Raises PlanError when a budget cannot be met."""
-        if not self._rounds:
-            return
-        self._rounds -= 1
-        if self._rounds:
+        self.rounds -= 1
+        if self.rounds:
             return
         found: dict[str, RecomputeCost] = {}
         for costs in self._world.exchange({block.name: block.cost for block in self._blocks}):

@@ -138,7 +138,7 @@ class ChunkVisit:
                 parameter.grad = gradient[span]
                 self._bind(parameter, values, span)
 
-    def write(self) -> SwapTransfer:
+    def write(self) -> Sequence[SwapTransfer]:
         """Make the parameters of the masters, and start to write what the update has changed."""
         writes: list[SwapTransfer] = []
         for one, memory in zip(self.round, self._memory, strict=True):
@@ -156,7 +156,7 @@ class ChunkVisit:
                 self._tiers.write(rest, values=memory[name]) for name, rest in one.rests.items() if name in changed
             ]
         self._transfers = writes
-        return SwapTransfer.of(writes)
+        return writes
 
     def leave(self) -> None:
         """Wait until everything is written back; the buffer is free again when it has been read and written."""
@@ -330,7 +330,7 @@ class ChunkedUpdate:
                     began = time.monotonic()
                     self.optimizer.step()
                     self._tiers.updated(visit.bytes, since=began)
-                    writes.append(visit.write())
+                    writes += visit.write()
                 visit.leave()
                 for resting in visit.round:
                     done(resting.chunk)

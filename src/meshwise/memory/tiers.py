@@ -63,6 +63,7 @@ class Tiers:
         self.offload = offload or Offload()
         self.device = device or torch.device("cpu")
         self.swap = swap or SwapConfig()
+        self._updates_on_cpu = self.offload.updates_on_cpu
         self.file: SwapFile | RehearsedFile | None = None
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
@@ -81,7 +82,7 @@ class Tiers:
     @property
     def updates_on(self) -> torch.device:
         """Device on which the optimizer runs."""
-        return torch.device("cpu") if self.offload.updates_on_cpu and self._on_gpu else self.device
+        return torch.device("cpu") if self._updates_on_cpu and self._on_gpu else self.device
 
     @property
     def most(self) -> int | None:
@@ -174,7 +175,7 @@ class Tiers:
 
     def updated(self, size: int, *, since: float) -> None:
         """Note that `size` bytes have been updated since a time of `time.monotonic`."""
-        if self.offload.updates_on_cpu:
+        if self._updates_on_cpu:
             self._updates.append(MovedChunk("update", size, since, time.monotonic()))
 
     # ---- to its use and back -----------------------------------------------------------------------------------

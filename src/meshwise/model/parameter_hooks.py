@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 
 def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
@@ -34,13 +33,6 @@ def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
         to.register_hook(arriving)
     if _post_hooks(old):
         to.register_post_accumulate_grad_hook(accumulated)
-
-
-def put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
-    """Let hooks on a parameter's accumulated gradient that were put on since see it before this one, which takes it."""
-    hooks = _post_hooks(on)
-    if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
-        hooks[handle.id] = hooks.pop(handle.id)
 
 
 def hooks_on(parameter: nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, split
+from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, require_op, split
 from meshwise.comm.api.flight_recorder import (
     CallLine,
     CallRecord,
@@ -38,7 +38,6 @@ from meshwise.comm.api.flight_recorder import (
     parted,
     ranks_text,
 )
-from meshwise.comm.api.ordered_sum import require_op
 from meshwise.comm.api.stopwatch import ActivityStopwatch
 
 

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import put
+from meshwise.comm.api.flat_parts import put, reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import Group, Work, World, as_called
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flat_parts import reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.network.worker_thread import WorkerThread

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.ordered_sum import Elements, copy, elements, reduce_block
+from meshwise.comm.api.flat_parts import Elements, copy, elements, reduce_block
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
