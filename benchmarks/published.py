@@ -31,13 +31,14 @@ from later_runs import Run
 from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
+from meshwise.pipeline.schedules.action import COMPUTE
 from meshwise.simulate.cluster import Cluster, at, load
 from meshwise.simulate.cluster_prices import SEND_RECV, ClusterPrices
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.segment_times import computes, moments
+from meshwise.simulate.segment_times import moments
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 
@@ -360,7 +361,7 @@ def a_layer(row: Row, cluster: Cluster) -> float:
 
 def worked(rehearsal: Rehearsal, cluster: Cluster) -> Iterator[float]:
     """The seconds of each forward and each backward, with what it waits for."""
-    parts = (part for part in rehearsal.step(0) if computes(part.label))
+    parts = (part for part in rehearsal.step(0) if part.kind in COMPUTE)
     return (max(moment.stop for moment in moments([part], prices=ClusterPrices(cluster))) for part in parts)
 
 

@@ -190,7 +190,7 @@ def reserved(rehearsal: Rehearsal, *, index: int, held: Held, room: float = math
 
 def _ends(segments: Iterable[TapeSegment], *, stages: int) -> list[tuple[Action, TapeSegment]]:
     """A step's forwards and backwards, less micro-batches in the middle, which leave everything as it is."""
-    found = [(Action.parse(one.label), one) for one in segments if one.label[:1].isdigit()]
+    found = [(one.action, one) for one in segments if one.action is not None]
     found = [(action, one) for action, one in found if action.kind in (ActionKind.F, ActionKind.B)]
     last = max(action.microbatch or 0 for action, _ in found)
     few = 3 * stages + 2

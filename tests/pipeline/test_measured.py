@@ -12,13 +12,13 @@ from torch import Tensor
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
-from meshwise.comm.api.stopwatch import ActivityStopwatch, TimedSpan
+from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep, clock_offset
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.action import COMPUTE, Schedule
+from meshwise.pipeline.schedules.action import COMPUTE, Action, Schedule
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
@@ -168,7 +168,7 @@ def noted(world: World) -> list[TimedSpan]:
     journal = world.journal
     journal.doing = "before"
     with world.timed() as watch:
-        for doing in ("2F0", "", "update", ""):
+        for doing in (Action.parse("2F0"), StepPhase.OUTSIDE, StepPhase.UPDATE, StepPhase.OUTSIDE):
             journal.doing = doing
             world.barrier()
         with pytest.raises(RuntimeError, match="being noted already"), world.timed():
@@ -180,7 +180,7 @@ def noted(world: World) -> list[TimedSpan]:
 
 def test_only_what_happens_within_the_block_is_noted() -> None:
     for spans in run(2, noted):
-        assert [(span.what, span.waits) for span in spans] == [
+        assert [(str(span.what), span.waits) for span in spans] == [
             ("2F0", False),
             ("update", False),
             *[("barrier rank", True)] * 4,
@@ -200,7 +200,7 @@ def test_on_a_gpu_a_note_is_an_event_and_nothing_waits_for_it() -> None:
         for _ in range(20):
             x = x @ x
         watch.waited("all_reduce", since=since)
-        watch.begins("")
+        watch.begins(StepPhase.OUTSIDE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     span, wait = watch.read()

@@ -73,7 +73,7 @@ def _held(blocks: int, plan: str) -> int:
     rehearsal = rehearse(subject, plan=plan, ranks=Plan.parse(plan).mesh().size, device="cuda")
     left: Counter[Category] = Counter()
     for part in rehearsal.step(0):
-        if part.label == "0F0":
+        if str(part.activity) == "0F0":
             left.update({entry.category: 0 for entry in part.entries if isinstance(entry, MemoryChange)})
             for entry in part.entries:
                 if isinstance(entry, MemoryChange):

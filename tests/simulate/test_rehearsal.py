@@ -86,7 +86,7 @@ def test_a_rehearsed_step_makes_the_calls_of_a_real_one(plan: str) -> None:
 def test_a_split_backward_of_a_model_with_dropout_is_rehearsed() -> None:
     subject = gpt_subject(replace(CONFIG, dropout=0.1), stages=2)
     rehearsal = rehearse(subject, plan="pp=2 microbatches=4 schedule=zb-h1", ranks=2)
-    assert {"1I3", "1W3"} <= {segment.label for segment in rehearsal.step(1)}
+    assert {"1I3", "1W3"} <= {str(segment.activity) for segment in rehearsal.step(1)}
 
 
 def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:
@@ -145,7 +145,7 @@ def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str, g
         for stages, order in ((2, "naive"), (4 if "virtual" in schedule else 2, schedule))
     )
     assert sum(_flops(parts, index) for index in range(2)) == sum(_flops(whole, index) for index in range(2))
-    labels = [segment.label for index in range(2) for segment in parts.step(index)]
+    labels = [str(segment.activity) for index in range(2) for segment in parts.step(index)]
     split = [label for label in labels if "W" in label and not label.startswith("0")]  # the first stage has no I
     blocks = CONFIG.layers // (4 if "virtual" in schedule else 2)
     again = _moved(parts) - _moved(whole)

@@ -24,7 +24,7 @@ from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.schedules.action import Schedule
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """The sum of a loss and its count: two fp64 scalars on the device."""
@@ -111,7 +111,7 @@ class WholeModelRunner:
         journal = self._engine.world.journal
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
-            journal.doing = f"0F{index}"
+            journal.doing = Action(0, ActionKind.F, index)
             if part.rows is None:
                 if last:
                     counted(tokens)
@@ -127,7 +127,7 @@ class WholeModelRunner:
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
             # the others' rows give reaches this rank.
             keep = part.counts or self._rows_meet
-            journal.doing = f"0B{index}"
+            journal.doing = Action(0, ActionKind.B, index)
             with self._running(part, again=True):
                 self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
         return total, tokens

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.live_stage import LiveStage, StageParameters
 from meshwise.engine.microbatch_runner import Counted, MicrobatchTask, Seen, Sums, placed, scaled, zeros
@@ -79,7 +80,7 @@ class StagedRunner:
         for keeper in self._keepers.values():
             keeper.begin(parts)
         self._runtime.run(self.schedule, jobs=self._jobs(parts, sums, scale))
-        self._world.journal.doing = "settle"
+        self._world.journal.doing = StepPhase.SETTLE
         counted(sums[1])
         self._engine.sum_ties()
         for keeper in self._keepers.values():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
@@ -80,7 +81,7 @@ class TrainingSteps:
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         """Return one step, as `Trainer.step` says."""
         started, began = time.perf_counter(), time.monotonic()
-        self._world.journal.doing = "begin"
+        self._world.journal.doing = StepPhase.BEGIN
         self._engine.check_parameters()
         self._updating.begin()
         parts = self.dealer.cut(batch, local=local, total=total, parts=self._plan.microbatches)
@@ -99,7 +100,7 @@ class TrainingSteps:
             if self._around.blocks.rounds:
                 self._around.finish()
         self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
-        self._world.journal.doing = ""
+        self._world.journal.doing = StepPhase.OUTSIDE
         seconds = time.perf_counter() - started
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
         self._world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
@@ -112,11 +113,11 @@ class TrainingSteps:
         with self._world.record() as called:
             sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
             self._sweep.finish()
-            self._world.journal.doing = "exchange"
+            self._world.journal.doing = StepPhase.EXCHANGE
             totals = self._exchange(sums, StepInputs(given, tree.rows(batch), tuple(called)))
         check_count(totals.count)
         self._compared = True
-        self._world.journal.doing = "update"
+        self._world.journal.doing = StepPhase.UPDATE
         if totals.problem is not None:
             self._before.put_back()
             return totals, self._left_out(totals.problem, totals, parts)

@@ -25,13 +25,14 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.engine.cut_agreement import finest_cut
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
 from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import Action, ActionKind
+from meshwise.pipeline.schedules.action import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
@@ -297,15 +298,11 @@ def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
 
 
 def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
-    return [entry for segment in step if _kind(segment) is ActionKind.F for entry in segment.entries if _is(entry)]
+    return [entry for segment in step if segment.kind is ActionKind.F for entry in segment.entries if _is(entry)]
 
 
 def _is(entry: Entry) -> TypeGuard[TapeOperation]:
     return isinstance(entry, TapeOperation)
-
-
-def _kind(segment: TapeSegment) -> ActionKind | None:
-    return Action.parse(segment.label).kind if segment.label[:1].isdigit() else None
 
 
 @dataclass(frozen=True)
@@ -326,7 +323,7 @@ class _Told:
         forward = backward = weight = PieceWork()
         update, sends = 0.0, 0
         for segment in step:
-            kind = _kind(segment)
+            kind = segment.kind
             if kind is ActionKind.F:
                 forward = self.work(_after(segment.entries, self.glue))
             elif kind in (ActionKind.B, ActionKind.I):
@@ -335,7 +332,7 @@ class _Told:
                 weight = self.work(segment.entries)
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
-            elif segment.label == "update":
+            elif segment.activity is StepPhase.UPDATE:
                 update += sum(self.prices.seconds(entry) for entry in segment.entries if _is(entry))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)

@@ -113,14 +113,14 @@ def grown(tapes: Sequence[Tape], *, more: int) -> Tape:
     Raises UnevenError.
     """
     parts = [(tape.build, *tape.first, *tape.steady) for tape in tapes]
-    if len({(*(part.label for part in each), *_apart(tape)) for each, tape in zip(parts, tapes, strict=True)}) > 1:
+    if len({(*(part.activity for part in each), *_apart(tape)) for each, tape in zip(parts, tapes, strict=True)}) > 1:
         raise UnevenError
     calls = [_calls(each) for each in parts]
     found = []
     for each in zip(*parts, strict=True):
         entries = [part.entries for part in each]
         keys = [[_key(entry, made) for entry in one] for one, made in zip(entries, calls, strict=True)]
-        found.append(TapeSegment(each[0].label, _grown(entries, keys, more)))
+        found.append(TapeSegment(each[0].activity, _grown(entries, keys, more)))
     steady = 1 + len(tapes[0].first)
     return dataclasses.replace(tapes[0], build=found[0], first=tuple(found[1:steady]), steady=tuple(found[steady:]))
 

@@ -138,7 +138,7 @@ class _Level:
         if change is None:
             change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)
         before, more = (self.device, self.host), (change.most, change.most_host)
-        moment = ActionMemory(segment.label, self._total + change.highest, before, more)
+        moment = ActionMemory(str(segment.activity), self._total + change.highest, before, more)
         self._total += change.total
         self.device = _sum(self.device, change.device) if change.device else self.device
         self.host = _sum(self.host, change.host) if change.host else self.host

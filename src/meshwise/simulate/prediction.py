@@ -12,10 +12,10 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from meshwise.base.timeline import Timeline, TimelineRow
-from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind
+from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cluster_prices import ClusterPrices, traffic
@@ -154,7 +154,7 @@ def _once(rehearsal: Rehearsal) -> list[int]:
 
 def _first_flops(parts: Sequence[TapeSegment]) -> int:
     """Return the flops that these segments compute for the first time; like micro-batches share entries."""
-    actions = [part for part in parts if _is_action(part)]
+    actions = [part for part in parts if part.action is not None]
     alike = Counter(id(part.entries) for part in actions)
     each = {id(part.entries): part for part in actions}
     return sum(alike[key] * _own_flops(part) for key, part in each.items())
@@ -162,14 +162,14 @@ def _first_flops(parts: Sequence[TapeSegment]) -> int:
 
 def _own_flops(part: TapeSegment) -> int:
     """Without what a backward repeats of a forward; a forward that differentiates within itself repeats nothing."""
-    forward = kind_of(part.label) is ActionKind.F
+    forward = part.kind is ActionKind.F
     return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and (forward or not one.again))
 
 
 def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind)) -> list[int]:
     """Return the flops of a step in actions of these kinds, per rank along pp; None: outside of any action."""
     found = {
-        tape.index: sum(part.flops for part in rehearsal.step(tape.index) if kind_of(part.label) in kinds)
+        tape.index: sum(part.flops for part in rehearsal.step(tape.index) if part.kind in kinds)
         for tape in rehearsal.tapes
     }
     return [found[tape.index] for tape in rehearsal.tapes]
@@ -199,10 +199,8 @@ class _Rank:
         parts = rehearsal.step(index)
         counted = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
-        self._around = [part for part in parts if kind_of(part.label) is None]
-        self._actions = [
-            (Action.parse(part.label), part, counted[key]) for key, part in once.items() if _is_action(part)
-        ]
+        self._around = [part for part in parts if part.kind is None]
+        self._actions = [(part.action, part, counted[key]) for key, part in once.items() if part.action is not None]
         self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
 
     def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
@@ -275,16 +273,6 @@ class _Rank:
 
     def _seconds(self, part: TapeSegment) -> float:
         return self._played[id(part.entries)].seconds
-
-
-@cache
-def kind_of(label: str) -> ActionKind | None:
-    """Return the kind of the action that a segment with this label is, or None."""
-    return Action.parse(label).kind if label[:1].isdigit() else None
-
-
-def _is_action(part: TapeSegment) -> bool:
-    return kind_of(part.label) is not None
 
 
 def _mean(times: list[tuple[float, int]]) -> float:

@@ -21,6 +21,7 @@ from meshwise.memory.rehearsed_movers import RehearsedMover
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.shape_constants import ShapeConstants
+from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
@@ -120,8 +121,8 @@ class RehearsedRank:
 
     def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
         """Return the recorded segments, without those that only pass over a micro-batch."""
-        passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
-        return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
+        passed = {Action(0, ActionKind.F, index) for index in range(self.plan.microbatches) if index not in self.only}
+        return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.activity not in passed)
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:

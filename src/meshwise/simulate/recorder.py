@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -27,12 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import FlightRecorder
+from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.comm.shared_memory.segment import KEPT, fits
 from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
 from meshwise.model.meta_kernels import computed
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.optim.flat_optimizer import OptimizerClass
-from meshwise.pipeline.schedules.action import Action, ActionKind, ScheduleError
+from meshwise.pipeline.schedules.action import COMPUTE, Action
 from meshwise.simulate.operation_cost import held, makes_anew, moves_nothing, operation
 from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
 
@@ -51,7 +51,7 @@ class Recorder:
 
     def __init__(self, journal: FlightRecorder) -> None:
         self.journal = journal
-        self._entries: list[tuple[str, Entry]] = []
+        self._entries: list[tuple[Activity, Entry]] = []
         self._sizes: dict[int, tuple[Category, int, bool]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._watched: dict[int, _Watched] = {}
@@ -65,13 +65,13 @@ class Recorder:
 
     def segments(self) -> tuple[TapeSegment, ...]:
         """Return the segments since the last call, action by action."""
-        found: list[tuple[str, list[Entry]]] = []
-        for label, entry in self._entries:
-            if not found or found[-1][0] != label:
-                found.append((label, []))
+        found: list[tuple[Activity, list[Entry]]] = []
+        for activity, entry in self._entries:
+            if not found or found[-1][0] != activity:
+                found.append((activity, []))
             found[-1][1].append(entry)
         self._entries = []
-        return tuple(TapeSegment(label, tuple(entries)) for label, entries in found)
+        return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
 
     def saw(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run; None when it computes nothing."""
@@ -166,20 +166,12 @@ def _repeats() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
-@cache
-def _category(doing: str) -> Category:
+def _category(doing: Activity) -> Category:
     """Return the category of memory that is allocated during an activity."""
-    if doing == "update":
+    if doing is StepPhase.UPDATE:
         return Category.OPTIMIZER
-    try:
-        kind = Action.parse(doing).kind
-    except ScheduleError:
-        return Category.COMMUNICATION
-    return (
-        Category.ACTIVATIONS
-        if kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
-        else Category.COMMUNICATION
-    )
+    computes = isinstance(doing, Action) and doing.kind in COMPUTE
+    return Category.ACTIVATIONS if computes else Category.COMMUNICATION
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Real
 from typing import Any
 
 import torch
 
 from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.engine.cut_agreement import cut_for, pairs_of, plan_schedule
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import ParameterSource, shapes_of
@@ -64,6 +64,10 @@ class Rehearsal:
     """Of one rank of each stage's, by index along pp."""
     device: Device
     """What each rank would compute on."""
+    _steps: dict[tuple[int, bool], tuple[TapeSegment, ...]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Steps that were asked for, by what they were asked by."""
 
     @property
     def asked(self) -> bool:
@@ -76,62 +80,55 @@ class Rehearsal:
             self._steps[index, first] = self._step(index, first=first)
         return self._steps[index, first]
 
-    @cached_property
-    def _steps(self) -> dict[tuple[int, bool], tuple[TapeSegment, ...]]:
-        return {}
-
     def _step(self, index: int, *, first: bool) -> tuple[TapeSegment, ...]:
         tape, row = self.tapes[index], self.schedule.rows[index]
         mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
         names = dict(zip(theirs, mine, strict=True))
-        found = {_renamed(segment.label, names): segment for segment in tape.steady}
+        found = {_renamed(segment.activity, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
-        passed: Mapping[str, TapeSegment] = {}
+        passed: Mapping[Activity, TapeSegment] = {}
         if first:  # of which one micro-batch has been run: a pipeline takes with a step's first what it takes once
             early = self.plan.pp > 1
-            begun = {_renamed(segment.label, names, first=early): segment for segment in tape.first}
-            passed = {} if early else {label: part for label, part in begun.items() if _is_alone(label, begun)}
-            found |= {label: part for label, part in begun.items() if label not in passed}
+            begun = {_renamed(segment.activity, names, first=early): segment for segment in tape.first}
+            passed = {} if early else {activity: part for activity, part in begun.items() if _is_alone(activity, begun)}
+            found |= {activity: part for activity, part in begun.items() if activity not in passed}
         during = [
-            TapeSegment(
-                str(action), (*passed[str(action)].entries, *part.entries) if str(action) in passed else part.entries
-            )
+            TapeSegment(action, (*passed[action].entries, *part.entries) if action in passed else part.entries)
             for action in row
-            if (part := found.get(str(action)) or stand_ins.get((action.stage, action.kind))) is not None
+            if (part := found.get(action) or stand_ins.get((action.stage, action.kind))) is not None
         ]
-        around = [segment for label, segment in found.items() if not label[:1].isdigit()]
-        before = [segment for segment in around if segment.label == "begin"]
-        return (*before, *during, *(segment for segment in around if segment.label != "begin"))
+        around = [segment for activity, segment in found.items() if not isinstance(activity, Action)]
+        before = [segment for segment in around if segment.activity is StepPhase.BEGIN]
+        return (*before, *during, *(segment for segment in around if segment.activity is not StepPhase.BEGIN))
 
 
-def _is_alone(label: str, parts: Mapping[str, TapeSegment]) -> bool:
+def _is_alone(activity: Activity, parts: Collection[Activity]) -> bool:
     """Return whether this is a forward without a backward: of a micro-batch that was passed over, which may leave
     buffers.
     """
-    return label[:1].isdigit() and label.replace("F", "B") not in parts
+    if not isinstance(activity, Action) or activity.kind is not ActionKind.F:
+        return False
+    return activity._replace(kind=ActionKind.B) not in parts
 
 
-def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> str:
-    """Return the label of what another rank does, for the stages of this one; `first`: as if of the first
-    micro-batch.
-    """
-    if not label[:1].isdigit():
-        return label
-    action = Action.parse(label)
-    number = 0 if first and action.microbatch is not None else action.microbatch
-    return str(action._replace(stage=stages[action.stage], microbatch=number))
+def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = False) -> Activity:
+    """Return what another rank does as an activity of this one's stages; `first`: as if of the first micro-batch."""
+    if not isinstance(activity, Action):
+        return activity
+    number = 0 if first and activity.microbatch is not None else activity.microbatch
+    return activity._replace(stage=stages[activity.stage], microbatch=number)
 
 
-def _stand_ins(found: Mapping[str, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
+def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
     """Return stand-ins, by stage and kind of action, made from the middle micro-batch that was run.
 
     Memory that the action took, and that is freed in other actions, is freed by the stand-in with its backward (which
     may have two parts). So all the micro-batches that it represents leave as much memory as there was.
     """
-    ran: dict[tuple[int, ActionKind], list[tuple[int, str]]] = defaultdict(list)
-    for label in found:
-        if label[:1].isdigit() and (action := Action.parse(label)).microbatch is not None:
-            ran[action.stage, action.kind].append((action.microbatch, label))
+    ran: dict[tuple[int, ActionKind], list[tuple[int, Action]]] = defaultdict(list)
+    for action in found:
+        if isinstance(action, Action) and action.microbatch is not None:
+            ran[action.stage, action.kind].append((action.microbatch, action))
     middle = {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
     given_back = dict(middle)
     for stage, kind in [key for key in middle if key[1] in (ActionKind.B, ActionKind.W)]:
@@ -143,7 +140,7 @@ def _stand_ins(found: Mapping[str, TapeSegment]) -> dict[tuple[int, ActionKind],
                 left[entry.category, entry.host] += entry.bytes
         if any(left.values()):
             back = tuple(MemoryChange(category, -size, host) for (category, host), size in left.items() if size)
-            given_back[last] = TapeSegment(middle[last].label, (*middle[last].entries, *back))
+            given_back[last] = TapeSegment(middle[last].activity, (*middle[last].entries, *back))
     return given_back
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import Parts
 from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
@@ -100,9 +101,13 @@ class RehearsalWorld(TraceWorld):
         self._shared = shared
         self._received: Counter[int] = Counter()
 
+    @property
+    def _in_step(self) -> bool:
+        return self.journal.doing != StepPhase.OUTSIDE
+
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an empty buffer as any world does; buffers for collectives within a step are gradients."""
-        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self.journal.doing else None)
+        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self._in_step else None)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Return an empty buffer as any world does; it is no gradient of a parameter."""
@@ -110,7 +115,7 @@ class RehearsalWorld(TraceWorld):
 
     def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
         """Memory that the ranks share where they can; `category`: what it is for, if not for what the rank is at."""
-        if self._shared and self.journal.doing and numel * dtype.itemsize > PAYLOAD_BYTES:
+        if self._shared and self._in_step and numel * dtype.itemsize > PAYLOAD_BYTES:
             return self._recorder.borrowed(numel, dtype=dtype, category=category)
         tensor = super().empty(numel, dtype=dtype)
         if category is not None:

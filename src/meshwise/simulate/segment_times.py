@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import NamedTuple
 
-from meshwise.pipeline.schedules.action import COMPUTE, Action
+from meshwise.pipeline.schedules.action import COMPUTE
 from meshwise.simulate.cluster_prices import ClusterPrices
 from meshwise.simulate.tape import Entry, TapeCall, TapeOperation, TapeSegment, TapeWait
 
@@ -19,12 +18,6 @@ class EntryTime(NamedTuple):
     entry: Entry
     start: float
     stop: float
-
-
-@cache
-def computes(label: str) -> bool:
-    """Return whether a segment with this label is a forward or a backward."""
-    return label[:1].isdigit() and Action.parse(label).kind in COMPUTE
 
 
 def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[EntryTime]:
@@ -39,7 +32,7 @@ def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterat
     free: dict[tuple[str, ...], float] = defaultdict(float)
     ends: dict[int, float] = {}
     for segment in segments:
-        if computes(segment.label):
+        if segment.kind in COMPUTE:
             host = (host if beside else now) + action
             now = now if beside else host
         for entry in segment.entries:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
 from meshwise.pipeline.schedules.schedule_clock import event_of
 from meshwise.simulate.cluster_prices import ClusterPrices
-from meshwise.simulate.prediction import Prediction, kind_of
+from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.segment_times import EntryTime, moments
 from meshwise.simulate.tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
 
@@ -68,7 +69,7 @@ class StepHistory:
 class _Played:
     """A segment, played after those before it."""
 
-    label: str
+    activity: Activity
     start: float
     stop: float
     moments: tuple[EntryTime, ...]
@@ -100,7 +101,7 @@ def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator
             now = end
             if isinstance(entry, TapeWait) and end > begin:
                 inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
-        yield _Played(own[0].segment.label, start, now, own, tuple(inside))
+        yield _Played(own[0].segment.activity, start, now, own, tuple(inside))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class _Act:
     own.
     """
 
-    label: str
+    activity: Activity
     start: float
     stop: float
     played: _Played | None = None
@@ -165,15 +166,17 @@ class PredictionReplay:
                 continue
             while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
                 levels.append(
-                    MemoryLevel(start, act.label if start >= act.start else f"before {act.label}", dict(held))
+                    MemoryLevel(
+                        start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(held)
+                    )
                 )
                 most = total
             held[entry.category] += entry.bytes
             total += entry.bytes
             if total > most:
-                levels[-1] = MemoryLevel(levels[-1].seconds, act.label, dict(held))
+                levels[-1] = MemoryLevel(levels[-1].seconds, str(act.activity), dict(held))
                 most = total
-        end = self._acts[index][-1].label
+        end = str(self._acts[index][-1].activity)
         rest = (MemoryLevel(step * seconds / columns, end, dict(held)) for step in range(len(levels), columns))
         return StepHistory(index, seconds, (*levels, *rest))
 
@@ -190,17 +193,17 @@ class PredictionReplay:
         row = self.prediction.timeline
         if row is None:
             parts = _play(self._rehearsal.step(0), prices=self._prices_of(0))
-            return [[_Act("begin", 0.0, self._free), *_acts(parts, start=self._free)]]
+            return [[_Act(StepPhase.BEGIN, 0.0, self._free), *_acts(parts, start=self._free)]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
         """Yield the acts of a rank, and what the pipeline's clock has beside them."""
         row = self.prediction.timeline
         for act in (act for act in self._acts[index] if act.stop > act.start):
-            if kind_of(act.label) is None:
-                yield Event(index, TimelineRow.COLLECTIVE, act.label, act.start, act.stop)
+            if not isinstance(act.activity, Action):
+                yield Event(index, TimelineRow.COLLECTIVE, str(act.activity), act.start, act.stop)
             elif row is None:
-                yield event_of(Action.parse(act.label), rank=index, start=act.start, stop=act.stop)
+                yield event_of(act.activity, rank=index, start=act.start, stop=act.stop)
         if row is not None:
             for event in (event for event in row.events if event.rank == index):
                 yield replace(event, start=event.start + self._free, stop=event.stop + self._free)
@@ -215,16 +218,16 @@ class PredictionReplay:
         """Yield segments that the pipeline's clock has placed, and those before and after."""
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts = self._rehearsal.step(index)
-        before = [part for part in parts if part.label == "begin"]
-        yield _Act("begin", 0.0, self._free, self._played(before[0], index) if before else None)
+        before = [part for part in parts if part.activity is StepPhase.BEGIN]
+        yield _Act(StepPhase.BEGIN, 0.0, self._free, self._played(before[0], index) if before else None)
         now = self._free
-        for part in (part for part in parts if kind_of(part.label) is not None):
-            kind, event, start = kind_of(part.label), clocked[part.label], now
+        for part in (part for part in parts if part.kind is not None):
+            kind, event, start = part.kind, clocked[str(part.activity)], now
             if kind in COMPUTE:
                 start = self._free + event.start
             if kind in COMPUTE | RECEIVES:
                 now = self._free + event.stop
-            yield _Act(part.label, start, now, self._played(part, index))
+            yield _Act(part.activity, start, now, self._played(part, index))
         yield from _acts(self._after(index), start=self._free + row.seconds)
 
     @cached_property
@@ -243,7 +246,7 @@ class PredictionReplay:
     def _after(self, index: int) -> Iterator[_Played]:
         """Yield what is played after the actions."""
         parts = self._rehearsal.step(index)
-        after = (part for part in parts if kind_of(part.label) is None and part.label != "begin")
+        after = (part for part in parts if part.kind is None and part.activity is not StepPhase.BEGIN)
         return _play(after, prices=self._prices_of(index))
 
     def _played(self, segment: TapeSegment, index: int) -> _Played | None:
@@ -264,4 +267,4 @@ class PredictionReplay:
 
 def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
     """Yield one after the other."""
-    return (_Act(part.label, start + part.start, start + part.stop, part) for part in parts)
+    return (_Act(part.activity, start + part.start, start + part.stop, part) for part in parts)

@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.stopwatch import Activity
+from meshwise.pipeline.schedules.action import Action, ActionKind
 
 
 class Category(StrEnum):
@@ -87,10 +89,20 @@ Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
 
 @dataclass(frozen=True)
 class TapeSegment:
-    """Activity of a rank for one action, in order."""
+    """What a rank does in one activity, in order."""
 
-    label: str
+    activity: Activity
     entries: tuple[Entry, ...]
+
+    @property
+    def action(self) -> Action | None:
+        """The action of the schedule that the activity is; None for a phase of the step."""
+        return self.activity if isinstance(self.activity, Action) else None
+
+    @property
+    def kind(self) -> ActionKind | None:
+        """The kind of that action."""
+        return self.activity.kind if isinstance(self.activity, Action) else None
 
     @property
     def flops(self) -> int:

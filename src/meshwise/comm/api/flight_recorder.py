@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwise.comm.api.stopwatch import ActivityStopwatch
+from meshwise.comm.api.stopwatch import Activity, ActivityStopwatch, StepPhase
 
 _NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
 _KEPT = 1024
@@ -135,22 +135,19 @@ class FlightRecorder:
         self.called_at = time.monotonic()
         self.waited = 0.0
         self._waiter: int | None = None
-        self._doing = ""
+        self._doing: Activity = StepPhase.OUTSIDE
         self._stopwatch: ActivityStopwatch | None = None
         self.digests: dict[tuple[int, ...], int] = {}
         self._before: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[CallRecord]] = []
 
     @property
-    def doing(self) -> str:
-        """Activity of the rank between its calls: an action as printed (`2F0`), a word, or "" outside of a step.
-
-        The code that runs the step sets it.
-        """
+    def doing(self) -> Activity:
+        """Activity of the rank between its calls. The code that runs the step sets it."""
         return self._doing
 
     @doing.setter
-    def doing(self, what: str) -> None:
+    def doing(self, what: Activity) -> None:
         self._doing = what
         if self._stopwatch is not None:
             self._stopwatch.begins(what)

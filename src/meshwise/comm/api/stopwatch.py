@@ -6,22 +6,40 @@ So what is measured is when the device did it, and nothing waits for anything be
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
 from meshwise.comm.api.streams import StreamEvent, streams_of
 
 
+class StepPhase(StrEnum):
+    """What a rank is at in a step beside the actions of its schedule."""
+
+    OUTSIDE = ""
+    """No step runs."""
+    BEGIN = "begin"
+    SETTLE = "settle"
+    EXCHANGE = "exchange"
+    UPDATE = "update"
+
+
+Activity: TypeAlias = Hashable
+"""A `StepPhase`, or an action of a pipeline's schedule; it prints as one word."""
+
+
 @dataclass(frozen=True)
 class TimedSpan:
-    """Time span of an activity (as `FlightRecorder.doing`) or of a wait.
+    """Time span of an activity (as `FlightRecorder.doing`), or of a wait or a move with its name.
 
     `beside`: it went on beside what the rank was at, on other threads.
     """
 
-    what: str
+    what: Activity
     start: float
     stop: float
     waits: bool = False
@@ -34,7 +52,7 @@ class ActivityStopwatch:
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
         self._origin = self._streams.origin()
-        self._marks: list[tuple[str, StreamEvent]] = []
+        self._marks: list[tuple[Activity, StreamEvent]] = []
         self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []
         self._beside: list[TimedSpan] = []
 
@@ -42,8 +60,8 @@ class ActivityStopwatch:
         """Return an event at the current place of the current stream."""
         return self._streams.mark(timing=True)
 
-    def begins(self, what: str) -> None:
-        """End the current activity and begin `what`; "" begins none."""
+    def begins(self, what: Activity) -> None:
+        """End the current activity and begin `what`; the one outside of a step is none."""
         self._marks.append((what, self.now()))
 
     def waited(self, what: str, *, since: StreamEvent) -> None:
@@ -59,7 +77,9 @@ class ActivityStopwatch:
         seconds.
         """
         marks = [(what, self._origin.at(moment) - offset) for what, moment in self._marks]
-        spans = [TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what]
+        spans = [
+            TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what != StepPhase.OUTSIDE
+        ]
         for what, since, until in self._waits:
             start, stop = (self._origin.at(moment) - offset for moment in (since, until))
             spans.append(TimedSpan(what, start, stop, waits=True))

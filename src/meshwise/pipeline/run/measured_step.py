@@ -27,9 +27,9 @@ import torch
 
 from meshwise.base.mesh import Mesh
 from meshwise.base.timeline import Event, Timeline, TimelineRow, within
-from meshwise.comm.api.stopwatch import ActivityStopwatch, TimedSpan
+from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
-from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
 
 _ROUNDS = 8
@@ -237,12 +237,12 @@ def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
     others = [span for span in spans if span.waits or span.beside]
     step: list[Event] = []
     for span in (span for span in spans if not (span.waits or span.beside)):
-        if span.what == "begin" or step:
+        if span.what is StepPhase.BEGIN or step:
             step.append(_event(rank, span))
-        if span.what == "update" and step:
+        if span.what is StepPhase.UPDATE and step:
             own = (other for other in others if step[0].start <= other.start and other.stop <= span.stop)
             streams = [(TimelineRow.WAIT if other.waits else TimelineRow.TIERS, other) for other in own]
-            yield step + [Event(rank, stream, other.what, other.start, other.stop) for stream, other in streams]
+            yield step + [Event(rank, stream, str(other.what), other.start, other.stop) for stream, other in streams]
             step = []
 
 
@@ -253,10 +253,9 @@ def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def _event(rank: int, span: TimedSpan) -> Event:
-    try:
-        return event_of(Action.parse(span.what), rank=rank, start=span.start, stop=span.stop)
-    except ScheduleError:
-        return Event(rank, TimelineRow.COLLECTIVE, span.what, span.start, span.stop)
+    if isinstance(span.what, Action):
+        return event_of(span.what, rank=rank, start=span.start, stop=span.stop)
+    return Event(rank, TimelineRow.COLLECTIVE, str(span.what), span.start, span.stop)
 
 
 def _cost(means: _Means) -> ActionCost:

@@ -118,7 +118,7 @@ class _Walk:
     def run(self) -> dict[int, Any]:
         """Do this rank's row."""
         for action in self._rows[self._rank]:
-            self._world.journal.doing = str(action)
+            self._world.journal.doing = action
             try:
                 self._post()
                 self._do(action)
