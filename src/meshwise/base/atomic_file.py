@@ -12,8 +12,6 @@ what took minutes to find. So the new file grows beside the old one, and takes i
     | a device or a pipe               written as it is
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -13,8 +13,6 @@ base. A group is the ranks that differ in some digits only.
     dp 1 │ 2  3         dp 1 │ 6  7       group(6, axes=["pp", "tp"])  2 3 6 7
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -49,12 +47,12 @@ class Mesh:
             raise ValueError(f"axis {' '.join(sorted(repeated))} is named twice in the mesh {self}")
 
     @classmethod
-    def of(cls, **degrees: int) -> Mesh:
+    def of(cls, **degrees: int) -> "Mesh":
         """Return the mesh with these axes, outermost first: `Mesh.of(dp=2, tp=2)`."""
         return cls(tuple(degrees.items()))
 
     @classmethod
-    def parse(cls, text: str) -> Mesh:
+    def parse(cls, text: str) -> "Mesh":
         """Return the mesh that prints as `text`, such as `dp=2 tp=2`. Raises ValueError for anything else."""
         axes = []
         for word in text.split():

@@ -8,8 +8,6 @@ torch has a tree library of its own (`torch.utils._pytree`); it is private and a
 once, globally.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -87,7 +85,7 @@ class BatchDims:
     dims: tuple[Mapping[str, int], ...]
 
     @classmethod
-    def of(cls, tree: Any, *, tokens: int | None = None, stated: Mapping[int, int] | None = None) -> BatchDims:
+    def of(cls, tree: Any, *, tokens: int | None = None, stated: Mapping[int, int] | None = None) -> "BatchDims":
         """Find the dims of a batch from its sizes.
 
         Rows lie along dim 0 of every tensor. With `tokens`, the length of a sequence, the tokens of a tensor lie along

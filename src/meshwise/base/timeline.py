@@ -1,7 +1,5 @@
 """Timelines of ranks: predicted by a clock, recorded from a run, and read by every view."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass

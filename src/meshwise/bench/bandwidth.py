@@ -18,8 +18,6 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `co
 copies the tensor in its own memory at the same time. That is the upper limit for ranks of one machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Sizes in bytes as people write them: 4K, 64M, 1.5G, in powers of 1024."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

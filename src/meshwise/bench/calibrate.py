@@ -12,8 +12,6 @@ On a CPU the processor time counts, so other work on the core does not change th
 work took is reported with the result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Measurements of collectives as a table and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -10,8 +10,6 @@ several calls a few untimed calls run: after another library's turn its threads 
 fills the caches.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

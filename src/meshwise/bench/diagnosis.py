@@ -1,7 +1,5 @@
 """From facts to sentences: what is wrong with a machine, and what is wrong between ranks that answered a roll call."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -8,8 +8,6 @@ Each step only runs when the one before found no problem. A step that takes too 
 where. The ordinary time limits of a job are too long for a check.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

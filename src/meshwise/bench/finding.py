@@ -1,7 +1,5 @@
 """Findings of an examination: facts, and problems with their remedy in one sentence each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ Everything is read from torch, the standard library, Linux's own files and, when
 system does not offer is left out.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

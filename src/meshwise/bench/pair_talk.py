@@ -8,8 +8,6 @@ Pairs meet as in a tournament, so that in each round every rank has one partner 
 which makes N-1 short rounds rather than N(N-1)/2, and no link is measured while another pair uses the same rank.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

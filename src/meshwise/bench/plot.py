@@ -1,7 +1,5 @@
 """Bus bandwidth over size as a picture: one panel per collective, one line per group size, the copy dashed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors of checkpoints and the damage that they report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +30,7 @@ class DamageError(RuntimeError):
         rest = f"\n  and {len(damages) - _SHOWN} more" if len(damages) > _SHOWN else ""
         super().__init__("damaged checkpoint:\n  " + "\n  ".join(map(str, self.damages[:_SHOWN])) + rest)
 
-    def __reduce__(self) -> tuple[type[DamageError], tuple[tuple[Damage, ...]]]:
+    def __reduce__(self) -> "tuple[type[DamageError], tuple[tuple[Damage, ...]]]":
         """Pickle the damages, from which the message is made again."""
         return DamageError, (self.damages,)
 

@@ -9,8 +9,6 @@ A crash leaves the new checkpoint, or a folder whose name says that it is partia
 renames the old checkpoint, which stays valid under its other name until the new one is in place.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -14,8 +14,6 @@ It is the last file to be written, so that where there is one, there is all of i
 it does not protect against deliberate changes of data and checksum.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

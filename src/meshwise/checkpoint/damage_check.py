@@ -1,7 +1,5 @@
 """Compare every byte of a checkpoint with its checksum (`damages`, `is_valid`), and two checkpoints (`differences`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ plan. It has no checksums. Names stay as in the model: nothing is renamed, trans
 writes a folder; `export` also compares the logits of the written and the saved model on random tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Load a checkpoint: every rank reads the rectangles it needs, under any plan (`load`, `fill`, `CheckpointReader`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar

@@ -8,8 +8,6 @@
 The window is the only buffer. Files are read with pread, not mapped: truncating a mapped file kills the process.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import zlib

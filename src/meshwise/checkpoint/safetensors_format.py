@@ -6,8 +6,6 @@ JSON table of dtypes, shapes and offsets, then the bytes. Here the header is wri
 every entry is checked against the size of the file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -7,8 +7,6 @@ While training runs, the ranks wait for each other's files in the folder: collec
 `save` and `PendingSave.wait` use collectives, so that every rank learns the result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -57,7 +55,7 @@ class SaveContent:
     staging: int = STAGING
 
 
-def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> PendingSave:
+def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
     """Begin to save; every rank calls it. With `keep_last`, older checkpoints beside it are removed afterwards.
 
     Returns when all tensors that may change before the next optimizer step are staged. Raises SaveError on every rank
@@ -97,7 +95,7 @@ class RankFile:
     rows: Mapping[str, Any]
 
     @classmethod
-    def of(cls, content: SaveContent, *, name: str) -> RankFile:
+    def of(cls, content: SaveContent, *, name: str) -> "RankFile":
         """Return the file for `content`. Raises ValueError for values that a checkpoint cannot store."""
         try:
             json.dumps(content.extra, allow_nan=False)

@@ -8,8 +8,6 @@ Training may change the tensors as soon as the last of them is in a chunk: at on
 else after the disk has taken the rest. A full copy would need twice the memory.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -7,8 +7,6 @@ extra                                            JSON: the plan, the optimizer's
                                                  the caller's own values (steps, samples, the job)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@
 The exit status is 0 on success, 1 for damage, differences and failed exports, 2 without a checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

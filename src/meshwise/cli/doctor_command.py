@@ -1,7 +1,5 @@
 """`meshwise doctor`: print the examination of the machine; status 0 when all is well, 1 otherwise."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 | draw timeline   a measured step of a run, beside the schedule's ideal times
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 141   the reader of stdout has ended, as in `meshwise train --help | head`
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

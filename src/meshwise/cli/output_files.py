@@ -4,8 +4,6 @@
 `read_step` reads the measured step of a run that a drawing shows.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

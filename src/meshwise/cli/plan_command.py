@@ -1,7 +1,5 @@
 """The command `meshwise plan`: the fastest plans for a job on a named cluster, and why the others are slower."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Values of `--ranks`, `--comm` and `--on`: the number of ranks, how they communicate, and the cluster to simulate."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The command `meshwise simulate`: the time and memory of a job under its plan, without the ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

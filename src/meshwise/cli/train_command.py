@@ -1,7 +1,5 @@
 """The command `meshwise train`: a job on local ranks, or on the ranks that torchrun has started."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -3,8 +3,6 @@
 The exit status is 0 when both are the same model, else 1.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

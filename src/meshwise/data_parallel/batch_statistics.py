@@ -19,8 +19,6 @@ is the mean of theirs, weighted by samples.
 `F.batch_norm` is answered for while the model runs, whatever class of the model's calls it; modules stay what they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ A whole buffer of a stage that keeps only a shard exists while a unit needs it, 
 ranks that share the parameters, `StorageConfig` the plan's stage, dtypes and tiers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

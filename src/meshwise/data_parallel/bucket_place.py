@@ -10,8 +10,6 @@ makes a rank's elements with the same learning rate and weight decay one contigu
 sees at most one tensor for each group and unit.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +42,7 @@ class OptionRun:
     start: int
     stop: int
 
-    def within(self, start: int, *, stop: int) -> OptionRun | None:
+    def within(self, start: int, *, stop: int) -> "OptionRun | None":
         """Return the part of the run inside [start, stop), or None."""
         low, high = max(self.start, start), min(self.stop, stop)
         return OptionRun(self.options, low, high) if low < high else None
@@ -60,7 +58,7 @@ class BucketPlace:
     parts: int
 
     @classmethod
-    def of(cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> BucketPlace:
+    def of(cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> "BucketPlace":
         """Lay `rows`, of these shapes by name, one after the other, padded to `parts` equal aligned shards."""
         pieces: list[BucketPiece] = []
         starts: dict[Options, int] = {}

@@ -4,8 +4,6 @@ The parameters are there already; the optimizer's state is not, before its first
 the checkpoint's index, so a rank never holds more than its plan says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

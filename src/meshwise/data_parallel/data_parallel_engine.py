@@ -22,8 +22,6 @@ this rank. The end of the last backward starts the remaining ones. The order nev
 ranks that took other branches of the model, or had no data, still agree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

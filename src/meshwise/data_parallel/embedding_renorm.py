@@ -5,8 +5,6 @@ entries, and the updated tensor may not be the one that is read. Then the copies
 update undoes the change. So it works only for a weight that exists in a single copy.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World

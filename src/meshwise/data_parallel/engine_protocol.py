@@ -1,7 +1,5 @@
 """Interface of an object that stores a model's parameters on a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 

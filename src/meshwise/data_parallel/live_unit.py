@@ -1,7 +1,5 @@
 """A unit at work: the buckets that are gathered, freed and reduced together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

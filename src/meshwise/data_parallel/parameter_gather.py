@@ -16,8 +16,6 @@ same, because all saw the same passes.
 A unit whose module encloses another unit's (a parameter owned by the root, say) stays whole until the pass ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,8 +18,6 @@ Slots, by the words in front of the first slash:
 A complex tensor is held as the real one that torch.view_as_real makes of it, with a last dim of two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -58,12 +56,12 @@ class StoredSlice:
         return f"{self.slot}/{self.name}"
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> StoredSlice:
+    def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> "StoredSlice":
         """Return all of a tensor."""
         shape = tuple(tensor.shape)
         return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).real()
 
-    def real(self) -> StoredSlice:
+    def real(self) -> "StoredSlice":
         """Return the same with real elements."""
         if not self.tensor.is_complex():
             return self

@@ -11,8 +11,6 @@ be known by then is the norm, so nothing is clipped; and when the norm turns out
 updated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Protocol

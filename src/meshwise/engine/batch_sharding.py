@@ -4,8 +4,6 @@ A rank may have no rows: the last batch of an epoch is short, or rows do not div
 run inside the forward (ZeRO-3), such a rank must still call them, so it runs a spare row that counts nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ class MicroBatch:
     counts: bool
     samples: SampleRows
 
-    def skipped(self) -> MicroBatch:
+    def skipped(self) -> "MicroBatch":
         """Return the micro-batch without rows that takes its place."""
         return dataclasses.replace(self, rows=None, counts=False)
 
@@ -41,7 +39,7 @@ class BatchShards:
     index: int
 
     @classmethod
-    def of(cls, size: int, *, ranks: int, index: int) -> BatchShards:
+    def of(cls, size: int, *, ranks: int, index: int) -> "BatchShards":
         """Return even shards of `size` rows."""
         return cls(even_split(size, ranks), index)
 

@@ -1,7 +1,5 @@
 """The cut of a model under a plan: one cut for all ranks, made by the first from one micro-batch of an example."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Stages that share a parameter with other stages are reduced at the end of the st
 parameter have been summed. The others are reduced as the schedule says.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

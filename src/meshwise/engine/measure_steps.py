@@ -8,8 +8,6 @@
 The steps are brought together from all ranks, so every rank asks for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The trainer's work around it (exchange of totals, norm, update) is the same for 
 is where the two differ. Here is the whole model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

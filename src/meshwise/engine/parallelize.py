@@ -5,8 +5,6 @@ table -> parts that tensor parallelism splits, and where it stores the rows -> u
 optimizer over the owned slices -> trainer
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -214,7 +212,7 @@ class _Shared:
     extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
 
     @classmethod
-    def by(cls, source: ParameterSource, setting: ParallelSetting) -> _Shared:
+    def by(cls, source: ParameterSource, setting: ParallelSetting) -> "_Shared":
         """Find out. What is found out about a model is found in the dtype that it was written in."""
         plan, module = setting.plan, source.module
         with _as_plan_error():

@@ -5,8 +5,6 @@ parameter that several stages hold is one parameter. Its gradients are summed on
 back, so every copy gets the same update; only the first one counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

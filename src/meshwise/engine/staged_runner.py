@@ -1,7 +1,5 @@
 """Run the micro-batches of a rank that holds stages: the interpreter follows the order of a schedule."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

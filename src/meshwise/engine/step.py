@@ -6,8 +6,6 @@ collectives called. With these numbers every rank divides, clips, updates or ref
 ranks that disagreed are never applied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Results of a step: the sums that ranks exchange, the update that follows, and the values for the user."""
 
-from __future__ import annotations
-
 import math
 import warnings
 import zlib
@@ -38,7 +36,7 @@ class SkipPolicy:
     ends: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> SkipPolicy:
+    def parse(cls, text: str) -> "SkipPolicy":
         """Read `raise`, `end` or `skip:<n>`. Raises ValueError."""
         if text in ("raise", "end"):
             return cls(0, ends=text == "end")

@@ -4,8 +4,6 @@ It steps (`step.py`), evaluates and predicts; it shows what a rank has and what 
 takes up what was saved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

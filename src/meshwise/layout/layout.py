@@ -5,8 +5,6 @@ a partial sum, and that the remaining axes hold copies. A `Layout` is exactly th
 instead of a module that slices and communicates.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,7 @@ class DimSplit:
         return f"[{'|'.join(map(str, self.sections))}{grain}]" if self.sections or grain else ""
 
     @classmethod
-    def parse(cls, text: str) -> DimSplit:
+    def parse(cls, text: str) -> "DimSplit":
         """Return the cut that prints as `text`."""
         sections, _, grain = text.strip("[]").partition(":")
         return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
@@ -95,12 +93,12 @@ class Layout:
             raise ValueError(f"axis {' '.join(repeated)} appears twice in the layout '{self}'; an axis plays one part")
 
     @classmethod
-    def replicated(cls, ndim: int) -> Layout:
+    def replicated(cls, ndim: int) -> "Layout":
         """Return the layout of a tensor of `ndim` dims that every rank holds whole."""
         return cls(((),) * ndim)
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """Return the layout that prints as `text`, such as `dp,- +tp`. Raises ValueError for anything else."""
         dim = r"(?:-|\w+(?:\.\w+)*)(?:\[\d*(?:\|\d+)*(?::\d+)?\])?"
         match = re.fullmatch(rf"\s*(\(\)|{dim}(?:,{dim})*)((?:\s*\+\w+)*)\s*", text)

@@ -5,8 +5,6 @@ the row-major elements of a tensor at any element. A checkpoint, a norm and a co
 one currency: rectangles of the full tensor.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,14 +28,14 @@ class Rectangle:
         """The index that takes it out of the full tensor: `full[rectangle.slices]`."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
-    def overlap(self, other: Rectangle) -> Rectangle | None:
+    def overlap(self, other: "Rectangle") -> "Rectangle | None":
         """Return the common part of two rectangles of one tensor, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, starts, strict=True))
         return Rectangle(starts, sizes) if min(sizes, default=1) > 0 else None
 
-    def seen_from(self, origin: Sequence[int]) -> Rectangle:
+    def seen_from(self, origin: Sequence[int]) -> "Rectangle":
         """Return the same part with its offsets counted from `origin`."""
         return Rectangle(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
 

@@ -15,8 +15,6 @@ with the same bytes under the same strides. Parameters, buffers and small tensor
 saved are the blocks' inputs, and those move.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ and measures what it would keep and save in the other modes. Then each block is 
 that runs the block. No mode changes a number, so these steps count like all others.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ A tensor that is written to in place stays written to; a block that computes som
 what it saves.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -18,8 +18,6 @@ Tensors of a chunk that rest on disk lie in one staging buffer meanwhile, as in 
     buffer     | master | exp_avg | exp_avg_sq | gradient | master | ...        written back: all but the gradients
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict, deque
@@ -263,7 +261,7 @@ class ChunkedUpdate:
             running.exception()
         return self._broken
 
-    def _beside(self, coming: _Coming) -> None:
+    def _beside(self, coming: "_Coming") -> None:
         try:
             with self._tiers.beside():
                 self._go_through(coming, lambda _: None)
@@ -304,7 +302,7 @@ class ChunkedUpdate:
 
     # ---- rounds ------------------------------------------------------------------------------------------------
 
-    def _go_through(self, coming: _Coming, done: Callable[[UpdateChunk], None]) -> None:
+    def _go_through(self, coming: "_Coming", done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, and read the next while this one is updated.
 
         The first non-finite chunk, where finiteness was not checked before, is the last one updated.

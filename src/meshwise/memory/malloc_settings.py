@@ -11,8 +11,6 @@ The price is memory. Up to a tenth more at the peak where blocks of several size
 and a quarter more on the last rank of a pipeline, which has the scores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

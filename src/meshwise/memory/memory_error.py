@@ -3,8 +3,6 @@
 The allocation that failed says how many bytes it wanted, and nothing about what filled the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -1,7 +1,5 @@
 """Storages that are away from the device they are used on, and what takes them there."""
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class ActivationTransfers:
 class ParkedStorage(ABC):
     """A storage that is away."""
 
-    def __init__(self, size: int, *, before: ParkedStorage | None) -> None:
+    def __init__(self, size: int, *, before: "ParkedStorage | None") -> None:
         self.size = size
         self._before = None if before is None else weakref.ref(before)
 

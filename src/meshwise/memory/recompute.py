@@ -16,8 +16,6 @@ the block itself do not run again. Running statistics go into copies that are di
 updated them. Other buffers that a forward writes to may also be read by it, so writing to them is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,7 +154,7 @@ class RecomputedBlock:
 class _Slot:
     """A tensor that autograd saved: what it has to be like, and its values once they were computed again."""
 
-    call: _Call
+    call: "_Call"
     like: tuple[torch.Size, torch.dtype, torch.device]
     seen: Tensor | None = None
     value: Tensor | None = None

@@ -5,8 +5,6 @@
 | blocks.0 | all that is saved   | products, input | input           | without the products, all      |
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +34,7 @@ class RecomputeCost:
         """Return bytes of all micro-batches in flight."""
         return int(self.bytes[mode] * self.in_flight)
 
-    def least(self, other: RecomputeCost) -> RecomputeCost:
+    def least(self, other: "RecomputeCost") -> "RecomputeCost":
         """Return the larger bytes and the shorter, less disturbed time of two measurements."""
         return replace(
             self,
@@ -80,7 +78,7 @@ class DeviceTimer:
         self._spans: list[tuple[StreamEvent, StreamEvent]] = []
         self._began = self._streams.event(timing=True)
 
-    def __enter__(self) -> DeviceTimer:
+    def __enter__(self) -> "DeviceTimer":
         self._began = self._streams.mark(timing=True)
         return self
 

@@ -1,7 +1,5 @@
 """Movers of a rehearsal: tensors without values move to a file that holds none, or to no place."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError

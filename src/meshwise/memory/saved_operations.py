@@ -13,8 +13,6 @@ In half a transformer block of width h as in GPT-3, that keeps 9 h numbers a tok
 queries, keys and values, h of attention, 4 h and h of the MLP.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Read-ahead without a bound would hold the whole model in memory, which is what t
 read before a buffer is free for it, and a buffer is free again when what it held is written.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Move storages to a file or to host memory, and back."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import defaultdict

@@ -15,8 +15,6 @@ The file has no name: it ends with the process, however that ends, and no other 
 reserved as it grows, so a full disk raises an error when a tensor is placed there, not when it is written to.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -72,7 +70,7 @@ class SwapTransfer:
         self._futures = futures
 
     @classmethod
-    def of(cls, transfers: Sequence[SwapTransfer]) -> SwapTransfer:
+    def of(cls, transfers: "Sequence[SwapTransfer]") -> "SwapTransfer":
         """Several as one."""
         return cls([future for transfer in transfers for future in transfer._futures])
 

@@ -10,8 +10,6 @@ A tensor on any tier may be read and filled like any other; `bring` and `store` 
 offloaded a `Tiers` does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter, deque

@@ -33,8 +33,6 @@ Modules are taken in the order of registration, which is the running order of ne
 the prefetch suffers. `units` overrides rules 1 to 3 for the modules it names.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 from collections.abc import Iterable, Iterator, Sequence

@@ -14,8 +14,6 @@ need no record. Two modes watch the constructor, both of the calling thread alon
   tensors. It returns real values where the constructor asks for them (`.tolist()`, `print`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

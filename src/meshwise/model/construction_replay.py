@@ -17,8 +17,6 @@ parameter or buffer that depends on it, and its number among the random operatio
 parameter depend on nothing else in the model, on no order and on no rank, and the global generators are not touched.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_left
 from collections import Counter

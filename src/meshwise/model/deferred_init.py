@@ -10,8 +10,6 @@ function's own affair.
 Memory that the constructor never writes is an error that names the tensor, not garbage.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 
@@ -97,7 +95,7 @@ class ParameterSource:
         world.broadcast(staged, axes=world.mesh.names).wait()
         return staged
 
-    def part(self, module: nn.Module) -> ParameterSource:
+    def part(self, module: nn.Module) -> "ParameterSource":
         """Return the same values for a module with some of the parameters, under the same names, which are to be made
         anew.
         """

@@ -1,7 +1,5 @@
 """Watching torch's operations, and not being watched: torch documents how, and keeps the names in a private module."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -5,8 +5,6 @@ make the guess wrong. So a loss here returns its sum and what it counted (tokens
 once, over the whole global batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

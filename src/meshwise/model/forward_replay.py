@@ -11,8 +11,6 @@ State that changes from forward to forward (the samples to draw for, the rows of
 is read when a block begins, and restored when the block is repeated.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol

@@ -2,8 +2,6 @@
 refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType

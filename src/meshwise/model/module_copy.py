@@ -4,8 +4,6 @@
 every module has.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping

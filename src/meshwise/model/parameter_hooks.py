@@ -4,8 +4,6 @@ Tensors that replace a model's parameters (of a stage, or initialized here) have
 the tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

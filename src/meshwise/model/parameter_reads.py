@@ -10,8 +10,6 @@ it calls on itself, is searched for dotted names that lead from `self` to a chil
 way (a child kept under another name, a source that is not there) is for the user's choice of units.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

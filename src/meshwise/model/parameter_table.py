@@ -5,8 +5,6 @@ table and never walks the module itself. So a parameter has one name everywhere.
 names, is still one parameter: gathered once, counted once in the norm, updated once, saved once.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +67,7 @@ class ParameterRow:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
-    def at(self, placement: Placement) -> ParameterRow:
+    def at(self, placement: Placement) -> "ParameterRow":
         """Return the same parameter, stored like this."""
         return replace(self, layout=placement.layout, summed=placement.summed)
 
@@ -128,13 +126,13 @@ class ParameterTable:
         """Number of elements, ties counted once."""
         return sum(row.numel for row in self.rows)
 
-    def placed(self, placements: Mapping[str, Placement]) -> ParameterTable:
+    def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
         """Return the table of a model whose parameters, by first name, are stored like this; all of them are given."""
         return ParameterTable(
             tuple(replace(unit, rows=tuple(row.at(placements[row.name]) for row in unit.rows)) for unit in self.units)
         )
 
-    def of_stage(self, *, spare: Collection[str]) -> ParameterTable:
+    def of_stage(self, *, spare: Collection[str]) -> "ParameterTable":
         """Return the table of a stage, of whose parameters earlier stages hold and count those called `spare`."""
         return ParameterTable(
             tuple(

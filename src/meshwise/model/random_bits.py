@@ -13,8 +13,6 @@ Generators, 2014). So the cheap last line starts from mixed bits, and no two row
 masks and noise, not for cryptography.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ on the stack. Such a module keeps the place that it had in the forward. A module
 ambiguous, and so are draws of a repeated function that is no module: both raise an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -55,7 +53,7 @@ class SampleRows:
 
     first: int
     count: int
-    further: Callable[[int], SampleRows] | None = field(default=None, repr=False, compare=False)
+    further: "Callable[[int], SampleRows] | None" = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class _Frame:
     calls: dict[str, int] = field(default_factory=dict)
     draws: int = 0
 
-    def copied(self) -> _Frame:
+    def copied(self) -> "_Frame":
         """Return the same call, from which the count continues."""
         return replace(self, calls=dict(self.calls))
 

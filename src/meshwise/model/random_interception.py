@@ -12,8 +12,6 @@ fused kernels draw inside; and `F.dropout`, the common case, keeps its mask as b
 A draw with a generator of its own (`generator=`) is the caller's affair and left alone.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import inspect

@@ -12,8 +12,6 @@ an integer of the batch. It has the user's values (`meta_batch.py`), from which 
 that it was read. What follows from a parameter, a draw or other numbers of a batch has no value.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache

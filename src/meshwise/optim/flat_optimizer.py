@@ -5,8 +5,6 @@ as on whole tensors. One that looks at rows, columns or the norm of a tensor doe
 silently wrong.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 torch's own `state_dict` numbers parameters and groups, so it fits one plan and one division into groups. Names fit all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

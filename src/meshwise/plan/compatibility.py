@@ -1,7 +1,5 @@
 """Combinations that are refused: a table for the check of a plan, the documentation and the tests."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

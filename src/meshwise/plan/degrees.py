@@ -1,7 +1,5 @@
 """The arithmetic of degrees: the axes of a plan, what each `tp_mode` makes of tp's ranks, and which are near."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ what cannot work together shows at step 40. A plan is one line of text (`dp=2 ze
 three are the same value, which checks itself when it is made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -85,12 +83,12 @@ class Plan:
         self.check()
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> "Plan":
         """Return the plan written as `key=value` words in any order. Raises PlanError."""
         return cls.from_toml(read_words(text))
 
     @classmethod
-    def of(cls, plan: Plan | str) -> Plan:
+    def of(cls, plan: "Plan | str") -> "Plan":
         """Return the plan that was given, as it is or as text. Raises PlanError."""
         if isinstance(plan, Plan):
             return plan
@@ -102,7 +100,7 @@ class Plan:
         )
 
     @classmethod
-    def from_toml(cls, table: Mapping[str, Any]) -> Plan:
+    def from_toml(cls, table: Mapping[str, Any]) -> "Plan":
         """Return the plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
         check_keys(table, known=keys_of(cls))
         return cls(**table)
@@ -130,7 +128,7 @@ class Plan:
         if reasons:
             raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
 
-    def _working(self) -> tuple[Plan, list[str]]:
+    def _working(self) -> "tuple[Plan, list[str]]":
         """Return the nearest plan that the compatibility table allows, and the problems of this one."""
         nearest, reasons = self, []
         while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
@@ -138,7 +136,7 @@ class Plan:
             nearest = nearest._unchecked(refusal.changes(nearest))
         return nearest, reasons
 
-    def resolve(self, world_size: int) -> Plan:
+    def resolve(self, world_size: int) -> "Plan":
         """Return this plan with `dp=auto` replaced by the degree that fills `world_size` ranks.
 
         Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`.
@@ -216,14 +214,14 @@ class Plan:
         """Return the degree of each axis, 1 for one that is not known yet."""
         return {axis: getattr(self, axis) or 1 for axis in AXES}
 
-    def _unchecked(self, changes: Mapping[str, int | str | None]) -> Plan:
+    def _unchecked(self, changes: Mapping[str, int | str | None]) -> "Plan":
         """Return this plan with changes, without checking it."""
         plan = object.__new__(type(self))
         for key, value in (dict(self._items()) | dict(changes)).items():
             object.__setattr__(plan, key, value)
         return plan
 
-    def _nearest(self, world_size: int) -> list[Plan]:
+    def _nearest(self, world_size: int) -> "list[Plan]":
         """At most two plans that fill `world_size` ranks, those whose degrees change by the smallest factors first."""
         degrees = self._degrees()
         plans = []

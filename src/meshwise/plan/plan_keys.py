@@ -4,8 +4,6 @@ A key is a field of the dataclass `Plan` that carries its `Key` as metadata. The
 documentation all follow from the one line that declares it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
@@ -157,7 +155,7 @@ class Offload:
     activations: str = "device"
 
     @classmethod
-    def parse(cls, text: str) -> Offload:
+    def parse(cls, text: str) -> "Offload":
         """Read `none` or `what:tier` joined by commas. Raises PlanError."""
         given: dict[str, str] = {}
         for word in text.split(",") if text != NONE else ():

@@ -4,8 +4,6 @@
 refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Iterable

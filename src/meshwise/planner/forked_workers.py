@@ -4,8 +4,6 @@ A rehearsal is seconds of Python, so threads do not help. Its inputs, a model an
 to a fresh process. So a child is forked for each, and sends its result back.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import signal

@@ -10,8 +10,6 @@ are left out, and counts for many rows are scaled to fewer without loss. Its out
 the next piece is on the same stage, it may not be kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -60,7 +58,7 @@ class PieceWork:
     top: int = 0
     """Bytes of activations that there are more at most meanwhile."""
 
-    def scaled(self, by: float, *, least: float = 0.0) -> PieceWork:
+    def scaled(self, by: float, *, least: float = 0.0) -> "PieceWork":
         """Return the work for `by` (at most 1) times as much data; each operation takes at least `least` seconds."""
         fixed = self.kernels * least
         keeps, top = (int(size * by) for size in (self.keeps, self.top))
@@ -85,7 +83,7 @@ class ModelPiece:
     sends: int
     """Bytes of a micro-batch's output."""
 
-    def scaled(self, *, rows: float, split: float, least: float) -> ModelPiece:
+    def scaled(self, *, rows: float, split: float, least: float) -> "ModelPiece":
         """With this part of a micro-batch's rows, and split over more ranks."""
         works = (self.forward, self.backward, self.weight)
         forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
@@ -103,7 +101,7 @@ class ProfileKey:
     """Of a micro-batch, over all ranks of tp."""
 
     @classmethod
-    def of(cls, plan: Plan, *, batch: int, pieces: int) -> ProfileKey:
+    def of(cls, plan: Plan, *, batch: int, pieces: int) -> "ProfileKey":
         """Return the profile key of a plan."""
         mine = -(-batch // (rows_shared(plan) * plan.microbatches))
         alone: dict[str, Any] = {
@@ -147,7 +145,7 @@ class ModelPieces:
         return self.finest.stages
 
     @classmethod
-    def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> ModelPieces | None:
+    def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> "ModelPieces | None":
         """Return the pieces of a model that has several with parameters, or None for another."""
         whole = _cut(subject, source.module)
         if whole is None:
@@ -246,7 +244,7 @@ class LayerProfile:
     least: float
     """Seconds that any operation takes."""
 
-    def scaled(self, way: ProfileKey) -> LayerProfile:
+    def scaled(self, way: ProfileKey) -> "LayerProfile":
         """At most what another way takes: one with fewer rows, over more ranks of tp or with more recomputed."""
         rows, split = way.rows / self.way.rows, self.way.plan.tp / way.plan.tp
         kept = 1.0 if way.plan.recompute == self.way.plan.recompute else 0.0

@@ -15,8 +15,6 @@ Both are true bounds if the rehearsal's clock keeps the order of each rank's act
 its operations. tests/planner compares them with rehearsals.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,7 +177,7 @@ def bound(
     return PlanBound(seconds, int(memory), bubble, exposed)
 
 
-def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: _Shard) -> float:
+def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: "_Shard") -> float:
     """Return the formula above."""
     count = plan.microbatches
     if plan.pp == 1:
@@ -192,7 +190,7 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
     )
 
 
-def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tuple[float, float]:
+def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> tuple[float, float]:
     """Return when the last computation of the schedule ends, and when its last reduction ends."""
     costs = [
         ActionCost(
@@ -210,7 +208,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tup
     return computed, timeline.seconds if schedule.ranks > 1 else shard.alone(stages[0], along=timeline.seconds)
 
 
-def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> Iterator[float]:
+def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") -> Iterator[float]:
     """Yield the bytes that a rank holds beside its resting state, action by action. What a backward in two parts leaves
     for its weights is not counted.
     """

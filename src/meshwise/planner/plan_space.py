@@ -14,8 +14,6 @@
 A plan that the compatibility table refuses, or that has no such schedule, is none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

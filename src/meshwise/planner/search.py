@@ -11,8 +11,6 @@ every remaining bound is the best one, and the next such plan is the second best
 then has lost, and its figures say why. A plan that does not fit makes room for those that keep one thing less.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import heapq
@@ -174,7 +172,7 @@ class PlanSearch:
         self._number = itertools.count()
         self._workers = ForkedWorkers(effort.workers)
 
-    def __enter__(self) -> PlanSearch:
+    def __enter__(self) -> "PlanSearch":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Tables of a search's results as text, with titles and rows, and as JSON values."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

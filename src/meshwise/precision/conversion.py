@@ -13,8 +13,6 @@ Precision-critical operations stay wide. torch's kernels for norms and softmax c
 split layers do the same here, and the output is converted to fp32 before the loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -18,8 +18,6 @@ and FSDP2's mixed precision (Micikevicius et al., "Mixed Precision Training", ar
 are half as large, and no use of a parameter converts it. `conversion` says how activations get their dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

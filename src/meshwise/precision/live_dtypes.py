@@ -1,7 +1,5 @@
 """The record as the tensors of a rank show it, beside the one that was asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

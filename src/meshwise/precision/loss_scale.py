@@ -19,8 +19,6 @@ elements of the smallest tensor of a batch, usually the labels. Both are powers 
 the gradient is divided by the same factor. The approximate count changes no number that is not lost or infinite.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -61,7 +59,7 @@ class LossScale:
         """Factor that multiplies the sum of the losses."""
         return self.value / (self.count or 1.0)
 
-    def expecting(self, count: float) -> LossScale:
+    def expecting(self, count: float) -> "LossScale":
         """For batches that count about so much; as it was when that is nothing."""
         return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
 
@@ -70,11 +68,11 @@ class LossScale:
         """True if a smaller scale cannot help."""
         return self.overflowed().value < self.LEAST
 
-    def overflowed(self) -> LossScale:
+    def overflowed(self) -> "LossScale":
         """After a step whose gradient was not finite."""
         return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
 
-    def updated(self) -> LossScale:
+    def updated(self) -> "LossScale":
         """After a step that was applied."""
         if self.updates + 1 < self.patience or self.value >= self.MOST:
             return replace(self, updates=self.updates + 1, overflows=0)
@@ -85,7 +83,7 @@ class LossScale:
         return asdict(self)
 
     @classmethod
-    def restored(cls, state: Mapping[str, float] | None) -> LossScale:
+    def restored(cls, state: Mapping[str, float] | None) -> "LossScale":
         """Return the scale that a checkpoint kept; a first one where it kept none."""
         return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
 

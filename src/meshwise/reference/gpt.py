@@ -17,8 +17,6 @@ positions follow Su et al., 2021 (RoFormer); fewer key-value heads than heads is
 al., 2023).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The loss of a language model as meshwise wants every loss: a sum and a count, so that the engine divides once."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

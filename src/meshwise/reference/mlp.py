@@ -1,7 +1,5 @@
 """A multilayer perceptron: the smallest model with several blocks, for tests and for first experiments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn

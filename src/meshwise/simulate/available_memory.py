@@ -8,8 +8,6 @@ What a group uses counts files that the kernel keeps in memory while there is ro
 lately count as free, as container runtimes do.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ before it, and the bytes of operations over the tensors of all blocks at once. E
 five as from three to four.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -45,7 +43,7 @@ class BlockGrowth:
     """(position, length): before this position of the shortest come the `length` entries before it, once more."""
 
     @classmethod
-    def of(cls, three: Sequence[Sequence[Hashable]]) -> BlockGrowth:
+    def of(cls, three: Sequence[Sequence[Hashable]]) -> "BlockGrowth":
         """Return the growth of three sequences, each with one block more than the one before. Raises UnevenError."""
         one, two, last = three
         added = _Search(one, two).added(0, 0, free=0)

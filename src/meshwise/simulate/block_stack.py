@@ -4,8 +4,6 @@ Blocks are equal when their modules have the same classes and tensors of the sam
 model must do the same for each of them, operation by operation, because a forward may treat any block differently.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter

@@ -10,8 +10,6 @@ data sheet:
     |               long rings no less than a hop for each rank
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

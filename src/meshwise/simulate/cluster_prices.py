@@ -1,7 +1,5 @@
 """Price operations and collectives on a cluster, in seconds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

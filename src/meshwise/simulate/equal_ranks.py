@@ -6,8 +6,6 @@ hidden states are split at the first of a list of blocks and gathered behind the
 equal no other either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from torch import nn

@@ -8,8 +8,6 @@ When a process exceeds the memory of its machine or its cgroup, it receives no e
 that started it explains that in the same way, where the plan needs more than there is.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +56,7 @@ class ShortageError(MemoryError):
         super().__init__(message)
         self.held = held
 
-    def __reduce__(self) -> tuple[partial[ShortageError], tuple[Any, ...]]:
+    def __reduce__(self) -> "tuple[partial[ShortageError], tuple[Any, ...]]":
         """Made anew with what was held: an exception is else made from its message alone."""
         return partial(ShortageError, held=self.held), self.args
 

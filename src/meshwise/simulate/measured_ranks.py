@@ -1,7 +1,5 @@
 """Measure a rank's real time and memory, as the device or the operating system reports them."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The peak is the maximum of the first two steps: the first allocates the optimizer's state, the second begins with it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -73,7 +71,7 @@ def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.peak.bytes)
 
 
-def _rank(rehearsal: Rehearsal, index: int, known: dict[int, _Change]) -> RankMemory:
+def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> RankMemory:
     tape = rehearsal.tapes[index]
     level = _Level(apart=rehearsal.device != "cpu", known=known)
     level.play(tape.build)
@@ -102,7 +100,7 @@ class _Change:
     """Bytes on the device."""
 
     @classmethod
-    def of(cls, segment: TapeSegment, *, apart: bool) -> _Change:
+    def of(cls, segment: TapeSegment, *, apart: bool) -> "_Change":
         """`apart`: host memory is separate from device memory."""
         device, host = Counter[Category](), Counter[Category]()
         total = highest = 0

@@ -9,8 +9,6 @@ Which branch a model takes, and how large what it picks is, it asks of masks, po
 decide what comes out, and hardly ever what is done.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +29,7 @@ class MetaBatch:
     values: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def of(cls, batch: Any, *, rows: int) -> MetaBatch:
+    def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
         """For a batch, with so many rows: its own, over and over."""
         values: list[tuple[Tensor, Tensor]] = []
 

@@ -11,8 +11,6 @@ What a GPU and its host exchange crosses the link between them; what rests on th
 the optimizer's state leaves a GPU, the host updates: gradients and parameters cross the link once, wherever they rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

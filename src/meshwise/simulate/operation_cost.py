@@ -4,8 +4,6 @@ Flops follow torch's own formulas (2·m·k·n for a product); bytes are the size
 and writes, each once. A view costs nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

@@ -6,8 +6,6 @@ for a micro-batch is played so, and the pipeline's own clock puts the stages tog
 reductions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Record the tape of one rank of each kind: the project's own code runs with a recorder under it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

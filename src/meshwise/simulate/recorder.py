@@ -8,8 +8,6 @@ Three things depend on a device that is absent, and are answered here for the ta
 and of torch's dropout, and the implementation of an optimizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import weakref

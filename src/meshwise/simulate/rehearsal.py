@@ -11,8 +11,6 @@ Every refusal of the code appears here with the same words, except those that de
 finite or counts nothing, an index outside of a vocabulary, a tensor that is initialized in part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Subject of a rehearsal: everything of a run except its plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias

@@ -5,8 +5,6 @@ the stage before. Between them small values travel as in a real run; tensors, wh
 come from a stage that is not rehearsed comes from the one that is like it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

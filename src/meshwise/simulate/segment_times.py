@@ -1,7 +1,5 @@
 """When everything on a tape happens, on a rank that does its segments one after the other."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

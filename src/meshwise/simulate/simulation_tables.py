@@ -1,7 +1,5 @@
 """Tables of a rehearsal's results as text: titles, then rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from meshwise.simulate.measured_ranks import MeasuredRank

@@ -7,8 +7,6 @@ the schedule, and the memory of the tape at its time:
               ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     what it waits for within
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping

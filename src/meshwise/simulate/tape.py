@@ -4,8 +4,6 @@ A tape is cut into segments, each what the rank did for one action of its schedu
 (`exchange`, `update`). Micro-batches after the first are equal, so a few of them represent all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

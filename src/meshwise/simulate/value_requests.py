@@ -1,7 +1,5 @@
 """Explain requests for values that the tensors of a rehearsal do not have."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ and local features. Parameters are not touched: the placements that come back sa
 installs it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -9,8 +9,6 @@ Two outcomes agree when they hold the same names and every pair of tensors has a
 size below which a difference is rounding. A number is compared on its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 

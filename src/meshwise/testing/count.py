@@ -8,8 +8,6 @@ A row is named as a record prints, `kind[axis·axis]`, and holds (calls, bytes):
 one rank sees it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwise.comm.api.flight_recorder import CallRecord

@@ -14,8 +14,6 @@ gradients of 1e-2. Its family (the gradients of the model) gives the scale below
 In float64 with the bound 1e-9 that is 3e-5 of the family's largest element.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ optimizers would skip it, and its weight decay). A parameter narrower than its m
 rounded. Dropout is the same function of seed, step, sample and place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`run`: the same function on N ranks, as threads of this process or as processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 

@@ -4,8 +4,6 @@ Peak memory of a process mixes activations with parameters, buffers and whatever
 leaves for its backward is exact, the same on every machine, and what a scheme says it divides.
 """
 
-from __future__ import annotations
-
 from types import TracebackType
 
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ class SavedForBackward:
         """Bytes saved so far."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
-    def __enter__(self) -> SavedForBackward:
+    def __enter__(self) -> "SavedForBackward":
         self._hooks.__enter__()
         return self
 

@@ -1,7 +1,5 @@
 """Train and collect the results step by step: by a trainer under a plan, and by one process. For `agree`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 

@@ -8,8 +8,6 @@
 torch's DataLoader reads, pins and collates. The rows to read follow from a counter, so no sampler has state to save.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The loop only emits events; sinks print them (`progress_lines`) and write them t
 has sinks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -226,7 +224,7 @@ class Events:
         for sink in self._sinks:
             sink.write(event)
 
-    def __enter__(self) -> Events:
+    def __enter__(self) -> "Events":
         return self
 
     def __exit__(

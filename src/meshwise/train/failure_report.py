@@ -3,8 +3,6 @@
 A traceback through launcher, loop, engine and torch has some forty lines; two of them are the user's.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import traceback

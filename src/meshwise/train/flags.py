@@ -7,8 +7,6 @@ tyro reads files and flags, so both accept the same keys and give the same messa
     | plan = {dp = 2}
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

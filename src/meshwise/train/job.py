@@ -5,8 +5,6 @@ written beside a run all follow this declaration (`job_config`). A field that ma
 has no null.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

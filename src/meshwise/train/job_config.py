@@ -4,8 +4,6 @@ its file (`change_file`).
 The values of the file become the defaults of the flags, so a flag wins and `--help` shows the values of the file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 import typing

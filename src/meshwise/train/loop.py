@@ -7,8 +7,6 @@
 Every rank runs it; rank 0 prints and writes. `StepTimelines` measures some steps action by action.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -4,8 +4,6 @@ A wrong name is refused here, before a rank is started: a missing file, a module
 the function does not take, an optimizer that refuses its learning rate.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

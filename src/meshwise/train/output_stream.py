@@ -1,7 +1,5 @@
 """Standard output of a command: a terminal, a file whose disk may be full, or a pipe whose reader may have ended."""
 
-from __future__ import annotations
-
 import io
 import select
 import sys

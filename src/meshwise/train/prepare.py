@@ -4,8 +4,6 @@ The command line does so before it starts ranks, so that a bad job is one messag
 it again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

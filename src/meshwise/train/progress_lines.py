@@ -1,7 +1,5 @@
 """Sinks that print events: a live progress line on a terminal, plain lines elsewhere; `terminal_sink` chooses."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sinks that write files: `JsonLines` for metrics.jsonl, `TensorBoard`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

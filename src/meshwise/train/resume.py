@@ -8,8 +8,6 @@ other difference is refused unless `train.accept` names its key. Data are compar
 another file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import tomllib
@@ -55,7 +53,7 @@ class RunProgress:
     loss: float = 0.0
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> RunProgress:
+    def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":
         """Return the progress from a dict that `to_json` made."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(saved["step"], saved["samples"], saved["updates"], loss)

@@ -5,8 +5,6 @@ ranks must learn of a failure at the same point, so `SaveFailed` is emitted at t
 checkpoints are then unchanged, and the run continues.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path

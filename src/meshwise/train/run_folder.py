@@ -18,8 +18,6 @@ Ranks that their launcher has started again find the run's folder by the launche
 its checkpoints, and without any begin where the job began.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class RunFolder:
     tensorboard: bool = False
 
     @classmethod
-    def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> RunFolder:
+    def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> "RunFolder":
         """Return the folder at `path`, or a new one at `train.output`, and write the job into it.
 
         A new folder whose name is taken gets `-2`, `-3` and so on appended. Raises JobError.

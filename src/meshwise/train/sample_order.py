@@ -14,8 +14,6 @@ function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory an
 number of samples.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

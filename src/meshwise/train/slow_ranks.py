@@ -7,8 +7,6 @@ small collective. A rank is slow if it was busy for more than twice the others' 
 On CUDA the device waits for a collective, not the rank: slow GPUs are not found.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

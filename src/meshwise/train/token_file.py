@@ -6,8 +6,6 @@ of the texts. It is built under a lock and appears whole.
 A token is a byte (0 … 255). A zero byte goes before every file, so that a model learns where a text begins.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import glob

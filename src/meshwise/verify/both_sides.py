@@ -13,8 +13,6 @@ The order follows the computation, so the first figure over its bound shows the 
 after it. Tensors are compared one at a time: no rank but the first ever holds more than its share and one parameter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -5,8 +5,6 @@ mean square over all pieces can. It does not depend on how the rows of a batch a
 batch dim, such as a position embedding's.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Report of a verification: the verdict, the first difference, and every figure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ than rounding beside the largest gradient. Then rounding may have chosen its dir
 whose gradient is zero in exact arithmetic).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

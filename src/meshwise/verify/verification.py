@@ -5,8 +5,6 @@ less well. So before a costly run, a few steps of the user's own model, loss and
 process, and every figure is compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Prepare the user's model, loss and batches for a comparison."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

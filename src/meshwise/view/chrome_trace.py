@@ -5,8 +5,6 @@ tiers. Every message has an arrow, and memory by category is a counter. The form
 JSON, times in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """All drawings of some plans for the terminal: of each its mesh, what its ranks do when, and their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Memory over time as a picture: what a rank holds of each category, one above the other, over the step's time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

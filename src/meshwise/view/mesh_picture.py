@@ -9,8 +9,6 @@ Cells of one node have one colour.
 A long axis shows its first indices and its last one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class _Axis:
     indices: tuple[_Index, ...] = (0,)
 
     @classmethod
-    def shown(cls, name: str, *, degree: int, most: int) -> _Axis:
+    def shown(cls, name: str, *, degree: int, most: int) -> "_Axis":
         """At most so many indices."""
         return cls(name, tuple(range(degree)) if degree <= most else (*range(most - 2), None, degree - 1))
 

@@ -1,7 +1,5 @@
 """Which colour each paint is, in the light and in the dark."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 COLORS: Mapping[str, tuple[str, str]] = {

@@ -4,8 +4,6 @@ The content is decided once, for the page, the files and the tests; `palette` ha
 are pixels, y goes down.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -38,7 +36,7 @@ class Bars:
         """True if they are too narrow for a line around each."""
         return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
 
-    def moved(self, *, right: float, down: float) -> Bars:
+    def moved(self, *, right: float, down: float) -> "Bars":
         """Return the same, elsewhere."""
         boxes = tuple((x + right, y + down, width, height) for x, y, width, height in self.boxes)
         return dataclasses.replace(self, boxes=boxes)
@@ -52,7 +50,7 @@ class PicturePath:
     points: tuple[Point, ...]
     filled: bool = False
 
-    def moved(self, *, right: float, down: float) -> PicturePath:
+    def moved(self, *, right: float, down: float) -> "PicturePath":
         """Return the same, elsewhere."""
         return dataclasses.replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
@@ -70,7 +68,7 @@ class PictureText:
     anchor: str = "start"
     """Which part of it is at x: start, middle or end."""
 
-    def moved(self, *, right: float, down: float) -> PictureText:
+    def moved(self, *, right: float, down: float) -> "PictureText":
         """Return the same, elsewhere."""
         return dataclasses.replace(self, x=self.x + right, y=self.y + down)
 

@@ -1,7 +1,5 @@
 """Draw all pictures of some plans: timeline, memory and mesh of each, with one scale for all plans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from meshwise.view.memory_picture import memory_pictures

@@ -1,7 +1,5 @@
 """Account of a plan as a value: all that is drawn of a simulation or of a run."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Plans beside one another: what differs, where the step goes, what fills the memory; as a table and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 A column is the shortest computation; what takes longer is drawn out. A rank with several stages says which: 2F0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A picture as SVG: a part of a page, or a file of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 

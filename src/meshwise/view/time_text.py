@@ -1,7 +1,5 @@
 """Times as people read them."""
 
-from __future__ import annotations
-
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 

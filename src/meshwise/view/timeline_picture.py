@@ -5,8 +5,6 @@ rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update 
           |                                                 tiers, each on a lane of its own where there are any
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +89,7 @@ class _Drawing:
     events: Mapping[int, Sequence[Event]]
 
     @classmethod
-    def of(cls, timeline: Timeline, names: Sequence[str]) -> _Drawing:
+    def of(cls, timeline: Timeline, names: Sequence[str]) -> "_Drawing":
         events: dict[int, list[Event]] = defaultdict(list)
         for event in timeline.events:
             events[event.rank].append(event)

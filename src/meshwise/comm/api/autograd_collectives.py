@@ -22,8 +22,6 @@ A call starts the collective; `.wait()` on what it returns is the tensor. What t
 runs beside the collective, and its backward runs beside the conjugate: autograd goes back through the same order.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ Sizes: TypeAlias = Sequence[int] | None
 class PendingResult:
     """The result of a collective under way."""
 
-    def __init__(self, passage: _Passage, *, token: Tensor) -> None:
+    def __init__(self, passage: "_Passage", *, token: Tensor) -> None:
         self._passage = passage
         self._token = token
         self._result: Tensor | None = None
@@ -171,13 +169,13 @@ class _Map(abc.ABC):
         """Begin; the returned function completes it and gives this rank's result."""
 
     @abc.abstractmethod
-    def conjugate(self) -> _Map:
+    def conjugate(self) -> "_Map":
         """Return the map of the gradients, the other way."""
 
 
 @dataclass(frozen=True)
 class _Gather(_Map):
-    along: _Along
+    along: "_Along"
     alike: bool
 
     def start(self, x: Tensor) -> Finish:
@@ -201,7 +199,7 @@ class _Gather(_Map):
 
 @dataclass(frozen=True)
 class _ReduceScatter(_Map):
-    along: _Along
+    along: "_Along"
 
     def start(self, x: Tensor) -> Finish:
         along = self.along
@@ -217,7 +215,7 @@ class _ReduceScatter(_Map):
 
 @dataclass(frozen=True)
 class _Take(_Map):
-    along: _Along
+    along: "_Along"
 
     def start(self, x: Tensor) -> Finish:
         part = x.split(self.along.sizes, self.along.dim)[self.along.index].clone()
@@ -255,8 +253,8 @@ class _Copy(_Map):
 
 @dataclass(frozen=True)
 class _AllToAll(_Map):
-    split: _Along
-    cat: _Along
+    split: "_Along"
+    cat: "_Along"
 
     def start(self, x: Tensor) -> Finish:
         split, cat = self.split, self.cat
@@ -289,7 +287,7 @@ class _Along:
         return self.world.group(self.axes).index
 
     @classmethod
-    def of(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> _Along:
+    def of(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
         """For `x` as the whole, cut evenly unless `sizes` says how."""
         size, ranks = x.size(dim), world.group(axes).size
         even = [stop - start for start, stop in even_split(size, ranks)]
@@ -299,7 +297,7 @@ class _Along:
         return along
 
     @classmethod
-    def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> _Along:
+    def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
         """For `x` as this rank's part, the others like it unless `sizes` says how large."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))

@@ -1,7 +1,5 @@
 """The tensors of a collective as flat parts, one for each rank of a group, and what has to fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import memmove
 from operator import itemgetter

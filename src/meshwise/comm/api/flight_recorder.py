@@ -8,8 +8,6 @@ Every call makes several of these values, and a small call takes little longer t
 which take a third of the time of frozen dataclasses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -178,7 +176,7 @@ class FlightRecorder:
         """Take back the last call among `ranks`, which all of them refused: it does not count as made."""
         self.digests[ranks] = self._before[ranks]
 
-    def waiting(self, stamp: CallRecord) -> _Waiting:
+    def waiting(self, stamp: CallRecord) -> "_Waiting":
         """Mark this rank as waiting for `stamp` inside the block; one may stand in another.
 
         Raises RuntimeError in a copy of the process, and while another thread waits.

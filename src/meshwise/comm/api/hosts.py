@@ -1,7 +1,5 @@
 """Whether ranks are on one host."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

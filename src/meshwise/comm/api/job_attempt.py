@@ -12,8 +12,6 @@ earlier start had, with a ticket each:
 The ticket of a lost rank receives the offer too, and does not answer.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ class JobAttempt:
     most: int = 0
 
     @classmethod
-    def current(cls) -> JobAttempt | None:
+    def current(cls) -> "JobAttempt | None":
         """Return the attempt of this process, or None when no elastic launcher has started it."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None

@@ -4,8 +4,6 @@ torchrun sets all of them. An incomplete set is refused: either the launcher was
 would run alone, or a variable was left over.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ systems (conda's, uv's). There the PID is checked, which another process may hav
 that later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

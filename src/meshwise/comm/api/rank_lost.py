@@ -1,7 +1,5 @@
 """A rank that is no longer there."""
 
-from __future__ import annotations
-
 import re
 
 

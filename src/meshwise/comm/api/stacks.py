@@ -1,7 +1,5 @@
 """Python stacks as text, short enough to be read for every rank of a report."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import sys

@@ -4,8 +4,6 @@ A note is one reading of a clock: of the host's, or on a CUDA device of the devi
 So what is measured is when the device did it, and nothing waits for anything before `read`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from enum import StrEnum

@@ -7,8 +7,6 @@ run each operation at once: there is one stream, and nothing to wait for. So cal
 `restore_generators` save and restore torch's random generators.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence
@@ -254,7 +252,7 @@ class HostEvent:
     def synchronize(self) -> None:
         """Return at once."""
 
-    def elapsed_time(self, end: HostEvent, /) -> float:
+    def elapsed_time(self, end: "HostEvent", /) -> float:
         """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 

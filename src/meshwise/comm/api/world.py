@@ -9,8 +9,6 @@ check sizes and record the call. Then they call the implementation's hook of the
 a stamp, a recording, a count and a hang report mean the same under every implementation.
 """
 
-from __future__ import annotations
-
 import abc
 import copy
 import dataclasses
@@ -95,7 +93,7 @@ Axes: TypeAlias = str | Sequence[str]
 class Work:
     """A collective under way. Its tensors belong to it until `wait` returns; `wait` may be called more than once."""
 
-    def __init__(self, world: World | None = None, *, stamp: CallRecord | None = None) -> None:
+    def __init__(self, world: "World | None" = None, *, stamp: CallRecord | None = None) -> None:
         self._world = world
         self._stamp = stamp
         self._done = world is None

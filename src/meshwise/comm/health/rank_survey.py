@@ -12,8 +12,6 @@ ranks are put together and the reason is looked for in this order:
 All but the last are certain: waiting longer cannot help.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -5,8 +5,6 @@ breaks off in the middle of torch. A roll call only needs the store of the job. 
 entry; rank 0 waits until all have or the time is up; then all read the same list.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -14,8 +14,6 @@ Times to a certain report, for `stall_seconds` = 300: ranks that disagree, left 
 waiting; a rank that does not answer after another 30 s (at once when its connection broke). Ending is `os._exit(1)`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -56,7 +54,7 @@ class _Pace:
     stall: float
 
     @classmethod
-    def of(cls, stall: float, *, size: int) -> _Pace:
+    def of(cls, stall: float, *, size: int) -> "_Pace":
         beat = max(min(1.0, stall / 20), size / _RANKS_PER_BEAT)
         return cls(beat, max(3 * beat, min(10.0, stall / 5)), max(6 * beat, min(30.0, stall / 3)), stall)
 

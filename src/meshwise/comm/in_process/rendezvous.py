@@ -1,7 +1,5 @@
 """Rendezvous of the threads of a run: pending collectives, waiting ranks, and calls that can never be completed."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -21,8 +21,6 @@ defaults and changes its own only. Global settings of torch (default dtype, numb
 rank, one thread at a time may call collectives.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -106,7 +104,7 @@ class _ThreadWork(Work):
     """A rank's part in a meeting: `take` fetches the results once all have arrived."""
 
     def __init__(
-        self, world: ThreadWorld, stamp: CallRecord, part: tuple[PendingCollective, _Held, Callable[[], None]]
+        self, world: "ThreadWorld", stamp: CallRecord, part: tuple[PendingCollective, _Held, Callable[[], None]]
     ) -> None:
         super().__init__(world, stamp=stamp)
         self._hub = world.hub

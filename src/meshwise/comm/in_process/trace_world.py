@@ -12,8 +12,6 @@ received, broadcast or scattered values are zero. `exchange` returns this rank's
 """
 # ruff: noqa: ARG002 — it answers calls without looking at all they say
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

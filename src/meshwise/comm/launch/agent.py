@@ -13,8 +13,6 @@ launcher would end them at once; here they are given a moment for that.
 To start ranks takes semaphores. Where a container has no room for them, the error says what to change.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import time

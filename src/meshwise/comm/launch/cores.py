@@ -1,7 +1,5 @@
 """Count the cores of this process: its affinity and its cgroup's share, not all cores of the machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

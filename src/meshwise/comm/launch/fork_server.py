@@ -14,8 +14,6 @@ The server itself starts afresh. A command that has only imported modules may be
 the seconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

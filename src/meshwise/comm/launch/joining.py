@@ -1,7 +1,5 @@
 """Joining ranks that were started, by torchrun or by `run`: one world for each device, watched and closed at exit."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -10,8 +10,6 @@ file works both ways.
      └─ rank_outcome: what they returned, or the error that came first, not one of those that it caused in other ranks
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

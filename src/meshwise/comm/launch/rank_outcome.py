@@ -8,8 +8,6 @@ A result or exception travels in a file, not through the exit status or a pipe. 
 right afterwards, and the first of several errors can be separated from later ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle
@@ -54,7 +52,7 @@ class RankOutcome:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, error: BaseException) -> RankOutcome:
+    def of(cls, error: BaseException) -> "RankOutcome":
         """Return the outcome for a rank that `error` ended just now."""
         told, words = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
         return cls(error=_picklable(error), trace=told.removesuffix(words), seconds=time.time())
@@ -91,7 +89,7 @@ class RankOutcome:
         return (folder / str(rank)).exists()
 
     @classmethod
-    def load(cls, folder: Path, *, rank: int) -> RankOutcome | None:
+    def load(cls, folder: Path, *, rank: int) -> "RankOutcome | None":
         """Return the outcome that a rank wrote, or None when it wrote nothing."""
         if not cls.is_there(folder, rank=rank):
             return None

@@ -4,8 +4,6 @@ A rank that blocks in a collective cannot handle Ctrl-C or the signal of a lost 
 that worked cannot fail at interpreter exit, where threads of torch may abort the process.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io

@@ -1,7 +1,5 @@
 """torch's own collectives over gloo: what ours are measured against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias

@@ -16,8 +16,6 @@ waits for it and exchanges, and `wait` puts the copy back on the current stream.
 host allocator, which does not hand it out again while a copy that reads it is under way.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ ranks are all here needs none of that: its stores are given a socket that is bou
 store that other machines must reach has a named host, and stays torch's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -12,8 +12,6 @@ Every message carries a tag made of what the rank believes it is calling (ranks,
 Ranks that disagree therefore never take each other's bytes: they wait, and the hang report finds out who differs.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence

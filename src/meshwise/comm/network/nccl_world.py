@@ -9,8 +9,6 @@ Messages have a communicator for each direction between two ranks, and a thread 
 takes both ends, so ranks that all send first would wait for each other in a circle.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from datetime import timedelta

@@ -8,8 +8,6 @@
 It leaves torch's default process group alone: a job can use meshwise and its own `init_process_group` side by side.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

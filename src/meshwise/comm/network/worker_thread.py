@@ -4,8 +4,6 @@ Daemon threads that are still inside torch when the interpreter exits end the pr
 active exception", whatever its exit status should be. So a carrier is joined before that, by `close`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue

@@ -15,8 +15,6 @@ A rank that has read a count sees everything written before that count. x86 keep
 lock is let go and taken again in between, which nothing may be moved across from either side.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import resource
@@ -73,14 +71,14 @@ class Board:
         self._end = _FIRST_LANE
 
     @classmethod
-    def make(cls) -> Board:
+    def make(cls) -> "Board":
         """Return a new board of this rank. Raises OSError when the system has no memory to share."""
         few = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
         segment = SharedSegment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
         return cls(segment.memory, place=segment.place, segment=segment)
 
     @classmethod
-    def open(cls, process: int, *, place: int) -> Board:
+    def open(cls, process: int, *, place: int) -> "Board":
         """Return another rank's. Raises OSError when it cannot be mapped."""
         return cls(open_segment(process, place=place), place=place)
 

@@ -16,8 +16,6 @@ A board has room for some calls of a lane. One more record is kept until every r
 waits for that, because this rank may be about to make the call that the others need.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import deque
@@ -60,7 +58,7 @@ class QueuedCall(Work):
     acted = False
     adds = False  # it has begun to write to what it reads: done again, it would add up twice
 
-    def __init__(self, world: World, *, stamp: CallRecord, lane: GroupQueue) -> None:
+    def __init__(self, world: World, *, stamp: CallRecord, lane: "GroupQueue") -> None:
         super().__init__(world, stamp=stamp)
         self.stamp = stamp
         self.tag = stamp.tag

@@ -1,7 +1,5 @@
 """Join the ranks of one host: they find each other's memory, wait for each other, and notice lost ranks."""
 
-from __future__ import annotations
-
 import enum
 import errno
 import json
@@ -72,7 +70,7 @@ class HostRanks:
         self._peers = {peer.rank: peer for peer in peers}
 
     @classmethod
-    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> HostRanks:
+    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> "HostRanks":
         """Map the boards of `ranks`; all of them call this over the same store. Raises OSError."""
         board, own = None, ""
         try:

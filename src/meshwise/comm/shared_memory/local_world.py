@@ -16,8 +16,6 @@ Every rank says where its tensors lie (see `group_queue`), and then each takes w
 Sums follow the order of the group, so they have the same bits wherever tensors lie and whichever rank adds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

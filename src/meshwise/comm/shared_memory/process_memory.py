@@ -6,8 +6,6 @@ less than half the processor time. Permission depends on the kernel, the contain
 rank. Where reading is forbidden, messages go through sockets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -8,8 +8,6 @@
 What a lane is, `lane` says. One rank writes here, all others read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from ctypes import memmove
 from typing import TypeAlias
@@ -54,13 +52,13 @@ class QueueState:
         self._payloads = 8 * (start + _payload_words(ranks))
 
     @classmethod
-    def make(cls, board: Board, *, key: int, ranks: int) -> QueueState:
+    def make(cls, board: Board, *, key: int, ranks: int) -> "QueueState":
         """Return this rank's own state, on its board."""
         start = board.add_lane(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
         return cls(board, start=start, ranks=ranks)
 
     @classmethod
-    def find(cls, board: Board, *, key: int, ranks: int) -> QueueState | None:
+    def find(cls, board: Board, *, key: int, ranks: int) -> "QueueState | None":
         """Return another rank's; None as long as it has not called anything in the lane."""
         start = board.lane(key)
         return None if start is None else cls(board, start=start, ranks=ranks)

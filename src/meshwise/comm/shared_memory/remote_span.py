@@ -6,8 +6,6 @@ writes the result to every rank that needs it, and continues with the next block
 once and writes it once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -30,7 +28,7 @@ class MappedSpan(NamedTuple):
 
     tensor: Tensor
 
-    def cut(self, start: int, *, stop: int) -> MappedSpan:
+    def cut(self, start: int, *, stop: int) -> "MappedSpan":
         """Return the elements [start, stop)."""
         return MappedSpan(self.tensor[start:stop])
 
@@ -38,12 +36,12 @@ class MappedSpan(NamedTuple):
         """Copy all of it."""
         copy(self.tensor, into=into)
 
-    def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
+    def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
         """Return a function from a block number to a block of `step` elements."""
         whole = elements(self.tensor, op=op)
         return lambda number: whole[number * step : (number + 1) * step]
 
-    def writer(self, step: int) -> _Writer:
+    def writer(self, step: int) -> "_Writer":
         """Return a function that overwrites blocks of `step` elements."""
         blocks = self.tensor.split(step)
         return lambda number, x: copy(x, into=blocks[number])
@@ -59,7 +57,7 @@ class RemoteSpan:
     numel: int
     itemsize: int
 
-    def cut(self, start: int, *, stop: int) -> RemoteSpan:
+    def cut(self, start: int, *, stop: int) -> "RemoteSpan":
         """Return the elements [start, stop)."""
         return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
 
@@ -67,7 +65,7 @@ class RemoteSpan:
         """Copy all of it. Raises OSError."""
         self.memory.read(self.rank, address=self.address, into=into)
 
-    def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:
+    def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
         """Return a function from a block number to that block of `step` elements, copied into `block`; it raises
         OSError. Calling it raises OSError.
         """
@@ -79,7 +77,7 @@ class RemoteSpan:
 
         return read
 
-    def writer(self, step: int) -> _Writer:
+    def writer(self, step: int) -> "_Writer":
         """Return a function that overwrites blocks of `step` elements; it raises OSError. Calling it raises OSError."""
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 

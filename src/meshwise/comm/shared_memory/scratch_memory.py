@@ -5,8 +5,6 @@ received part that costs about as much as adding it. So buffers are used again, 
 were once in use together.
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -11,8 +11,6 @@ Making and mapping cost a page fault every 4 KB. So an empty slab is reused for 
 two are kept for that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -50,7 +48,7 @@ class SharedSegment:
     lease: weakref.ref[memoryview] | None = None
 
     @classmethod
-    def make(cls, number: int, *, size: int) -> SharedSegment:
+    def make(cls, number: int, *, size: int) -> "SharedSegment":
         """Return new memory of `size` bytes, zero where nothing was written. Raises OSError when the system refuses."""
         fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd

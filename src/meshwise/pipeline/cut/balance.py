@@ -4,8 +4,6 @@ Whole pieces are tried first. Where a boundary inside blocks (`block_entry.py`) 
 one are opened. The values that cross there, and computation on both sides of it, are counted.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Collection, Sequence
@@ -121,7 +119,7 @@ class _Row:
         self.steps = steps if places is None else steps.merged(places)
         self._all = steps
 
-    def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> _Row:
+    def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
         """With those places alone that are worth trying, as long as the stages fit."""
         apart = NEAR * sum(self._all.loads[0]) / aim.stages
         row = _Row(self._all, worthwhile(self._all, apart=apart, always=always, never=never))
@@ -130,7 +128,7 @@ class _Row:
         return _Row(self._all, [place for place in self.places if place not in never])
 
     def best(
-        self, seconds: _Seconds | None, *, also: Sequence[int] = (), slack: float = 0.0
+        self, seconds: "_Seconds | None", *, also: Sequence[int] = (), slack: float = 0.0
     ) -> tuple[tuple[int, ...], float]:
         """Return the best bounds and the minimized quantity: the largest load, or up to `slack` more where less is then
         sent. For the step's time, the search starts from these bounds and from `also`.
@@ -174,7 +172,7 @@ def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[li
     return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in times_held]
 
 
-def _seconds(model: nn.Module, aim: BalanceAim) -> _Seconds | None:
+def _seconds(model: nn.Module, aim: BalanceAim) -> "_Seconds | None":
     """Return the clock, where it can tell."""
     if aim.by != "time" or aim.schedule is None:
         return None

@@ -17,8 +17,6 @@ is not opened that
 - is called more than once, or again in the backward by torch's checkpoint, which would not know what was received.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ Numbers and other plain values are not followed through Python. So a piece that 
 that it received has an effect on everything that follows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -42,7 +40,7 @@ class Dependencies:
     parameters: frozenset[str] = frozenset()
     """Parameters of pieces that something between the pieces has put into it."""
 
-    def __or__(self, other: Dependencies) -> Dependencies:
+    def __or__(self, other: "Dependencies") -> "Dependencies":
         return Dependencies(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
 
 
@@ -89,7 +87,7 @@ class DataflowTracer(TorchDispatchMode):
         self._piece: str | None = None
         self._reads = _Reads(self)
 
-    def __enter__(self) -> DataflowTracer:
+    def __enter__(self) -> "DataflowTracer":
         self._reads.__enter__()
         super().__enter__()
         return self

@@ -1,7 +1,5 @@
 """Models and calls whose tensors have no values."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

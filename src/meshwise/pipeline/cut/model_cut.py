@@ -4,8 +4,6 @@ A cut is made from one example on one rank and is the same for all of them: numb
 and compared. `build_stage.py` makes a stage from it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -37,7 +35,7 @@ class CutOptions:
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
     how: Literal["auto", "blocks"] = "auto"
     """Between the model's pieces. `auto` opens blocks where boundaries inside of them make a difference."""
-    made: ModelCut | None = field(default=None, compare=False, repr=False)
+    made: "ModelCut | None" = field(default=None, compare=False, repr=False)
     """A cut that was made of the same model in the same way, and is not made again."""
 
     def __post_init__(self) -> None:
@@ -153,7 +151,7 @@ class ModelCut:
             opened=tuple(opened),
         )
 
-    def coarser(self, at: Sequence[str], *, model: nn.Module) -> ModelCut:
+    def coarser(self, at: Sequence[str], *, model: nn.Module) -> "ModelCut":
         """Return the same model cut at these only of the places that it is cut at: by the keys that stages begin with.
 
         Raises ValueError for another key.

@@ -12,8 +12,6 @@ marks around what it sends. Modules that a stage has a part of have no such plac
 Forward hooks run on every stage, on what was received as on what was computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -4,8 +4,6 @@ Most pipelines round a running sum, which is off by as much as the largest piece
 language model are large pieces. The rows are short, so the best cut is found exactly.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left, insort
@@ -38,7 +36,7 @@ class CutSteps:
         """Return the load of the largest of the stages between these bounds."""
         return max(_Table(self).loads(bounds))
 
-    def merged(self, places: Sequence[int]) -> CutSteps:
+    def merged(self, places: Sequence[int]) -> "CutSteps":
         """Return the row with cuts allowed only before these steps; the first is step 0."""
         parts = list(pairwise((*places, len(self.solid))))
         return CutSteps(
@@ -142,7 +140,7 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
                 yield moved
 
 
-def _cheapest(table: _Table, limit: float) -> tuple[int, ...]:
+def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
     """Return the bounds with the least sent, then the least sum of squared loads, when no stage may exceed `limit`."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     for stage in range(table.stages):

@@ -11,8 +11,6 @@ Blocks that can be opened (`block_entry.py`) run in the same way in runs of thei
 and cost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import Counter
@@ -189,7 +187,7 @@ class _Watch:
     """Observations of a run so far."""
 
     def __init__(
-        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: OutsideBuffers, *, timed: bool
+        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: "OutsideBuffers", *, timed: bool
     ) -> None:
         self.timed, self.outside = timed, outside
         self.steps: list[ProbedStep] = []

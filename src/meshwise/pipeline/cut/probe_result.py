@@ -1,7 +1,5 @@
 """Results of a watched run of a model: its steps, their dependencies and costs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,10 +48,10 @@ class ProbedStep:
     alike: bool = False
     """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of hidden states
     do."""
-    inside: tuple[ProbedStep, ...] = ()
+    inside: "tuple[ProbedStep, ...]" = ()
     """Of a block that can be opened, its steps: the modules in it, and under the block's own key what it does last."""
 
-    def parts(self) -> Iterator[ProbedStep]:
+    def parts(self) -> "Iterator[ProbedStep]":
         """Its steps inside, which take together what it takes."""
         kept = self.took.activations / (sum(step.took.activations for step in self.inside) or 1.0)
         worked = self.took.work / (sum(step.took.work for step in self.inside) or 1.0)
@@ -84,7 +82,7 @@ class ProbeResult:
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 
-    def opened(self, keys: Collection[str]) -> ProbeResult:
+    def opened(self, keys: Collection[str]) -> "ProbeResult":
         """Return the row with those among these blocks opened that can be opened."""
         steps = (
             part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))

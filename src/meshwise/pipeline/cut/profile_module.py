@@ -1,7 +1,5 @@
 """A part of a model, run on its own: what its forward and its backward take, in time or operations, and in bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

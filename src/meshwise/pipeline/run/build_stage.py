@@ -1,7 +1,5 @@
 """A stage, made from a model and its cut."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 

@@ -11,8 +11,6 @@ The time of a step in which a rank does not compute is split by cause:
     | other        the rest: what the interpreter does between actions
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics
@@ -205,7 +203,7 @@ class MeasuredStep:
         path.write_text(json.dumps(told), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> MeasuredStep:
+    def read(cls, path: Path) -> "MeasuredStep":
         """Return the measurement in a file of `write`. Raises OSError, and ValueError, naming the file, for one that
         holds something else.
         """

@@ -4,8 +4,6 @@ Both sides need the skeleton (where each tensor belongs, its shape and dtype, wh
 sent once per edge, and again when it changes; otherwise only tensors travel. A tensor that occurs twice travels once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

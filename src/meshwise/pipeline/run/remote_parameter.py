@@ -5,8 +5,6 @@ A plain tensor without values would not do: torch multiplies by such a matrix on
 it whatever lies in memory. TorchScript, and `torch.tensor` of a tensor, ask no subclass and do so still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +41,7 @@ class RemoteParameter(Tensor):
     """Its name in the model."""
 
     @staticmethod
-    def named(name: str, *, like: Tensor) -> RemoteParameter:
+    def named(name: str, *, like: Tensor) -> "RemoteParameter":
         """Return the parameter named `name`; `like` has its shape and dtype."""
         one = like.detach().as_subclass(RemoteParameter)
         one.known_as = name
@@ -75,5 +73,5 @@ class RemoteParameter(Tensor):
                 return found
             return map_tensors(lambda tensor: RemoteParameter.named(where, like=tensor), found)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteParameter":
         return self

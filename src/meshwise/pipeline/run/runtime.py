@@ -13,8 +13,6 @@ Shapes are agreed once for each edge and each shape of a micro-batch. The skelet
 kind; later messages are tensors alone. A micro-batch without rows is passed over on every rank.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence

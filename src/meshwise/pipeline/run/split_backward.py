@@ -14,8 +14,6 @@ A parameter that hangs on the spine in several places gets its gradient with I: 
 reach the others again. So does one whose place torch's checkpoint computes again: it would for every place anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial

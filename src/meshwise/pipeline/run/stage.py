@@ -20,8 +20,6 @@ forward runs on both sides; for other stages it is one piece like any other.
 Which outputs cross, and that pieces run in one order, the cut has seen on an example (`model_cut.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -229,7 +227,7 @@ class Stage:
 class PieceForward:
     """The forward of one piece in one stage: computes, returns what was received, or returns NaN, call by call."""
 
-    def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: StageRoute, crossing: StageRun) -> None:
+    def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: "StageRoute", crossing: StageRun) -> None:
         self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
         self._hooks = PieceBackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
@@ -289,7 +287,7 @@ class OpenedBlock:
     """
 
     def __init__(
-        self, module: nn.Module, *, route: StageRoute, crossing: StageRun, attention: nn.Module | None
+        self, module: nn.Module, *, route: "StageRoute", crossing: StageRun, attention: nn.Module | None
     ) -> None:
         self._module, self._route, self._crossing = module, route, crossing
         self._calls = (

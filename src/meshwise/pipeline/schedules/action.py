@@ -9,8 +9,6 @@ starts, timed, drawn, compared with another one in a test, read from a file, and
 A schedule function returns only what is computed; `passes` add the sends, receives, gathers and reductions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str) -> "Action":
         """Return the action that prints as `text`. Raises ScheduleError."""
         found = _ACTION.fullmatch(text)
         if found is None:
@@ -124,7 +122,7 @@ class Schedule:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
 
     @classmethod
-    def parse(cls, text: str) -> Schedule:
+    def parse(cls, text: str) -> "Schedule":
         """Return a table of one line per rank. Dots (a pause, for the eye) and what follows `#` are passed over.
 
         Raises ScheduleError with the line and the word that is not an action.

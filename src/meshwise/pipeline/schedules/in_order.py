@@ -11,8 +11,6 @@ m micro-batches, v stages a rank, and f and b the forward and backward time of o
     | looped        (p - 1)   (f + b)      the same; holds m v; each stage is used twice only (Lamy-Poirier, 2023)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule

@@ -1,7 +1,5 @@
 """Schedules by the names that a plan gives them, and what each needs of the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

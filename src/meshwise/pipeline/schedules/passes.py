@@ -9,8 +9,6 @@
 | lower          | all of these that a run needs |
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

@@ -6,8 +6,6 @@ reductions run beside the computations, one after the other on each rank; a comp
 and the step for the last reduction.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ A faulty schedule hangs, or trains on the wrong gradients, on a cluster and at s
 table, before anything starts.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 

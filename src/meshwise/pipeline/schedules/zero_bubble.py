@@ -16,8 +16,6 @@ more, else the next I, else a W. They differ in two limits alone. For the V the 
 its tables are given by their phases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule

@@ -8,8 +8,6 @@ hands to its attention besides the hidden states, and has a batch dim, has to fo
 every scheme, each rank has what its own heads make of it, and those are summed.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

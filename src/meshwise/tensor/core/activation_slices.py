@@ -8,8 +8,6 @@ a part of the tokens between the first block and the last.
     embedding ─ stream ─ block 0 ─ stream, tokens ─ first ─ inner ─ second ─ stream, tokens … last block ─ stream
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -6,8 +6,6 @@ forward it is noted which tensors are parts, and of what, and those that are in 
 at the end.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import weakref

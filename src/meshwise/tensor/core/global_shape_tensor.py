@@ -4,8 +4,6 @@ What a user's code is handed of the vocabulary, logits and the table's weight, i
 was written for all of it. So it gets a tensor with the full shape, which says what each function makes of the part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 

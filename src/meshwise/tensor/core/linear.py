@@ -1,7 +1,5 @@
 """Linear layers under a scheme: where their parameters are stored, and their product on this rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

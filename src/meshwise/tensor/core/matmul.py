@@ -23,8 +23,6 @@ A backward in two parts gathers for each what it multiplies: W for dX, X for dW.
 both. In between, for all micro-batches whose dW is pending, a rank keeps its own part of dY and of X.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -97,11 +95,11 @@ class MatmulCollectives:
         """The (start, stop) of every panel of K."""
         return even_split(self.features, max(1, min(self.streaming.panels, self.features)))
 
-    def x_panel(self, panel: Panel) -> _Slice:
+    def x_panel(self, panel: Panel) -> "_Slice":
         """Return this rank's slice of a panel of X."""
         return _Slice.along(self.world, self.x, panel, dim=-1)
 
-    def w_panel(self, panel: Panel) -> _Slice:
+    def w_panel(self, panel: Panel) -> "_Slice":
         """Return this rank's slice of a panel of W."""
         return _Slice.along(self.world, self.w, panel, dim=self.within)
 
@@ -159,7 +157,7 @@ class _Slice:
     moved: OperandMove
 
     @classmethod
-    def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> _Slice:
+    def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> "_Slice":
         """Return the slice of a panel along `dim` of an operand that is gathered as `moved` says."""
         start, stop = panel
         if not moved.axes or moved.dim != dim:

@@ -28,8 +28,6 @@ attention heads, or of an MLP's hidden layer.
 A part belongs to a module, or (`colwise`, `rowwise`, `vector`, `inner`) to a parameter that a module holds itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

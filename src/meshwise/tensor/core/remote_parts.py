@@ -5,8 +5,6 @@ cut the hidden states stays: what an embedding returns is a part on every stage,
 is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 

@@ -6,8 +6,6 @@ C and where W is stored; a `Scheme` states the products of each part. One matmul
 written per scheme but its page in `schemes/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

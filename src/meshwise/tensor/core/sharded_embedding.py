@@ -4,8 +4,6 @@ A rank looks up the numbers in its part of the vocabulary and has zeros for the 
 the product with one-hot rows, without the product.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

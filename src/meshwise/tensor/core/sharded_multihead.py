@@ -9,8 +9,6 @@ the same arguments, masks and results:
 L and S are the lengths of queries and keys, N the rows, E this rank's features, H its heads, D the width of a head.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass

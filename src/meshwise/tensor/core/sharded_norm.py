@@ -7,8 +7,6 @@ combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 in th
     x̂ = (x - mean) / σ       dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight       RMSNorm: no means
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """State that all parts of one split model share."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -38,12 +36,12 @@ class ShardSizes:
     rows: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
 
-    def here(self) -> ShardSizes:
+    def here(self) -> "ShardSizes":
         """Return the sizes of the forward under way, for `at`."""
         return dataclasses.replace(self)
 
     @contextlib.contextmanager
-    def at(self, place: ShardSizes) -> Iterator[None]:
+    def at(self, place: "ShardSizes") -> Iterator[None]:
         """Inside, a part of that forward is repeated."""
         left = self.here()
         self.rows, self.tokens = place.rows, place.tokens

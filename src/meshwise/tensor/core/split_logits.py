@@ -6,8 +6,6 @@ split, and the cross-entropy is computed where the parts lie. Any other function
 correct, and as large as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import EllipsisType
 from typing import Any
@@ -37,7 +35,7 @@ class SplitLogits(GlobalShapeTensor):
     _whole: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, *, vocabulary: VocabularySplit, dim: int = -1) -> SplitLogits:
+    def __new__(cls, local: Tensor, *, vocabulary: VocabularySplit, dim: int = -1) -> "SplitLogits":
         """`local`: its `dim` is as large as this rank's part of `vocabulary`."""
         shape = list(local.shape)
         shape[dim] = vocabulary.size
@@ -70,7 +68,7 @@ class SplitLogits(GlobalShapeTensor):
             )
         self.altered = True
 
-    def like(self, local: Tensor, *, dim: int | None = None) -> SplitLogits:
+    def like(self, local: Tensor, *, dim: int | None = None) -> "SplitLogits":
         """Return other logits with the same split."""
         other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
         other.derived = True

@@ -8,8 +8,6 @@ split. To look numbers up in it is refused. Whatever else is computed with it is
 refused by `first_forward`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,13 +39,13 @@ class TableWeight(GlobalShapeTensor):
     @staticmethod
     def __new__(
         cls, local: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], flipped: bool = False
-    ) -> TableWeight:
+    ) -> "TableWeight":
         """`local`: this rank's part of a table of this `size`, in the table's order."""
         self = cls.over(local, shape=size[::-1] if flipped else size)
         self.size_of_table, self.head, self.flipped = size, head, flipped
         return self
 
-    def _like(self, local: Tensor, *, flipped: bool) -> TableWeight:
+    def _like(self, local: Tensor, *, flipped: bool) -> "TableWeight":
         return TableWeight(local, size=self.size_of_table, head=self.head, flipped=flipped)
 
     @classmethod

@@ -10,8 +10,6 @@ What each rank uses for its own heads gets a gradient from each of them. They mu
 The graph behind a tensor, up to the last product or collective, shows which case it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -11,8 +11,6 @@ label smoothing, so those travel (one all-gather) and the logits stay:
 The gradient of a rank's logits needs no other rank: softmax minus one-hot, where this rank has the target.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

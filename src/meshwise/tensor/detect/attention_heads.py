@@ -9,8 +9,6 @@ forward with `q.view(batch, -1, self.num_heads, self.head_width)` means the head
     | output       as the queries
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

@@ -21,8 +21,6 @@ branch begins. A gate may be registered behind the second, if that is all that i
 the user or the model, goes before all that.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +91,7 @@ class BlockReading:
         left = self._walk(block, name, found)
         return found, [item.matrix for item in left]
 
-    def _walk(self, module: nn.Module, name: str, found: list[BlockBranch]) -> list[_Item]:
+    def _walk(self, module: nn.Module, name: str, found: list[BlockBranch]) -> "list[_Item]":
         """Find the branches that end inside a module, and return the matrices of the one that does not."""
         left: list[_Item] = []
         before = len(found)

@@ -6,8 +6,6 @@
 Between the two, modules hold one number per head, or treat every head in the same way.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Where it does not, every linear gathers separately, which only costs traffic. An
 of its input, which should be the gathered input's.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Collection, Mapping

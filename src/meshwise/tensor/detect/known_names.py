@@ -5,8 +5,6 @@ fused matrix in a way that no attribute shows. Classes are named by their full n
 installed needs no import.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ embedding that scales, a linear with adapters) is not taken for torch's. A linea
 is.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ GPT
 └── head                 as many outputs as the vocabulary has numbers: head; another linear: single or whole
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from torch import nn

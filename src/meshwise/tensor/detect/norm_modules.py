@@ -11,8 +11,6 @@ with the gain as it is stored or 1 more, in float64 or less exactly: then its st
 same way, a module that scales or shifts is asked whether it does so feature by feature.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

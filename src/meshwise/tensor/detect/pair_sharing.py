@@ -1,7 +1,5 @@
 """Compute how a plan shares the contents of a pair."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -20,7 +18,7 @@ class PairSharing:
     for all its linears at once, and no axis of the heads can be cut in two, as it splits rows elsewhere."""
 
     @classmethod
-    def of(cls, plan: Plan) -> PairSharing:
+    def of(cls, plan: Plan) -> "PairSharing":
         """Return how a plan shares attention. Raises ValueError for a plan with `dp=auto`."""
         mesh = plan.mesh()
         ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)

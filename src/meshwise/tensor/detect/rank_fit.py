@@ -1,7 +1,5 @@
 """Check that a model's parts fit the ranks of a plan, and name near plans that do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

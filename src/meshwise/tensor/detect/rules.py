@@ -12,8 +12,6 @@ Whatever the source, nothing is passed over: a rule that matches nothing and a p
 that list what comes near.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch
@@ -62,7 +60,7 @@ class Rule:
     options: Mapping[str, int]
 
     @classmethod
-    def parse(cls, text: str, *, pattern: str) -> Rule:
+    def parse(cls, text: str, *, pattern: str) -> "Rule":
         """Return the rule that `text` states. Raises ValueError for an unknown word or option."""
         if not isinstance(text, str):
             raise ValueError(  # noqa: TRY004 - what a user states is a value

@@ -11,8 +11,6 @@ that hold the same key head:
 Everything else that was split over the one axis is split over both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -13,8 +13,6 @@ Outside of the pairs: the embedding and the head split the vocabulary; one all-r
 the forward and the head's in the backward.
 """
 
-from __future__ import annotations
-
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 _TP = ("tp",)

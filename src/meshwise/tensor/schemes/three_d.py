@@ -19,8 +19,6 @@ and its logits, the largest tensor of all, are never a partial sum. Its W gather
 would reduce b·s·v/p². The embedding is stored like it and is that product backwards.
 """
 
-from __future__ import annotations
-
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 

@@ -11,8 +11,6 @@ them, shrink by the depth as well:
 With d = 1 it is 2D; with q = 1, data parallel.
 """
 
-from __future__ import annotations
-
 from meshwise.tensor.core.scheme import Scheme
 from meshwise.tensor.schemes.two_d import two_d
 

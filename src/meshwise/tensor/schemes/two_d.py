@@ -14,8 +14,6 @@ product backwards. Its table, stored like the head's (so that they may be tied),
 its part of the vocabulary, and scatters the sum over col along the features.
 """
 
-from __future__ import annotations
-
 from meshwise.tensor.core.scheme import Axes, OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 
