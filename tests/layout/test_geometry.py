@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.layout import Rectangle, even_split, rectangles
+from meshwise.base.mesh import even_split
+from meshwise.layout import Rectangle, rectangles
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -48,7 +48,7 @@ def test_stages_have_costs_of_their_own() -> None:
 
 
 def test_gathers_and_reductions_run_beside_the_computations() -> None:
-    table = lower(Schedule.parse("0F0 1F0 1B0 0B0"), zero=3)
+    table = lower(Schedule.parse("0F0 1F0 1B0 0B0"), gathers=True)
     timeline = clock(table, costs=ActionCost(gather=2, reduce=5))
     at = times(timeline)
     assert str(table) == "0GATHER 1GATHER 0F0 1F0 1B0 1REDUCE 1FREE 0B0 0REDUCE 0FREE"

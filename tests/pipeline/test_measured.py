@@ -50,12 +50,12 @@ def lost(schedule: Schedule, run: Timeline) -> tuple[LostTime, ...]:
     return found.lost
 
 
-SCHEDULE = lower(make_schedule("1f1b", pp=4, microbatches=8), zero=0)
+SCHEDULE = lower(make_schedule("1f1b", pp=4, microbatches=8), gathers=False)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev", "interleaved"])
 def test_with_equal_stages_and_nothing_else_the_schedule_is_all_that_is_lost(name: str) -> None:
-    schedule = lower(make_schedule(name, pp=4, microbatches=8), zero=0)
+    schedule = lower(make_schedule(name, pp=4, microbatches=8), gathers=False)
     for one in lost(schedule, clock(schedule, costs=ActionCost(1, 1.5, 0.75))):
         assert one.ideal > 0
         rest = (one.imbalance, one.receives, one.collectives, one.other)
@@ -80,7 +80,7 @@ def test_slow_links_are_the_receives() -> None:
 
 
 def test_waits_within_computations_and_reductions_are_the_collectives() -> None:
-    schedule = lower(make_schedule("naive", pp=1, microbatches=2), zero=0)
+    schedule = lower(make_schedule("naive", pp=1, microbatches=2), gathers=False)
     events = [
         Event(0, TimelineRow.COMPUTE, "F", 0, 3, 0, 0),
         Event(0, TimelineRow.WAIT, "all_gather", 1, 2),
@@ -95,7 +95,7 @@ def test_waits_within_computations_and_reductions_are_the_collectives() -> None:
 
 
 def test_a_wait_for_a_slower_replica_is_counted_once() -> None:
-    schedule = lower(make_schedule("naive", pp=1, microbatches=1), zero=0)
+    schedule = lower(make_schedule("naive", pp=1, microbatches=1), gathers=False)
     rows = [(("F", 0, 1), ("B", 1, 3), ("REDUCE", 3, 7)), (("F", 0, 2), ("B", 2, 6), ("REDUCE", 6, 7))]
     events = [
         Event(rank, TimelineRow.COLLECTIVE if kind == "REDUCE" else TimelineRow.COMPUTE, kind, start, stop, 0, 0)

@@ -71,7 +71,7 @@ def test_a_rank_without_forwards_left_sends_before_it_turns_to_the_weights() -> 
         2F0 2B0 2F1 2B1 2F2 2B2 2F3 2I3 2W3
     """
     assert table_of == table(expected)
-    first, middle, last = str(lower(table_of, zero=0)).splitlines()
+    first, middle, last = str(lower(table_of, gathers=False)).splitlines()
     assert "I" not in first, "nobody waits for its gradients"
     assert middle.endswith("1RECV_B2 1I2 1SEND_B2 1W2 1RECV_B3 1I3 1SEND_B3 1W3 1REDUCE")
     assert last.endswith("2B2 2SEND_B2 2RECV_F3 2F3 2I3 2SEND_B3 2W3 2REDUCE")
@@ -83,7 +83,7 @@ def test_nobody_waits_for_weights_at_the_end_and_nothing_more_is_held(name: str,
     whole = make_schedule(name, pp=pp, microbatches=microbatches)
     ours = planned_schedule(name, pp=pp, microbatches=microbatches)
     for cost in (ActionCost(1, 1, 1), ActionCost(1, 1.25, 0.75), ActionCost(2, 3, 1)):  # w is at most f
-        before, after = (clock(lower(each, zero=0), costs=cost).seconds for each in (whole, ours))
+        before, after = (clock(lower(each, gathers=False), costs=cost).seconds for each in (whole, ours))
         assert before - after == pytest.approx((pp - 1) * cost.weight)
         assert peaks(ours, costs=cost) == peaks(whole, costs=cost)
     late = ActionCost(1, 1, 2)
@@ -101,7 +101,7 @@ def test_gradients_are_reduced_once_after_the_last_micro_batch_of_a_stage() -> N
 
 
 def test_a_neighbour_does_not_wait_for_a_reduction() -> None:
-    assert str(lower(table("0F0 0B0 \n 1F0 1B0"), zero=2)).endswith("1B0 1SEND_B0 1REDUCE")
+    assert str(lower(table("0F0 0B0 \n 1F0 1B0"), gathers=False)).endswith("1B0 1SEND_B0 1REDUCE")
 
 
 def test_stages_are_gathered_one_computation_ahead_and_freed_after_their_last() -> None:
@@ -123,7 +123,7 @@ def test_the_stage_used_furthest_away_makes_room() -> None:
 @pytest.mark.parametrize("zero, whole", [(0, None), (2, None), (3, None), (3, 1)])
 def test_what_a_run_needs_is_sound_for_every_schedule(name: str, zero: int, whole: int | None) -> None:
     plain = make_schedule(name, pp=4, microbatches=8)
-    assert validate(lower(plain, zero=zero, whole=whole)) == validate(plain)
+    assert validate(lower(plain, gathers=zero == 3, whole=whole)) == validate(plain)
 
 
 def test_no_room_at_all_is_refused() -> None:
@@ -174,4 +174,4 @@ def test_a_fault_is_named_with_its_place(text: str, message: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lowering_delays_nothing(name: str) -> None:
     plain = make_schedule(name, pp=4, microbatches=8)
-    assert clock(lower(plain, zero=2)).seconds == clock(plain).seconds
+    assert clock(lower(plain, gathers=False)).seconds == clock(plain).seconds

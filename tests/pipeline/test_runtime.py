@@ -78,7 +78,7 @@ def losses_and_gradients(
 ) -> tuple[dict[int, Any], list[Any]]:
     """Of one rank: the losses it has, and of each of its stages the gradients."""
     world = world.over(Mesh((("pp", world.size),)))
-    schedule = lower(make_schedule(name, pp=world.size, microbatches=MICROBATCHES), zero=3)
+    schedule = lower(make_schedule(name, pp=world.size, microbatches=MICROBATCHES), gathers=True)
     cut = cut_model(model, stages=schedule.stages, call=first, wish=CutRequest("params"))
     mine = schedule.stages_of(world.rank)
     models = {index: copy.deepcopy(model) for index in mine}
@@ -154,7 +154,7 @@ class Takes(nn.Linear):
 def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, said: str) -> None:
     def main(world: World) -> None:
         world = world.over(Mesh((("pp", 2),)))
-        schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), zero=0)
+        schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), gathers=False)
         model = nn.Sequential(Choosy(what), Takes(4, 4))
         call = functools.partial(total, x=torch.ones(3, 4))
         cut = cut_model(model, stages=2, call=call, wish=CutRequest("params"))
@@ -180,7 +180,7 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
             raise ZeroDivisionError("in block 5")
 
         world = world.over(Mesh((("pp", 2),)))
-        schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), zero=0)
+        schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), gathers=False)
         cut = cut_model(model, stages=2, call=first, wish=CutRequest("params"))
         stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank)
         if world.rank == 1:

@@ -80,7 +80,7 @@ class OneProcess:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_gives_the_gradients_of_one_process(name: str, tied: bool) -> None:
     model = GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, tied=tied))
-    schedule = lower(make_schedule(name, pp=2, microbatches=4), zero=3)
+    schedule = lower(make_schedule(name, pp=2, microbatches=4), gathers=True)
     call = lambda model: lm(model, 0)  # noqa: E731
     cut = cut_model(model, stages=schedule.stages, call=call, wish=CutRequest("params"))
     stages = [make_stage(model, cut=cut, index=index) for index in range(cut.stages)]

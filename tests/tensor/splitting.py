@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.base.mesh import even_split
 from meshwise.comm.api.world import World
-from meshwise.layout import even_split
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.reference import GPTConfig

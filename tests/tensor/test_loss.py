@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.base.mesh import Mesh
+from meshwise.base.mesh import Mesh, even_split
 from meshwise.comm.api.world import World
-from meshwise.layout import even_split
 from meshwise.tensor.core.split_logits import SplitLogits
 from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
 from meshwise.testing import run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from meshwise.layout.rectangles import even_split
+from meshwise.base.mesh import even_split
 from meshwise.train import token_file as tokens
 from meshwise.train.dataset import RunData, TextDataset, length, load_data, read
 from meshwise.train.job import DataJob, JobError

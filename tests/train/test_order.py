@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.layout.rectangles import even_split
+from meshwise.base.mesh import even_split
 from meshwise.train.sample_order import SampleOrder
 
 

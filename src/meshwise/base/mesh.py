@@ -181,6 +181,18 @@ class Mesh:
         return ValueError(f"no axis {' '.join(axes)} in the mesh '{self}'; its axes are {' '.join(self.names)}")
 
 
+def even_split(size: int, parts: int) -> list[tuple[int, int]]:
+    """Return the (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.
+
+    A part is empty when there are more parts than things. Raises ValueError for a negative size or no parts.
+    """
+    if size < 0 or parts < 1:
+        raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
+    small, larger = divmod(size, parts)
+    starts = [index * small + min(index, larger) for index in range(parts + 1)]
+    return list(itertools.pairwise(starts))
+
+
 def _elide(items: list[_Item], limit: int, gap: _Item) -> list[_Item]:
     """Return all items, or the first ones, the gap and the last: `limit` in all."""
     return items if len(items) <= limit else [*items[: limit - 2], gap, items[-1]]

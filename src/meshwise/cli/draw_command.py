@@ -155,7 +155,7 @@ def _draw_schedule(words: Sequence[str]) -> None:
             if flags.table
             else planned_schedule(plan["schedule"], pp=pp, microbatches=microbatches, virtual_stages=virtual)
         )
-        lowered = lower(schedule, zero=plan["zero"])
+        lowered = lower(schedule, gathers=plan["zero"] == 3)
     except OSError as error:
         raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
     except ValueError as error:

@@ -1,16 +1,8 @@
 """A flat buffer with its parameters, gradients, and the slice that this rank owns.
 
-A ZeRO stage is a choice: each of these buffers is whole on every rank or exists only as this rank's shard (Rajbhandari
-et al., "ZeRO", arXiv 1910.02054, section 5):
-
-    | stage   parameters (used)   gradients        owned, updated by the optimizer    traffic of a step
-    | 0       whole               whole            everything                         all-reduce(gradients)
-    | 1       whole               whole            shard                              reduce-scatter + all-gather
-    | 2       whole               shard            shard                              the same, a reduce a micro-batch
-    | 3       shard               shard            shard                              + one all-gather more
-
-A whole buffer of a stage that keeps only a shard exists while a unit needs it, and no longer. `ShardGroup` names the
-ranks that share the parameters, `StorageConfig` the plan's stage, dtypes and tiers.
+Each of these buffers is whole on every rank or exists only as this rank's shard: the `Reduction` says which, and what
+travels when. A whole buffer where only a shard is kept exists while a unit needs it, and no longer. `ShardGroup` names
+the ranks that share the parameters, `StorageConfig` the plan's reduction, dtypes and tiers.
 """
 
 import dataclasses
@@ -22,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, OptionRun, Options
+from meshwise.data_parallel.reduction import ZERO, ReducedPart, Reduction
 from meshwise.memory.chunked_update import UpdateChunk
 from meshwise.memory.tiers import BorrowedTensor, Tiers
 from meshwise.model.parameter_table import ParameterRow
@@ -31,9 +24,9 @@ from meshwise.precision.dtype_policy import Precision
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: zero stage, tiers, dtypes, and the axes whose ranks hold replicas."""
+    """Storage configuration of a plan: reduction, tiers, dtypes, and the axes whose ranks hold replicas."""
 
-    zero: int = 0
+    reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     replicas: tuple[str, ...] = REPLICAS
@@ -48,9 +41,9 @@ class ShardGroup:
     keeping: StorageConfig
 
     @property
-    def zero(self) -> int:
-        """The ZeRO stage."""
-        return self.keeping.zero
+    def reduction(self) -> Reduction:
+        """How gradients come together, and what is kept as shards."""
+        return self.keeping.reduction
 
     @property
     def precision(self) -> Precision:
@@ -96,13 +89,13 @@ class Bucket:
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].spare and all(world.group(axis).index == 0 for axis in copies)
         self.away = replication.tiers.leaves("params")
-        self.at_rest = replication.zero == 3 and (replication.size > 1 or self.away)
+        self.at_rest = replication.reduction.shards_parameters and (replication.size > 1 or self.away)
         self.shard = self.place.shard(replication.index)
-        self.owned = (0, self.place.size) if replication.zero == 0 else self.shard
+        self.owned = self.shard if replication.reduction.shards_updates else (0, self.place.size)
         # What the other ranks read is made by the world: published slices, shards at rest, gradients.
         empty = replication.world.empty
         common = None
-        if replication.zero and not self.away:
+        if replication.reduction.shards_updates and not self.away:
             common = world.shared_empty(self.place.size, dtype=self.dtype, axes=replication.axes)
         self.shared = common is not None
         if common is not None:
@@ -116,7 +109,7 @@ class Bucket:
                 if away
                 else empty(size, dtype=self.dtype)
             )
-        elif replication.zero:
+        elif replication.reduction.shards_updates:
             self.whole = self.kept = empty(self.place.size, dtype=self.dtype)
         else:
             self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
@@ -134,7 +127,7 @@ class Bucket:
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
-        self._arriving: tuple[Work, Tensor] | None = None
+        self._arriving: ReducedPart | None = None
         self._rounds = 0
 
     # ---- parameters --------------------------------------------------------------------------------------------
@@ -172,7 +165,7 @@ class Bucket:
         self.has_master = self.master is not own
         if tiers.leaves("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
-        elif self.replication.zero >= 2:
+        elif self.replication.reduction.shards_gradients:
             self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
 
@@ -222,7 +215,7 @@ class Bucket:
 
     def publish(self) -> Work:
         """Bring the parameters that this rank has updated to all ranks that do not gather them before every use."""
-        if self.shared or self.replication.zero in (1, 2):
+        if self.shared or self.replication.reduction.publishes:
             return self.replication.world.all_gather(self.own, into=self.whole, axes=self.replication.axes)
         return Work()
 
@@ -236,11 +229,11 @@ class Bucket:
     def begin_step(self) -> None:
         """Forget the gradients of the last step, and those that are still on their way from one that ended half way."""
         if self._arriving is not None:
-            self._arriving[0].wait()
+            self._arriving.work.wait()
             self._arriving = None
         self._filled.clear()
         self._rounds = 0
-        if self.replication.zero < 2 and not self.replication.tiers.leaves("gradients"):
+        if not (self.replication.reduction.shards_gradients or self.replication.tiers.leaves("gradients")):
             self.reduced = None
 
     def deposit(self, index: int, *, gradient: Tensor) -> None:
@@ -284,20 +277,16 @@ class Bucket:
         for index, piece in enumerate(self.place.pieces):
             if index not in self._filled:
                 buffer[piece.start : piece.stop].zero_()
-        world, axes, zero = self.replication.world, self.replication.axes, self.replication.zero
-        wire = self._on_wire(buffer)
-        if zero == 0:
-            self._arriving = (world.all_reduce(wire, axes=axes), wire)
-        elif zero == 1:
-            target = wire[slice(*self.shard)]
-            self._arriving = (world.reduce_scatter(wire, into=target, axes=axes), target)
-        else:
+        replication, wire, into = self.replication, self._on_wire(buffer), None
+        if replication.reduction.shards_gradients:
             assert self.reduced is not None
             first = self._rounds == 0 and self.reduced.dtype == wire.dtype
-            direct = first and not self.replication.tiers.leaves("gradients")
-            target = self.reduced if direct else wire.new_empty(self.reduced.numel())
-            self._arriving = (world.reduce_scatter(wire, into=target, axes=axes), target)
+            direct = first and not replication.tiers.leaves("gradients")
+            into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
+        self._arriving = replication.reduction.send(
+            wire, into=into, shard=slice(*self.shard), world=replication.world, axes=replication.axes
+        )
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
@@ -310,12 +299,11 @@ class Bucket:
         """Wait for the reduction that is under way, if any, and tell `told` that it is there."""
         if self._arriving is None:
             return
-        work, target = self._arriving
-        work.wait()
-        self._arriving = None
+        arriving, self._arriving = self._arriving, None
+        arriving.work.wait()
         self.factor = 1.0
         self._square = None
-        self._arrived(target)
+        self._arrived(arriving.values)
         if self.told is not None:
             self.told(self)
 
@@ -323,7 +311,7 @@ class Bucket:
         if self.replication.tiers.leaves("gradients"):
             self._put_to_rest(self._updating(target))
             return
-        if self.replication.zero < 2:
+        if not self.replication.reduction.shards_gradients:
             self.reduced = self._updating(target)
             return
         assert self.reduced is not None
@@ -379,7 +367,7 @@ class Bucket:
         return []
 
     def _counted(self, reduced: Tensor) -> Tensor:
-        shard = reduced[slice(*self.shard)] if self.replication.zero == 0 else reduced
+        shard = reduced if self.replication.reduction.shards_updates else reduced[slice(*self.shard)]
         return shard if self.counts else shard[:0]
 
     def full_gradient(self) -> Tensor:
@@ -387,7 +375,7 @@ class Bucket:
         assert self.reduced is not None
         reduced = self.reduced.to(self.device)
         reduced = reduced if self.factor == 1.0 else reduced * self.factor
-        if self.replication.zero == 0:
+        if not self.replication.reduction.shards_updates:
             return reduced
         whole = torch.empty(self.place.size, dtype=reduced.dtype, device=self.device)
         self.replication.world.all_gather(reduced.contiguous(), into=whole, axes=self.replication.axes).wait()

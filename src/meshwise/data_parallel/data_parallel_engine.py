@@ -63,7 +63,7 @@ class DataParallel:
         self.table = table
         self.world = world
         self.keeping = keeping
-        self.zero = keeping.zero
+        self.reduction = keeping.reduction
         self.tiers = keeping.tiers
         replication = ShardGroup(world, keeping.replicas, keeping)
         self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
@@ -135,7 +135,7 @@ class DataParallel:
         `last`: no micro-batch follows in this step. `keep=False` runs the backward for its collectives only and
         throws the gradients away.
         """
-        reduces = last or self.zero >= 2
+        reduces = last or self.reduction.each_microbatch
         self._started = 0
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
@@ -290,7 +290,7 @@ class DataParallel:
             unit = self._order[self._started]
             if not all_of_them and self._waiting[id(unit)]:
                 return
-            if self.zero >= 2 or self._awaited:
+            if self.reduction.each_microbatch or self._awaited:
                 self._settle(IN_FLIGHT - 1)
             self._started += 1
             self._in_flight.append(unit)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.base import tensor_tree as tree
+from meshwise.base.mesh import even_split
 from meshwise.comm.api.world import World
-from meshwise.layout.rectangles import even_split
 from meshwise.model.random_draws import SampleRows
 
 

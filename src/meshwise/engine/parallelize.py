@@ -22,6 +22,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.reduction import ZERO
 from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of
 from meshwise.engine.live_stage import LiveStage
 from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
@@ -142,7 +143,7 @@ def parallelize(
     forward = _computed(_told(options.forward or default_forward, plan=plan), precision, world.device)
     task = MicrobatchTask(around.saved(forward), loss)
     setting = ParallelSetting(
-        plan, world, options, task, StorageConfig(plan.zero, precision, tiers, plan.replica_axes), around
+        plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), around
     )
     with shortage_told(plan):
         engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)

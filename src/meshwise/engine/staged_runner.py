@@ -44,8 +44,8 @@ class StagedRunner:
         self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
-        self._zero = max(stage.engine.zero for stage in stages.values())
-        self.schedule, self._plain = lower(schedule, zero=self._zero), schedule
+        self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
+        self.schedule, self._plain = lower(schedule, gathers=self._gathers), schedule
         self.evaluated_in = schedule.microbatches
         self._keepers = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
@@ -55,7 +55,7 @@ class StagedRunner:
     def _forwards(self) -> Schedule:
         """Schedule of an evaluation, made when first needed."""
         forwards = add_transfers(_forwards(self._plain))
-        return add_gathers(forwards) if self._zero == 3 else forwards
+        return add_gathers(forwards) if self._gathers else forwards
 
     def begin(self, step: int) -> None:
         """Begin step number `step`, which must differ from all others."""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.base.mesh import Mesh
-from meshwise.layout.rectangles import Rectangle, even_split
+from meshwise.base.mesh import Mesh, even_split
+from meshwise.layout.rectangles import Rectangle
 
 
 @dataclass(frozen=True)

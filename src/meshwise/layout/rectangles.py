@@ -5,7 +5,6 @@ the row-major elements of a tensor at any element. A checkpoint, a norm and a co
 one currency: rectangles of the full tensor.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,18 +37,6 @@ class Rectangle:
     def seen_from(self, origin: Sequence[int]) -> "Rectangle":
         """Return the same part with its offsets counted from `origin`."""
         return Rectangle(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
-
-
-def even_split(size: int, parts: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.
-
-    A part is empty when there are more parts than things. Raises ValueError for a negative size or no parts.
-    """
-    if size < 0 or parts < 1:
-        raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
-    small, larger = divmod(size, parts)
-    starts = [index * small + min(index, larger) for index in range(parts + 1)]
-    return list(itertools.pairwise(starts))
 
 
 def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle]:

@@ -261,7 +261,7 @@ def schedule_of(plan: Plan) -> Schedule:
     if plan.pp == 1:
         each = range(plan.microbatches)
         return Schedule((tuple(Action(0, kind, index) for index in each for kind in (ActionKind.F, ActionKind.B)),))
-    return lower(plan_schedule(plan), zero=plan.zero)
+    return lower(plan_schedule(plan), gathers=plan.zero == 3)
 
 
 def _alike(schedule: Schedule) -> frozenset[int]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import rows, tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
-from meshwise.layout.rectangles import even_split
 from meshwise.model.forward import Forward
 
 

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
+from meshwise.base.mesh import even_split
 from meshwise.comm.api.world import Axes, Work, World
-from meshwise.layout.rectangles import even_split
 
 Finish: TypeAlias = Callable[[], Tensor]
 Sizes: TypeAlias = Sequence[int] | None

@@ -26,10 +26,12 @@ _OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
 
 
 @lru_cache(maxsize=8)
-def lower(schedule: Schedule, *, zero: int, whole: int | None = None) -> Schedule:
-    """Return a table of computations with all that a run under ZeRO stage `zero` needs; `whole` as in `add_gathers`."""
+def lower(schedule: Schedule, *, gathers: bool, whole: int | None = None) -> Schedule:
+    """Return a table of computations with all that a run needs; `gathers`: ranks have shards of the parameters, which
+    they bring together for each use; `whole` as in `add_gathers`.
+    """
     reduced = add_reductions(schedule)
-    return merge_backward(add_transfers(add_gathers(reduced, whole=whole) if zero == 3 else reduced))
+    return merge_backward(add_transfers(add_gathers(reduced, whole=whole) if gathers else reduced))
 
 
 def split_backward(schedule: Schedule) -> Schedule:

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
-from meshwise.layout.rectangles import even_split
 from meshwise.tensor.core.scheme import Axes
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import BY_HEAD, MASKS

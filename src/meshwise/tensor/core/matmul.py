@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from meshwise.base.mesh import even_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.layout.rectangles import even_split
 from meshwise.model.dispatch_modes import asked_for
 from meshwise.model.forward_replay import ForwardReplay, same_memory
 
