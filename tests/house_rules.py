@@ -325,7 +325,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.testing.run_ranks.run": 2,
     "meshwise.testing.run_ranks.RankRunner.run": 2,
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
-    "meshwise.layout.rectangles.even_split": 2,
+    "meshwise.base.mesh.even_split": 2,
     "meshwise.testing.agree.agree": 2,
     "meshwise.testing.difference.difference": 2,
     "meshwise.base.tensor_tree.map_tensors": 2,
