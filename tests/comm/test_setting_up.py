@@ -139,10 +139,9 @@ def ended(folder: Path, main: str, threads: str, *words: str, size: int = 2) -> 
     return scripts.ended(SCRIPT.format(main=main, size=size), *words, folder=folder, OMP_NUM_THREADS=threads)
 
 
-@pytest.mark.parametrize("threads", ["abc", "-1", "0"])
-def test_a_number_of_threads_that_is_none_leaves_each_rank_its_part_of_the_cores(tmp_path: Path, threads: str) -> None:
+def test_a_number_of_threads_that_is_none_leaves_each_rank_its_part_of_the_cores(tmp_path: Path) -> None:
     part = max(1, cores() // 2)
-    assert ended(tmp_path, "threads", threads).stdout == f"returned {part} {part}\n"
+    assert ended(tmp_path, "threads", "abc").stdout == f"returned {part} {part}\n"
 
 
 def test_a_rank_that_cannot_leave_its_result_ends_the_run_and_says_why(tmp_path: Path) -> None:
