@@ -1,6 +1,10 @@
 """The page lists the files that a step really enters."""
 
+import pytest
+
 from life_of_a_step import PAGE, entered, table
+
+pytestmark = pytest.mark.threads("the page lists the files of a step on threads")
 
 MOST = 25
 """As many files as a step may enter."""
