@@ -131,8 +131,8 @@ class BatchStatistics(ForwardAndBackwardMode):
             variance, own = torch.var_mean(x, others, correction=0)
         else:
             variance = own = x.sum(others)  # zeros that lead back to x, as on the ranks with rows
-        told = torch.cat([own, variance * number, own.new_full((1,), number)])
-        ranks = gradient.all_gather(told[None], world=self._world, axes=self._axes).wait()
+        sums = torch.cat([own, variance * number, own.new_full((1,), number)])
+        ranks = gradient.all_gather(sums[None], world=self._world, axes=self._axes).wait()
         means, squares, counts = ranks.split([x.shape[1], x.shape[1], 1], dim=1)
         count = counts.sum(0)
         if number <= 1 and count.item() == 1:

@@ -38,22 +38,22 @@ class ShardGroup:
 
     world: World
     axes: tuple[str, ...]
-    keeping: StorageConfig
+    storage: StorageConfig
 
     @property
     def reduction(self) -> Reduction:
         """How gradients come together, and what is kept as shards."""
-        return self.keeping.reduction
+        return self.storage.reduction
 
     @property
     def precision(self) -> Precision:
         """The dtypes."""
-        return self.keeping.precision
+        return self.storage.precision
 
     @property
     def tiers(self) -> Tiers:
         """Tiers in which tensors rest between their uses."""
-        return self.keeping.tiers
+        return self.storage.tiers
 
     @property
     def size(self) -> int:
@@ -77,26 +77,26 @@ class Bucket:
     master that share options.
     """
 
-    def __init__(self, rows: Sequence[ParameterRow], *, replication: ShardGroup) -> None:
-        self.replication = replication
-        world = replication.world
+    def __init__(self, rows: Sequence[ParameterRow], *, shard_group: ShardGroup) -> None:
+        self.shard_group = shard_group
+        world = shard_group.world
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
-        self.place = BucketPlace.of(rows, shapes=shapes, parts=replication.size)
+        self.place = BucketPlace.of(rows, shapes=shapes, parts=shard_group.size)
         self.dtype = rows[0].dtype
-        self._wire = replication.precision.reduction_of(self.dtype)
+        self._wire = shard_group.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].spare and all(world.group(axis).index == 0 for axis in copies)
-        self.away = replication.tiers.leaves("params")
-        self.at_rest = replication.reduction.shards_parameters and (replication.size > 1 or self.away)
-        self.shard = self.place.shard(replication.index)
-        self.owned = self.shard if replication.reduction.shards_updates else (0, self.place.size)
+        self.away = shard_group.tiers.leaves("params")
+        self.at_rest = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.away)
+        self.shard = self.place.shard(shard_group.index)
+        self.owned = self.shard if shard_group.reduction.shards_updates else (0, self.place.size)
         # What the other ranks read is made by the world: published slices, shards at rest, gradients.
-        empty = replication.world.empty
+        empty = shard_group.world.empty
         common = None
-        if replication.reduction.shards_updates and not self.away:
-            common = world.shared_empty(self.place.size, dtype=self.dtype, axes=replication.axes)
+        if shard_group.reduction.shards_updates and not self.away:
+            common = world.shared_empty(self.place.size, dtype=self.dtype, axes=shard_group.axes)
         self.shared = common is not None
         if common is not None:
             self.whole, self.kept = common, common[slice(*self.shard)]
@@ -105,11 +105,11 @@ class Bucket:
             size = self.shard[1] - self.shard[0]
             away = self.away
             self.kept = (
-                replication.tiers.empty("params", numel=size, dtype=self.dtype)
+                shard_group.tiers.empty("params", numel=size, dtype=self.dtype)
                 if away
                 else empty(size, dtype=self.dtype)
             )
-        elif replication.reduction.shards_updates:
+        elif shard_group.reduction.shards_updates:
             self.whole = self.kept = empty(self.place.size, dtype=self.dtype)
         else:
             self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
@@ -123,7 +123,7 @@ class Bucket:
         self.slices: list[tuple[Options, nn.Parameter]] = []
         self.chunks: list[UpdateChunk] = []
         self.factor = 1.0
-        self.told: Callable[[Bucket], None] | None = None
+        self.on_reduced: Callable[[Bucket], None] | None = None
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
@@ -139,7 +139,7 @@ class Bucket:
 
     def fill(self, values: Iterable[Tensor]) -> None:
         """Take the full parameters in piece order, one at a time; keep what this rank stores."""
-        mesh, rank = self.replication.world.mesh, self.replication.world.rank
+        mesh, rank = self.shard_group.world.mesh, self.shard_group.world.rank
         start, stop = self.kept_from, self.kept_from + self.kept.numel()
         self.kept.zero_()
         if self.trainable:
@@ -151,11 +151,11 @@ class Bucket:
                 if self.has_master and self.master is not None:
                     _put(part, piece, into=self.master, start=self.owned[0])
         if self.shared:
-            self.replication.world.barrier(axes=self.replication.axes)
+            self.shard_group.world.barrier(axes=self.shard_group.axes)
 
     def _make_master(self) -> None:
-        own, tiers = self.own, self.replication.tiers
-        wide = self.replication.precision.master_of(self.dtype)
+        own, tiers = self.own, self.shard_group.tiers
+        wide = self.shard_group.precision.master_of(self.dtype)
         if wide == self.dtype and own.device.type == tiers.updates_on.type:
             self.master = own
         elif tiers.leaves("masters"):
@@ -165,7 +165,7 @@ class Bucket:
         self.has_master = self.master is not own
         if tiers.leaves("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
-        elif self.replication.reduction.shards_gradients:
+        elif self.shard_group.reduction.shards_gradients:
             self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
 
@@ -194,12 +194,12 @@ class Bucket:
             return Work()
         self.whole.untyped_storage().resize_(self._bytes)
         kept = self.fetch().wait()
-        return self.replication.world.all_gather(kept, into=self.whole, axes=self.replication.axes)
+        return self.shard_group.world.all_gather(kept, into=self.whole, axes=self.shard_group.axes)
 
     def fetch(self) -> BorrowedTensor:
         """Start to bring the shard from where it rests."""
         if self._loan is None:
-            self._loan = self.replication.tiers.bring(self.kept)
+            self._loan = self.shard_group.tiers.bring(self.kept)
         return self._loan
 
     def let_go(self) -> None:
@@ -215,8 +215,8 @@ class Bucket:
 
     def publish(self) -> Work:
         """Bring the parameters that this rank has updated to all ranks that do not gather them before every use."""
-        if self.shared or self.replication.reduction.publishes:
-            return self.replication.world.all_gather(self.own, into=self.whole, axes=self.replication.axes)
+        if self.shared or self.shard_group.reduction.publishes:
+            return self.shard_group.world.all_gather(self.own, into=self.whole, axes=self.shard_group.axes)
         return Work()
 
     def round_off(self) -> None:
@@ -233,7 +233,7 @@ class Bucket:
             self._arriving = None
         self._filled.clear()
         self._rounds = 0
-        if not (self.replication.reduction.shards_gradients or self.replication.tiers.leaves("gradients")):
+        if not (self.shard_group.reduction.shards_gradients or self.shard_group.tiers.leaves("gradients")):
             self.reduced = None
 
     def deposit(self, index: int, *, gradient: Tensor) -> None:
@@ -260,8 +260,8 @@ class Bucket:
 
     def _buffer(self) -> Tensor:
         if self.gradient is None:
-            dtype = self.replication.precision.accumulation_of(self.dtype)
-            self.gradient = self.replication.world.empty(self.place.size, dtype=dtype)
+            dtype = self.shard_group.precision.accumulation_of(self.dtype)
+            self.gradient = self.shard_group.world.empty(self.place.size, dtype=dtype)
             self.clear_padding()
         return self.gradient
 
@@ -277,26 +277,26 @@ class Bucket:
         for index, piece in enumerate(self.place.pieces):
             if index not in self._filled:
                 buffer[piece.start : piece.stop].zero_()
-        replication, wire, into = self.replication, self._on_wire(buffer), None
-        if replication.reduction.shards_gradients:
+        shard_group, wire, into = self.shard_group, self._on_wire(buffer), None
+        if shard_group.reduction.shards_gradients:
             assert self.reduced is not None
             first = self._rounds == 0 and self.reduced.dtype == wire.dtype
-            direct = first and not replication.tiers.leaves("gradients")
+            direct = first and not shard_group.tiers.leaves("gradients")
             into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
-        self._arriving = replication.reduction.send(
-            wire, into=into, shard=slice(*self.shard), world=replication.world, axes=replication.axes
+        self._arriving = shard_group.reduction.send(
+            wire, into=into, shard=slice(*self.shard), world=shard_group.world, axes=shard_group.axes
         )
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the dtype that they travel in; as they are where they travel nowhere."""
-        if self.replication.size == 1 or self._wire == buffer.dtype:
+        if self.shard_group.size == 1 or self._wire == buffer.dtype:
             return buffer
-        return self.replication.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
+        return self.shard_group.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
-        """Wait for the reduction that is under way, if any, and tell `told` that it is there."""
+        """Wait for the reduction that is under way, if any, and call `on_reduced`."""
         if self._arriving is None:
             return
         arriving, self._arriving = self._arriving, None
@@ -304,14 +304,14 @@ class Bucket:
         self.factor = 1.0
         self._square = None
         self._arrived(arriving.values)
-        if self.told is not None:
-            self.told(self)
+        if self.on_reduced is not None:
+            self.on_reduced(self)
 
     def _arrived(self, target: Tensor) -> None:
-        if self.replication.tiers.leaves("gradients"):
+        if self.shard_group.tiers.leaves("gradients"):
             self._put_to_rest(self._updating(target))
             return
-        if not self.replication.reduction.shards_gradients:
+        if not self.shard_group.reduction.shards_gradients:
             self.reduced = self._updating(target)
             return
         assert self.reduced is not None
@@ -335,7 +335,7 @@ class Bucket:
         """Move the reduced gradient to its tier once its norm is known, together with the gradients of earlier
         micro-batches.
         """
-        tiers = self.replication.tiers
+        tiers = self.shard_group.tiers
         assert self.reduced is not None
         if self._rounds > 1:
             tiers.settle()
@@ -361,13 +361,13 @@ class Bucket:
         """
         if self.reduced is None:
             return []
-        if not self.replication.tiers.on_disk(self.reduced):
+        if not self.shard_group.tiers.on_disk(self.reduced):
             return [self.reduced]
         self.factor = factor
         return []
 
     def _counted(self, reduced: Tensor) -> Tensor:
-        shard = reduced if self.replication.reduction.shards_updates else reduced[slice(*self.shard)]
+        shard = reduced if self.shard_group.reduction.shards_updates else reduced[slice(*self.shard)]
         return shard if self.counts else shard[:0]
 
     def full_gradient(self) -> Tensor:
@@ -375,10 +375,10 @@ class Bucket:
         assert self.reduced is not None
         reduced = self.reduced.to(self.device)
         reduced = reduced if self.factor == 1.0 else reduced * self.factor
-        if not self.replication.reduction.shards_updates:
+        if not self.shard_group.reduction.shards_updates:
             return reduced
         whole = torch.empty(self.place.size, dtype=reduced.dtype, device=self.device)
-        self.replication.world.all_gather(reduced.contiguous(), into=whole, axes=self.replication.axes).wait()
+        self.shard_group.world.all_gather(reduced.contiguous(), into=whole, axes=self.shard_group.axes).wait()
         return whole
 
     # ---- what is there -----------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class Bucket:
         """Return the dtypes of its tensors, including those that only a step makes."""
         found = {"parameters": self.whole.dtype}
         if self.master is not None:
-            precision = self.replication.precision
+            precision = self.shard_group.precision
             found["master"] = self.master.dtype
             found["optimizer_state"] = precision.optimizer_state_of(self.dtype)
             found["reduction"] = precision.reduction_of(self.dtype)

@@ -55,18 +55,18 @@ class DataParallel:
         *,
         table: ParameterTable,
         world: World,
-        keeping: StorageConfig,
+        storage: StorageConfig,
         by_module: bool = True,
     ) -> None:
         """`by_module`: units are gathered when their modules run; otherwise the caller gathers them."""
         self.module: nn.Module = source.module
         self.table = table
         self.world = world
-        self.keeping = keeping
-        self.reduction = keeping.reduction
-        self.tiers = keeping.tiers
-        replication = ShardGroup(world, keeping.replicas, keeping)
-        self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
+        self.storage = storage
+        self.reduction = storage.reduction
+        self.tiers = storage.tiers
+        shard_group = ShardGroup(world, storage.replicas, storage)
+        self.units = [LiveUnit(unit, shard_group=shard_group) for unit in table.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
@@ -91,7 +91,7 @@ class DataParallel:
     @property
     def _awaited(self) -> bool:
         """True if an arrival callback receives each reduced gradient."""
-        return any(bucket.told is not None for bucket in self.buckets)
+        return any(bucket.on_reduced is not None for bucket in self.buckets)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.plan import Plan, PlanError
 
 
-def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: StorageConfig) -> None:
+def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
     """Raise PlanError for an embedding that rescales its weight as it runs, where that is not all there is of it."""
     owners: dict[Tensor, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
@@ -20,12 +20,12 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: Sto
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
-        stored = keeping.precision.parameters or part.weight.dtype
+        stored = storage.precision.parameters or part.weight.dtype
         if world.group(plan.loss_axes).size > 1:
             wrong = "here other ranks look up others. Nearest that works: dp=1, in tp_mode=1d if at all"
-        elif keeping.precision.master_of(stored) != stored:
+        elif storage.precision.master_of(stored) != stored:
             wrong = "here a master of another dtype is updated. Nearest that works: precision=fp32, of a model in fp32"
-        elif keeping.tiers.leaves("masters") or keeping.tiers.leaves("params"):
+        elif storage.tiers.leaves("masters") or storage.tiers.leaves("params"):
             wrong = "here what is updated rests elsewhere. Nearest that works: offload=none"
         elif plan.pp > 1 and owners[part.weight] > 1:
             wrong = "here another stage may have a copy of it. Nearest that works: pp=1"

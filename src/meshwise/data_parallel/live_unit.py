@@ -24,11 +24,11 @@ class LiveUnit:
     pass for a result.
     """
 
-    def __init__(self, spec: ParameterUnit, *, replication: ShardGroup) -> None:
+    def __init__(self, spec: ParameterUnit, *, shard_group: ShardGroup) -> None:
         self.spec = spec
-        kind = partial(_kind, mesh=replication.world.mesh)
+        kind = partial(_kind, mesh=shard_group.world.mesh)
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
-        self.buckets = [Bucket(rows, replication=replace(replication, axes=rows[0].summed)) for rows in alike]
+        self.buckets = [Bucket(rows, shard_group=replace(shard_group, axes=rows[0].summed)) for rows in alike]
         self.parameters: list[list[nn.Parameter]] = []
         self._versions: list[list[int]] = []
         self.whole = True
@@ -48,7 +48,7 @@ class LiveUnit:
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
         for bucket in self.buckets:
-            world = bucket.replication.world
+            world = bucket.shard_group.world
             bucket.fill(source.agreed(piece.row.name, world=world) for piece in bucket.place.pieces)
             values = self._at_rest(bucket)
             pieces = bucket.place.pieces

@@ -98,7 +98,7 @@ class BucketSlice:
         """Yield a rectangle of what the rank stores, as rectangles of the full tensor, each with its place in the
         first.
         """
-        world, row = self.bucket.replication.world, piece.row
+        world, row = self.bucket.shard_group.world, piece.row
         beside = 0
         for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
             origin = tuple(beside if dim == row.layout.side else 0 for dim in range(len(row.shape)))
@@ -151,7 +151,7 @@ def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
 
 def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
     """Yield the slices of one parameter that this rank saves."""
-    if not piece.row.numel and bucket.replication.index == 0:
+    if not piece.row.numel and bucket.shard_group.index == 0:
         empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
         yield StoredSlice.whole(empty, name=piece.row.name, slot="parameter")
     yield from stored(bucket).holdings(piece, slot="parameter", within=bucket.shard)

@@ -1,8 +1,8 @@
-"""When an update begins: when the step is known to be sound, or when gradients arrive.
+"""When parameters are updated: after the whole step is known to be sound, or as gradients arrive.
 
-                    forward │ backward of c │ of b          │ of a          │ norm │
-    AtTheEnd                                                                       │ update a, b, c │
-    AsTheyArrive            │ count         │ reduce, update c │ reduce, update b │ reduce, update a │
+                       forward │ backward of c │ of b          │ of a          │ norm │
+    StepAfterBackward                                                             │ update a, b, c │
+    StepInBackward             │ count         │ reduce, update c │ reduce, update b │ reduce, update a │
 
 What an update needs beside the gradient of its unit is the count that the gradient is divided by. The count is known
 when every rank has run its last forward. One more all-reduce of one number then lets units be updated during the
@@ -25,23 +25,22 @@ from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 
 
 class UpdateTiming(Protocol):
-    """Brings an update about."""
+    """Decides when the parameters are updated."""
 
     def begin(self) -> None:
         """Begin a step. Raises TierError when an earlier update failed half way."""
 
     def counted(self, count: Tensor) -> None:
-        """Take the loss count of this rank after the last forward of a step; every rank calls it. `count`: a scalar on
-        the device, zero on a rank whose rows another rank counts.
+        """Take the loss count of this rank after the last forward of a step; every rank calls it.
 
-
+        `count`: a scalar on the device, zero on a rank whose rows another rank counts.
         """
 
     def apply(self, factor: float) -> None:
-        """Update by the gradients times `factor`, and bring it to the other ranks; the step is sound."""
+        """Update by the gradients times `factor`, and publish the result to the other ranks."""
 
     def leave_out(self) -> bool:
-        """Return the step is not sound; whether something of it is updated all the same, on any rank."""
+        """Leave the update of an unsound step out; return whether a rank had applied a part of it already."""
 
 
 class StepAfterBackward:
@@ -59,7 +58,7 @@ class StepAfterBackward:
         """Do nothing: the count arrives again with the norm."""
 
     def apply(self, factor: float) -> None:
-        """Update everything; what a bucket has goes to the others while the next is updated."""
+        """Update everything; an updated bucket travels to the other ranks while the next is updated."""
         self._engine.scale_gradients(factor)
         works: list[Work] = []
         last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
@@ -73,12 +72,12 @@ class StepAfterBackward:
             work.wait()
 
     def leave_out(self) -> bool:
-        """Return False: no update is left out."""
+        """Return False: nothing was updated."""
         return False
 
 
 class StepInBackward:
-    """A bucket is updated as soon as its gradient is reduced, on a thread."""
+    """Updates each bucket on a thread as soon as its gradient is reduced."""
 
     def __init__(self, buckets: Sequence[Bucket], *, update: ChunkedUpdate, world: World) -> None:
         self._buckets = buckets
@@ -89,10 +88,10 @@ class StepInBackward:
         self._left: dict[Bucket, None] = {}
         self._spoilt = False
         for bucket in buckets:
-            bucket.told = self._reduced
+            bucket.on_reduced = self._reduced
 
     def begin(self) -> None:
-        """Forget a step that ended half way, which knew its count."""
+        """Forget the count of a step that ended half way."""
         self._count = None
         self._update.check()
         if self._spoilt:
@@ -101,14 +100,14 @@ class StepInBackward:
                 bucket.clear_padding()
 
     def counted(self, count: Tensor) -> None:
-        """Gradients that arrive from now on belong to the whole step."""
+        """Start the all-reduce of the count: gradients that arrive from now on are final."""
         self._count = count.to(torch.float64, copy=True)
         self._counting = self._world.all_reduce(self._count, axes=self._world.mesh.names)
         self._left = dict.fromkeys(self._buckets)
         self._update.begin()
 
     def apply(self, factor: float) -> None:  # noqa: ARG002 - it is known since `counted`
-        """Wait for the rest, and bring everything to the others."""
+        """Wait for the last updates, and publish all of them to the other ranks."""
         for bucket in list(self._left):
             self._reduced(bucket)
         self._count = None
@@ -117,7 +116,10 @@ class StepInBackward:
             work.wait()
 
     def leave_out(self) -> bool:
-        """Return other ranks own other parts of a gradient: what of it is finite is updated there."""
+        """Abandon the updates under way; return whether a rank had updated a part.
+
+        Ranks own different parts of a gradient, and those that own finite parts may have updated them.
+        """
         self._count = None
         broken = any(self._world.exchange(self._update.abandon()))
         if broken:
@@ -132,7 +134,7 @@ class StepInBackward:
         del self._left[bucket]
         self._counting.wait()
         bucket.square()  # before it is multiplied
-        there = bucket.replication.tiers.mark()
+        there = bucket.shard_group.tiers.mark()
 
         def ready() -> None:
             there()
@@ -146,7 +148,7 @@ class StepInBackward:
 
 
 def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[ChunkedUpdate, UpdateTiming]:
-    """Return the update of an engine; `early`: as gradients arrive, where the update is done beside the device."""
+    """Return the update of an engine and its timing; `early`: as gradients arrive, where the CPU updates."""
     early = early and engine.tiers.offload.updates_on_cpu and engine.world.device.type != "meta"
     chunks = [bucket.chunks for bucket in engine.buckets]
     update = ChunkedUpdate(optimizer, chunks=chunks, tiers=engine.tiers, early=early)

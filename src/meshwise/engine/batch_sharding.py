@@ -18,7 +18,7 @@ from meshwise.model.random_draws import SampleRows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows to run (None: nothing to run), whether what comes out of them counts, and which samples they are."""
+    """Rows to run (None: nothing to run), whether their loss counts, and their sample numbers."""
 
     rows: Any
     counts: bool
@@ -49,7 +49,7 @@ class BatchShards:
         return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
 
     def samples(self, number: int, *, parts: int) -> SampleRows:
-        """Which samples the micro-batch `number` of `parts` is; a spare row counts as one."""
+        """Return the sample numbers of micro-batch `number` of `parts`; a spare row counts as one."""
         start, stop = self.cuts(parts)[number]
         return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
 
@@ -60,7 +60,7 @@ class BatchShards:
 
 @dataclass(frozen=True)
 class BatchSharder:
-    """Deals batches out to the ranks of `world` along `axes`; `lockstep`: every micro-batch has to be run."""
+    """Cutter of batches: rows split over the ranks along `axes`. `lockstep`: every micro-batch has to be run."""
 
     world: World
     axes: tuple[str, ...]
@@ -71,8 +71,8 @@ class BatchSharder:
         """Number of ranks with rows of their own."""
         return self.world.group(self.axes).size
 
-    def deal(self, size: int) -> BatchShards:
-        """Return a global batch of `size` rows."""
+    def shards(self, size: int) -> BatchShards:
+        """Return the even shards of a global batch of `size` rows."""
         return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
 
     def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
@@ -81,18 +81,19 @@ class BatchSharder:
         """
         rows = tree.rows(batch)
         if not local:
-            return micro_batches(batch, deal=self.deal(rows), parts=parts, lockstep=self.lockstep)
-        deal = self.deal(rows * self.ranks if total is None else total)
-        start, stop = deal.shares[deal.index]
+            return micro_batches(batch, shards=self.shards(rows), parts=parts, lockstep=self.lockstep)
+        shards = self.shards(rows * self.ranks if total is None else total)
+        start, stop = shards.shares[shards.index]
         if stop - start != rows:
             raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
         spare = spare_row(batch, world=self.world) if self.lockstep and (total or 0) < self.ranks else None
-        return micro_batches(batch, deal=deal, parts=parts, lockstep=self.lockstep, offset=start, spare=spare)
+        return micro_batches(batch, shards=shards, parts=parts, lockstep=self.lockstep, offset=start, spare=spare)
 
 
 def spare_row(batch: Any, *, world: World) -> Any:
-    """For ranks whose own part has no rows, a row of a rank that has some; None where all have, or none. Every rank
-    calls it.
+    """Return one row of a rank that has rows, for ranks without; None if all have rows, or none has.
+
+    Every rank calls it.
     """
     rows = world.exchange(tree.rows(batch))
     if min(rows) or not max(rows):
@@ -102,7 +103,7 @@ def spare_row(batch: Any, *, world: World) -> Any:
 
 
 def micro_batches(
-    batch: Any, *, deal: BatchShards, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
+    batch: Any, *, shards: BatchShards, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
 ) -> list[MicroBatch]:
     """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
 
@@ -116,10 +117,10 @@ def micro_batches(
         spare = tree.take_rows(batch, start=0, stop=1)
     elif spare is None:
         spare = batch
-    samples = [deal.samples(number, parts=parts) for number in range(parts)]
+    samples = [shards.samples(number, parts=parts) for number in range(parts)]
     return [
         MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
         if start < stop
         else MicroBatch(spare, counts=False, samples=own)
-        for (start, stop), own in zip(deal.cuts(parts), samples, strict=True)
+        for (start, stop), own in zip(shards.cuts(parts), samples, strict=True)
     ]

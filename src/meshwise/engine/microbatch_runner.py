@@ -28,10 +28,10 @@ Sums: TypeAlias = tuple[Tensor, Tensor]
 """The sum of a loss and its count: two fp64 scalars on the device."""
 
 Counted: TypeAlias = Callable[[Tensor], None]
-"""What is told the count of this rank when its last forward is over."""
+"""Callback that receives this rank's count after its last forward."""
 
 Seen: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
-"""What is shown the gradient of one parameter: `(micro_batch, row, gradient)`."""
+"""Callback that receives the gradient of one parameter: `(micro_batch, row, gradient)`."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class MicrobatchRunner(Protocol):
         """Finish the step after its forwards and backwards."""
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
-        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
+        """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward of every micro-batch; the loss and the count of this rank."""
+        """Run the forward of every micro-batch; return this rank's loss and count."""
 
     def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Forward and backward again, for the gradients to be looked at."""
+        """Run forward and backward again, and pass every gradient to `seen`."""
 
     def predict(self, batch: Any) -> Any:
         """Return the output for a batch."""
@@ -90,20 +90,20 @@ class WholeModelRunner:
         draws: RandomDraws,
         statistics: BatchStatistics,
         schedule: Schedule,
-        rows_meet: bool,
+        shares_rows: bool,
     ) -> None:
-        """`schedule` has one row, of one stage. `rows_meet`: ranks share out the rows of one product."""
+        """`schedule` has one row, of one stage. `shares_rows`: ranks split the rows of one matmul."""
         self.schedule = schedule
         self._engine = engine
         self._task = task
         self._draws = draws
         self._statistics = statistics
-        self._rows_meet = rows_meet
-        self.lockstep = rows_meet or statistics.joined or any(unit.at_rest for unit in engine.units)
+        self._shares_rows = shares_rows
+        self.lockstep = shares_rows or statistics.joined or any(unit.at_rest for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
-        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
+        """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
         journal = self._engine.world.journal
@@ -124,14 +124,14 @@ class WholeModelRunner:
                 counted(tokens)
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
             # the others' rows give reaches this rank.
-            keep = part.counts or self._rows_meet
+            keep = part.counts or self._shares_rows
             journal.doing = Action(0, ActionKind.B, index)
             with self._running(part, again=True):
                 self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
         return total, tokens
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward of every micro-batch; the loss and the count of this rank."""
+        """Run the forward of every micro-batch; return this rank's loss and count."""
         total, tokens = zeros(self._engine.world)
         for part in parts:
             if part.rows is not None:
@@ -143,12 +143,12 @@ class WholeModelRunner:
         return total, tokens
 
     def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Forward and backward again, for the gradients to be looked at."""
+        """Run forward and backward again, and pass every gradient to `seen`."""
         for number, part in enumerate(parts):
             if part.rows is not None:
                 with self._running(part):
                     loss, _ = self._run(part.rows)
-                arrival = functools.partial(seen, number) if part.counts or self._rows_meet else throw_away
+                arrival = functools.partial(seen, number) if part.counts or self._shares_rows else throw_away
                 if loss.requires_grad:
                     with self._running(part, again=True):
                         self._engine.inspect(loss if part.counts else loss * 0, arrival=arrival)
@@ -173,13 +173,13 @@ class WholeModelRunner:
             yield
 
     def _run(self, rows: Any) -> Sums:
-        """Forward and loss of one micro-batch: (sum, count), scalars on the device."""
+        """Run forward and loss of one micro-batch; return (sum, count), scalars on the device."""
         with self._engine.gatherer.guard:
             rows = self._begin_forward(rows)
             return call_loss(self._engine.module, rows, forward=self._task.forward, loss=self._task.loss)
 
     def _begin_forward(self, rows: Any) -> Any:
-        """Begin a pass over the model; the rows, on the device."""
+        """Begin a forward of the model; return the rows on the device."""
         self._engine.gatherer.begin(backward=False)
         return placed(rows, world=self._engine.world)
 

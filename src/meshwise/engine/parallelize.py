@@ -1,4 +1,4 @@
-"""The one place where the parts meet, in one fixed order.
+"""Put a model under a plan: the one place where the parts meet, in one fixed order.
 
 plan -> world over the plan's mesh -> model (built here or given) -> with pp, its stages, each on its own -> parameter
 table -> parts that tensor parallelism splits, and where it stores the rows -> units and their buckets -> buffers ->
@@ -69,7 +69,7 @@ class Options:
     clip_norm: float | None = None
     """Scale the gradient down to this 2-norm when it is larger. None: never."""
     seed: int = 0
-    """Seed of a model that is born here (one given as a function), and of what a model draws as it trains: dropout."""
+    """Seed of a model given as a function that builds it, and of what a model draws as it trains: dropout."""
     nonfinite: str = "raise"
     """When the loss or the gradient is not finite: `raise` and leave everything as it was, or `skip:n` to skip at most
     n such steps in a row. `end` raises, and may leave units updated that only a load mends: so tiers on the CPU or a
@@ -82,10 +82,10 @@ class Options:
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
     `meshwise.tensor.detect.rules.Rules`. None: what the model declares and its structure says."""
     parts: Mapping[str, Part] | None = None
-    """With tp, what `find_parts` has told of the same model under the same plan; it is not asked again."""
+    """With tp, the result of `find_parts` for this model and plan, where it was called already."""
     example: Any = None
-    """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
-    is born here, the run is on the meta device, and `partition=time` counts operations."""
+    """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. A model given as
+    a function is run on the meta device, and `partition=time` counts its operations."""
     cut: CutOptions = dataclasses.field(default_factory=CutOptions)
     """With pp, where the model may be cut: by hand, `CutOptions(at=("blocks.3", "head"))`. By default
     between its pieces, as even as they allow."""
@@ -139,19 +139,19 @@ def parallelize(
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)
-    around = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
-    forward = _computed(_told(options.forward or default_forward, plan=plan), precision, world.device)
-    task = MicrobatchTask(around.saved(forward), loss)
+    policy = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
+    forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
+    task = MicrobatchTask(policy.saved(forward), loss)
     setting = ParallelSetting(
-        plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), around
+        plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), policy
     )
     with shortage_told(plan):
-        engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+        engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
     recipe = UpdateRecipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
-    return Trainer(engine, sweep=sweep, plan=plan, recipe=recipe, optimizer=update, around=around)
+    return Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class ParallelSetting:
     world: World
     options: Options
     task: MicrobatchTask
-    keeping: StorageConfig
-    around: ActivationPolicy
+    storage: StorageConfig
+    policy: ActivationPolicy
 
 
 _OF_A_PART = (
@@ -173,8 +173,8 @@ _OF_A_PART = (
 )
 
 
-def _told(forward: Forward, *, plan: Plan) -> Forward:
-    """Return the forward, which says what to change where the model does not fit what tensor parallelism gives it."""
+def _explained(forward: Forward, *, plan: Plan) -> Forward:
+    """Return the forward; under tp, its errors get a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
@@ -188,7 +188,7 @@ def _told(forward: Forward, *, plan: Plan) -> Forward:
 
 
 def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
-    """Return the forward in the dtype of the record, its output wide enough for a loss."""
+    """Return the forward in the compute dtype, its output converted to a dtype that suits a loss."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         with computing(precision, device=device):
@@ -214,15 +214,15 @@ class _Shared:
 
     @classmethod
     def by(cls, source: ParameterSource, setting: ParallelSetting) -> "_Shared":
-        """Find out. What is found out about a model is found in the dtype that it was written in."""
+        """Find the parts of a model, in the dtype that it was written in, and the world of their axes."""
         plan, module = setting.plan, source.module
         with _as_plan_error():
             parts = setting.options.parts
             if parts is None:
                 parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-        setting.around.undo.callback(CastHooks(module, precision=setting.keeping.precision).close)
+        setting.policy.undo.callback(CastHooks(module, precision=setting.storage.precision).close)
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
-        refuse_renormed(module, plan=plan, world=world, keeping=setting.keeping)
+        refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
         return cls(setting, world, parts, _batch_norms_join(module, setting, world))
 
 
@@ -237,15 +237,16 @@ def _as_plan_error() -> Iterator[None]:
         raise PlanError(str(error)).with_traceback(error.__traceback__) from None
 
 
-def _live(
+def _build_engine(
     source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, spare: Collection[str] | None = None
 ) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
-    """Return the engine and the draws of a module on this rank. `spare`: of a stage, the parameters that one before it
-    has as well.
+    """Build the engine, random draws and batch statistics of a module on this rank.
+
+    `spare`: for a stage, the parameters that an earlier stage holds too.
     """
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
-    convert(module, precision=setting.keeping.precision)
+    convert(module, precision=setting.storage.precision)
     table = parameter_table(module, options=options.parameter_options, replicas=setting.plan.replica_axes)
     table = table if spare is None else table.of_stage(spare=set(spare))
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
@@ -254,44 +255,44 @@ def _live(
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
-    engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
+    engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=spare is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
     return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=shared.joined)
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """Return the model as one, on every rank."""
-    shared, recall = _Shared.by(source, setting), ForwardReplay()
-    blocks = setting.around.blocks.names(source.module)
-    _place_buffers(source, shared.world, setting.keeping.precision)
-    engine, draws, statistics = _live(source, shared, recall=recall)
-    setting.around.blocks.install(source.module, names=blocks, recall=recall)
+    """Build the engine and runner of a model that every rank runs whole."""
+    shared, recall = _Shared.of(source, setting), ForwardReplay()
+    blocks = setting.policy.blocks.names(source.module)
+    _place_buffers(source, shared.world, setting.storage.precision)
+    engine, draws, statistics = _build_engine(source, shared, recall=recall)
+    setting.policy.blocks.install(source.module, names=blocks, recall=recall)
     return engine, WholeModelRunner(
         engine,
         task=setting.task,
         draws=draws,
         statistics=statistics,
         schedule=naive(1, microbatches=setting.plan.microbatches),
-        rows_meet=_rows_meet(setting.plan, shared.world),
+        shares_rows=_shares_rows(setting.plan, shared.world),
     )
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """Return the stages of the model that this rank has, after the cut that the first rank makes of it."""
+    """Build the engine and runner of this rank's stages, after the cut that the first rank makes."""
     plan, options = setting.plan, setting.options
-    shared = _Shared.by(source, setting)
+    shared = _Shared.of(source, setting)
     world, parts = shared.world, shared.parts
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
-    _place_buffers(source, world, setting.keeping.precision)
+    _place_buffers(source, world, setting.storage.precision)
     example = CutExample(options.example, setting.task.forward, options.cut, setting.task.loss, pairs_of(parts))
     cut = first_ranks(
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
-    blocks = setting.around.blocks.names(source.module)
+    blocks = setting.policy.blocks.names(source.module)
     like = bare(source.module)
-    convert(like, precision=setting.keeping.precision)
+    convert(like, precision=setting.storage.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
@@ -308,22 +309,22 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         met = cut.met(index)
         absent = frozenset(met.modules) - frozenset(met.modules[met.start : met.stop])
         own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
-        stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
+        stages[index] = LiveStage(stage, *_build_engine(source.part(stage.module), own, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in met.opened}
-        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
+        setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
-        _let_go(source.module)
+        _release(source.module)
     engines = {index: live.engine for index, live in stages.items()}
     whole = StagedEngine(engines, ranks=schedule.rank_of, world=world)
-    sweep = StagedRunner(
-        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
+    runner = StagedRunner(
+        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, shares_rows=_shares_rows(plan, world)
     )
-    return whole, sweep
+    return whole, runner
 
 
-def _rows_meet(plan: Plan, world: World) -> bool:
-    """Return whether ranks share out the rows of one product, so that none can do without the others."""
+def _shares_rows(plan: Plan, world: World) -> bool:
+    """Return whether ranks split the rows of one matmul, so that each of them has to run every micro-batch."""
     return world.group(plan.row_axes).size > world.group(plan.replica_axes).size
 
 
@@ -336,8 +337,8 @@ def _agree(source: ParameterSource, world: World) -> None:
             parameter.detach().copy_(value)
 
 
-def _let_go(module: nn.Module) -> None:
-    """Free the parameters of the user's module, which the stages have copies of; NaN cannot pass for the model."""
+def _release(module: nn.Module) -> None:
+    """Free the parameters of the user's module, of which the stages have copies; its values become NaN."""
     for parameter in module.parameters():
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
@@ -354,7 +355,7 @@ def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomD
 
 
 def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:
-    """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
+    """Move buffers, whole, to every rank's device; for a module given as it is, with the first rank's values."""
     source.buffers()
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in source.module.modules():
@@ -369,8 +370,8 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
     """Return whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
     norms = list(running_norms(module))
-    setting.around.undo.push(take_over(module))
-    if norms and _rows_meet(setting.plan, world):
+    setting.policy.undo.push(take_over(module))
+    if norms and _shares_rows(setting.plan, world):
         raise PlanError(
             f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "
             "they are of; use tp_mode=1d, or GroupNorm or LayerNorm"

@@ -30,12 +30,12 @@ class StagedEngine:
         self._stages = stages
         self._ranks = ranks
         own = {index: (engine.table, _buffers(engine.module)) for index, engine in stages.items()}
-        told = {index: told for ranks in world.exchange(own, axes="pp") for index, told in ranks.items()}
-        # In a rehearsal, stages that are like another one are not there to tell.
-        self._tables = {index: told[index][0] for index in sorted(told)}
+        of_all = {index: stage for ranks in world.exchange(own, axes="pp") for index, stage in ranks.items()}
+        # A rehearsal leaves out stages that equal another one.
+        self._tables = {index: of_all[index][0] for index in sorted(of_all)}
         first: dict[str, tuple[int, Tensor]] = {}
         for index in self._tables:
-            for name, like in told[index][1].items():
+            for name, like in of_all[index][1].items():
                 first.setdefault(name, (index, like))
         self._buffers = first
         units = [
@@ -104,7 +104,7 @@ class StagedEngine:
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
-        precision = next(iter(self._stages.values())).keeping.precision
+        precision = next(iter(self._stages.values())).storage.precision
         dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
         return self._from_holders(lambda engine: engine.full_gradients(), dtype, trainable=True)
 

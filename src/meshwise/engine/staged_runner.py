@@ -36,10 +36,10 @@ class StagedRunner:
         task: MicrobatchTask,
         schedule: Schedule,
         cut: ModelCut,
-        rows_meet: bool,
+        shares_rows: bool,
     ) -> None:
-        """`rows_meet`: ranks share out the rows of one product."""
-        self.lockstep = rows_meet or any(live.statistics.joined for live in stages.values())
+        """`shares_rows`: ranks share out the rows of one product."""
+        self.lockstep = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut: ModelCut | None = cut
         self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
@@ -110,7 +110,7 @@ class StagedRunner:
         for keeper in self._keepers.values():
             keeper.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
-        parcel = pack({"output": returned[0]}) if returned else None
+        packed = pack({"output": returned[0]}) if returned else None
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
                 f"predict would return NaN in {names}: where other stages compute that and the loss does not use it, "
@@ -118,16 +118,17 @@ class StagedRunner:
                 "output_hidden_states=False, output_attentions=False), or the loss use it; or load a checkpoint under "
                 "a plan without pp and predict there"
             )
-        told = self._world.exchange(parcel and parcel.skeleton, axes="pp")
-        source = next(index for index, skeleton in enumerate(told) if skeleton is not None)
+        skeletons = self._world.exchange(packed and packed.skeleton, axes="pp")
+        source = next(index for index, skeleton in enumerate(skeletons) if skeleton is not None)
         arrived = [
-            torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in tensor_specs(told[source])
+            torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
+            for spec in tensor_specs(skeletons[source])
         ]
-        if parcel is not None:
-            arrived = [tensor.contiguous() for tensor in parcel.tensors]
+        if packed is not None:
+            arrived = [tensor.contiguous() for tensor in packed.tensors]
         for tensor in arrived:
             self._world.broadcast(tensor, axes="pp", source=source).wait()
-        return unpack(told[source], arrived=arrived)["output"]
+        return unpack(skeletons[source], arrived=arrived)["output"]
 
     def _jobs(self, parts: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, MicrobatchJob]:
         grads = torch.is_grad_enabled()

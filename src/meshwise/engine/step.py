@@ -44,30 +44,30 @@ class TrainingSteps:
     """The steps of one training, and what each leaves to the next.
 
     | applied     whether the last step was neither skipped nor raised
-    | clipped     what its gradient was multiplied by to be no longer than the recipe says
+    | clipped     the factor of its gradient that clipping chose; 1 without clipping
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        sweep: MicrobatchRunner,
+        runner: MicrobatchRunner,
         plan: Plan,
         recipe: UpdateRecipe,
         updating: UpdateTiming,
-        around: ActivationPolicy,
+        policy: ActivationPolicy,
     ) -> None:
-        """`around` is what surrounds the model."""
+        """`policy`: which activations are recomputed or moved to a tier."""
         self.applied = True
         self.clipped = 1.0
-        self.dealer = BatchSharder(engine.world, plan.row_axes, sweep.lockstep)
+        self.sharder = BatchSharder(engine.world, plan.row_axes, runner.lockstep)
         self._world = engine.world
         self._engine = engine
-        self._sweep = sweep
+        self._runner = runner
         self._plan = plan
         self._recipe = recipe
         self._updating = updating
-        self._around = around
+        self._policy = policy
         self._steps = 0
         self._skips = 0
         self._compared = False
@@ -77,16 +77,16 @@ class TrainingSteps:
         self._takes_shape = not isinstance(self._world, ThreadWorld)
 
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
-        """Return one step, as `Trainer.step` says."""
+        """Run one step; arguments, result and errors as in `Trainer.step`."""
         started, began = time.perf_counter(), time.monotonic()
         self._world.journal.doing = StepPhase.BEGIN
         self._engine.check_parameters()
         self._updating.begin()
-        parts = self.dealer.cut(batch, local=local, total=total, parts=self._plan.microbatches)
+        parts = self.sharder.cut(batch, local=local, total=total, parts=self._plan.microbatches)
         if only is not None:
             parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
-        self._sweep.begin(self._steps)
-        self._take_measure(batch, local=local)
+        self._runner.begin(self._steps)
+        self._estimate_count(batch, local=local)
         self._before.keep()
         scale, self.applied = self._scale, False
         with shaping(self._world) if self._takes_shape else contextlib.nullcontext():
@@ -95,22 +95,22 @@ class TrainingSteps:
             finally:
                 if not self.applied:
                     self._before.put_back()
-            if self._around.blocks.rounds:
-                self._around.finish()
+            if self._policy.blocks.rounds:
+                self._policy.finish()
         self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
         self._world.journal.doing = StepPhase.OUTSIDE
         seconds = time.perf_counter() - started
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
         self._world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
-        told = 1.0 if scale is None else scale.value
-        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, told)
+        loss_scale = 1.0 if scale is None else scale.value
+        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale)
 
     def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[StepTotals, str | None]:
-        """Forward, backward and update; the sums over the ranks, and why the update was left out."""
+        """Run forward, backward and update; return the sums over the ranks, and why the update was left out."""
         given = 0 if local else batch_digest(batch, contents=not self._compared)
         with self._world.record() as called:
-            sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
-            self._sweep.finish()
+            sums = self._runner.train(parts, scale=self._factor, counted=self._counted)
+            self._runner.finish()
             self._world.journal.doing = StepPhase.EXCHANGE
             totals = self._exchange(sums, StepInputs(given, tree.rows(batch), tuple(called)))
         check_count(totals.count)
@@ -125,14 +125,14 @@ class TrainingSteps:
         return totals, None
 
     def _left_out(self, problem: str, totals: StepTotals, parts: Sequence[MicroBatch]) -> str:
-        """Why a step's update is left out. Raises NonFiniteError when it must not be."""
+        """Skip the update of a step and return why. Raises NonFiniteError when the policy allows no more skips."""
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
         updated = self._updating.leave_out()
         if totals.count:
-            problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
+            problem += culprits(self._engine, run=lambda seen: self._runner.inspect(parts, seen=seen))
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
@@ -152,44 +152,45 @@ class TrainingSteps:
         """Factor that multiplies the loss before the backward."""
         return 1.0 if self._scale is None else self._scale.factor
 
-    def _take_measure(self, batch: Any, *, local: bool) -> None:
-        """Before the first step of all: about how much its batch counts. A local part may be another on each rank."""
+    def _estimate_count(self, batch: Any, *, local: bool) -> None:
+        """Estimate the count of the first batch, which the loss scale needs before its first step."""
         if self._scale is not None and not self._scale.count:
-            parts = self.dealer.ranks if local else 1
+            parts = self.sharder.ranks if local else 1
             self._scale = self._scale.expecting(parts * max(self._world.exchange(likely_count(batch))))
 
     # ---- sums over the ranks -----------------------------------------------------------------------------------
 
     @property
-    def _speaks(self) -> bool:
-        """True if what this rank counts is not what another one counts."""
+    def _counts_loss(self) -> bool:
+        """True if this rank's loss and count enter the sums: on one rank of those with the same rows and tokens."""
         others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.loss_axes)]
         return self._world.group(others).index == 0
 
     def _counted(self, count: Tensor) -> None:
-        self._updating.counted(count if self._speaks else torch.zeros_like(count))
+        self._updating.counted(count if self._counts_loss else torch.zeros_like(count))
 
-    def _exchange(self, sums: tuple[Tensor, Tensor], had: StepInputs) -> StepTotals:
-        """Sum loss, count and squared norm over the ranks, and make sure that they had the same batch and calls.
+    def _exchange(self, sums: tuple[Tensor, Tensor], inputs: StepInputs) -> StepTotals:
+        """Sum loss, count and squared norm over the ranks, and check that all had the same batch and calls.
 
-        Ranks with the same rows of the batch have the same loss; only the first of them counts. Of a pipeline, only the
-        last stage has one.
+        Ranks with the same rows of the batch have the same loss; only the first of them counts. In a pipeline only the
+        last stage has a loss.
         """
-        world, numbers = self._world, [*(sums if self._speaks else zeros(self._world)), self._engine.squared_norm()]
-        (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
-        if dissent:
-            raise RanksDisagree(mismatch_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
+        world = self._world
+        own = [*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()]
+        (loss, count, squared), mismatch = world.totals(torch.stack(own), said=inputs.batch)
+        if mismatch:
+            raise RanksDisagree(mismatch_text(world.mesh, found=dict(world.exchange((world.rank, inputs)))))
         return StepTotals(loss, count, squared / self._factor**2)
 
     # ---- from one run to the next ------------------------------------------------------------------------------
 
-    def kept(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""
         scale = self._scale and self._scale.state()
         return {"steps": self._steps, "skips": self._skips, "scale": scale}
 
-    def take_up(self, kept: Mapping[str, Any]) -> None:
-        """Continue from the state that `kept` returned."""
-        self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
-        if self._scale is not None and kept.get("scale") is not None:
-            self._scale = LossScale.restored(kept["scale"])
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self._steps, self._skips = int(saved["steps"]), int(saved["skips"])
+        if self._scale is not None and saved.get("scale") is not None:
+            self._scale = LossScale.restored(saved["scale"])

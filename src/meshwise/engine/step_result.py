@@ -81,7 +81,7 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
     world = engine.world
     own.sort(key=lambda found: (found[0], -order[found[1]]))
     found = world.exchange((world.rank, len(own), own[:3]))
-    told = [
+    reports = [
         f"rank {rank}: {', '.join(f'{name} (micro-batch {micro})' for micro, name in first)}"
         + (f" and {number - len(first)} more" if number > len(first) else "")
         for rank, number, first in found
@@ -90,12 +90,12 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
     broken = [name for name, value in engine.full_parameters() if not bool(torch.isfinite(value).all())]
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     themselves = f"; parameters that are not finite themselves: {', '.join(broken[:3])}{more}" if broken else ""
-    if not told:
+    if not reports:
         return themselves + (
             "; every rank's own gradients are finite when the step is run again, so their sum overflowed or the model "
             "is not deterministic"
         )
-    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}{themselves}"
+    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(reports)}{themselves}"
 
 
 class StateBeforeUpdate:
@@ -122,7 +122,7 @@ class StateBeforeUpdate:
 
 
 _LOOKED_AT = 64 << 10
-"""Bytes at the beginning and at the end of a tensor by which its contents are told."""
+"""Bytes at the beginning and at the end of a tensor that enter its digest."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class StepInputs:
 
 
 def batch_digest(batch: Any, *, contents: bool) -> int:
-    """32 bits that tell batches apart: by the shapes and dtypes of their tensors and, if asked, by what is in them.
+    """Return a CRC-32 of the shapes and dtypes of a batch and, with `contents`, of its tensors' first and last bytes.
 
-    To look at what is in them waits for the device, and tensors without values have nothing.
+    Reading contents waits for the device; meta tensors have none.
     """
     digest = 0
     for tensor in tree.tensors(batch):

@@ -1,7 +1,6 @@
-"""The Trainer: a model under a plan, and all that can be asked of it.
+"""The Trainer: a model under a plan, and what a user does with it.
 
-It steps (`step.py`), evaluates and predicts; it shows what a rank has and what all have together; it saves, and
-takes up what was saved.
+It trains steps (`step.py`), evaluates and predicts, shows what a rank has and the full tensors, saves and loads.
 """
 
 import math
@@ -42,22 +41,22 @@ class Trainer:
         self,
         engine: Engine,
         *,
-        sweep: MicrobatchRunner,
+        runner: MicrobatchRunner,
         plan: Plan,
         recipe: UpdateRecipe,
         optimizer: torch.optim.Optimizer,
-        around: ActivationPolicy,
+        policy: ActivationPolicy,
     ) -> None:
-        """`around` is what surrounds the model."""
+        """`policy`: which activations are recomputed or moved to a tier."""
         self.plan = plan
         self.optimizer = optimizer
         self._engine = engine
-        self._sweep = sweep
+        self._runner = runner
         self._recipe = recipe
-        self._around = around
+        self._policy = policy
         self._update, when = updating(engine, optimizer=optimizer, early=recipe.early)
         self._state = TrainingState(engine, update=self._update, plan=plan)
-        self._stepping = TrainingSteps(engine, sweep=sweep, plan=plan, recipe=recipe, updating=when, around=around)
+        self._stepping = TrainingSteps(engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy)
 
     @property
     def model(self) -> nn.Module:
@@ -80,7 +79,7 @@ class Trainer:
     @property
     def blocks(self) -> RecomputedBlocks:
         """Blocks that are recomputed in the backward, and the costs that a budget chose by."""
-        return self._around.blocks
+        return self._policy.blocks
 
     @property
     def tiers(self) -> Tiers:
@@ -90,7 +89,7 @@ class Trainer:
     @property
     def activations(self) -> ActivationTier | None:
         """The tier of what forwards save; None where it stays on the device."""
-        return self._around.activations
+        return self._policy.activations
 
     @property
     def precision(self) -> Mapping[str, str]:
@@ -121,25 +120,25 @@ class Trainer:
     @property
     def schedule(self) -> Schedule:
         """Schedule: what each rank along `pp` does in a step, in order."""
-        return self._sweep.schedule
+        return self._runner.schedule
 
     @property
     def cut(self) -> ModelCut | None:
         """With pp, which stage runs what, what they send, and how even they are: prints as a table."""
-        return self._sweep.cut
+        return self._runner.cut
 
     # ---- training ----------------------------------------------------------------------------------------------
 
     def share(self, size: int) -> tuple[int, int]:
         """[start, stop) of the rows that this rank takes of a global batch of `size` rows."""
-        deal = self._stepping.dealer.deal(size)
-        return deal.shares[deal.index]
+        shards = self._stepping.sharder.shards(size)
+        return shards.shares[shards.index]
 
     @shortage_noted
     def step(
         self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
     ) -> StepResult:
-        """Return one optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
+        """Train one optimizer step on a batch, a tree of tensors whose dim 0 counts the samples; return its result.
 
         `batch` is the global batch, the same on every rank; each rank takes its share. With `local=True` it is this
         rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout depends on a row's
@@ -164,9 +163,9 @@ class Trainer:
         total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
             for number, batch in enumerate(batches):
-                self._sweep.begin(-1 - number)  # what the model draws is the same under every plan, as in steps
-                parts = self._stepping.dealer.cut(batch, local=local, total=None, parts=self._sweep.evaluated_in)
-                loss, count = self._sweep.evaluate(parts)
+                self._runner.begin(-1 - number)  # what the model draws is the same under every plan, as in steps
+                parts = self._stepping.sharder.cut(batch, local=local, total=None, parts=self._runner.evaluated_in)
+                loss, count = self._runner.evaluate(parts)
                 total += loss
                 tokens += count
         sums = torch.stack([total, tokens])
@@ -181,7 +180,7 @@ class Trainer:
         Every rank calls it as often as the others: the parameters may have to be gathered.
         """
         with torch.no_grad(), eval_mode(self.model):
-            return self._sweep.predict(batch)
+            return self._runner.predict(batch)
 
     # ---- the whole of things -----------------------------------------------------------------------------------
 
@@ -219,7 +218,7 @@ class Trainer:
         tiers = self._engine.tiers
         states = [("optimizer", tensor) for tensor in state_tensors(self.optimizer)]
         staging = {"staging": tiers.staged} if tiers.staged else {}
-        return {**self._engine.memory(), "optimizer": 0, **tiers.bytes(states), **staging, **self._around.memory()}
+        return {**self._engine.memory(), "optimizer": 0, **tiers.bytes(states), **staging, **self._policy.memory()}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -238,21 +237,21 @@ class Trainer:
         SaveError on every rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier
         is as it was.
         """
-        kept = {**self._stepping.kept(), "user": dict(extra or {})}
+        kept = {**self._stepping.state(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
         if wait:
             saving.wait()
         return saving
 
     def load(self, folder: str | Path) -> Mapping[str, Any]:
-        """Take up a checkpoint that any plan has saved, and return its `extra`. Every rank calls it.
+        """Load a checkpoint that any plan has saved, and return its `extra`. Every rank calls it.
 
         Of a Hugging Face folder it takes the parameters, each rank its own; training begins anew.
 
         Raises DamageError on every rank when it is torn or altered; only another load then makes this a model again.
         ValueError, with nothing changed, when it is of another model or optimizer.
         """
-        return self._took_up(self._state.load(Path(folder)))
+        return self._resumed(self._state.load(Path(folder)))
 
     def restore(self, root: str | Path) -> RestoredState | None:
         """Load the newest valid checkpoint of a folder of checkpoints; None when there is none. Every rank calls it.
@@ -260,10 +259,10 @@ class Trainer:
         Raises DamageError when there are some and not one is valid.
         """
         restored = self._state.restore(Path(root))
-        return restored and replace(restored, extra=self._took_up(restored.extra))
+        return restored and replace(restored, extra=self._resumed(restored.extra))
 
-    def _took_up(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._stepping.take_up(kept)
+    def _resumed(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._stepping.load_state(kept)
         return dict(kept["user"])
 
     def close(self) -> None:
@@ -271,6 +270,6 @@ class Trainer:
         self._update.close()
         self._state.close()
         self._engine.close()
-        self._sweep.close()
+        self._runner.close()
         self._engine.tiers.close()
-        self._around.close()
+        self._policy.close()
