@@ -1,6 +1,6 @@
 """Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
-parameter, optimizer, scalar, number, buffer     logical tensors (data_parallel.stored_slices)
+parameter, optimizer, scalar, number, reduction, buffer     logical tensors (data_parallel.stored_slices)
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
                                                  on the same number of ranks
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
@@ -24,7 +24,7 @@ from meshwise.checkpoint.load_state import fill, load, on_all_ranks
 from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.comm.api.streams import streams_of
-from meshwise.data_parallel.checkpoint_refill import CheckpointRefill, RefillSlot
+from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers, owned
 from meshwise.memory.chunked_update import ChunkedUpdate
@@ -214,7 +214,7 @@ def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, Refill
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
-        if kind in ("optimizer", "scalar", "number"):
+        if kind in (*OPTIMIZER_KINDS, "reduction"):
             key, _, rest = rest.partition("/")
             found.setdefault(rest, {})[f"{kind}/{key}"] = RefillSlot(stored.dtype, stored.shape)
         elif kind == "parameter":

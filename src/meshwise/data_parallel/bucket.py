@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, OptionRun, Options
-from meshwise.data_parallel.reduction import ZERO, ReducedPart, Reduction
+from meshwise.data_parallel.reduction import ZERO, ReducedPart, ReducingRanks, Reduction
 from meshwise.memory.chunked_update import UpdateChunk
 from meshwise.memory.tiers import BorrowedTensor, Tiers
 from meshwise.model.parameter_table import ParameterRow
@@ -87,7 +87,7 @@ class Bucket:
         self.trainable = rows[0].trainable
         self.device = world.device
         copies = rows[0].copies(world.mesh)
-        self.counts = not rows[0].spare and all(world.group(axis).index == 0 for axis in copies)
+        self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.away = shard_group.tiers.leaves("params")
         self.at_rest = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.away)
         self.shard = self.place.shard(shard_group.index)
@@ -122,6 +122,7 @@ class Bucket:
         self.has_master = False
         self.slices: list[tuple[Options, nn.Parameter]] = []
         self.chunks: list[UpdateChunk] = []
+        self.reduction_state: dict[str, Tensor] = {}
         self.factor = 1.0
         self.on_reduced: Callable[[Bucket], None] | None = None
         self._square: Tensor | None = None
@@ -168,6 +169,11 @@ class Bucket:
         elif self.shard_group.reduction.shards_gradients:
             self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
+        reduction, wide_sum = self.shard_group.reduction, self.shard_group.precision.accumulation_of(self.dtype)
+        for name in reduction.owned_state:
+            self.reduction_state[name] = torch.zeros(own.numel(), dtype=wide, device=self.device)
+        for name in reduction.summed_state:
+            self.reduction_state[name] = torch.zeros(self.place.size, dtype=wide_sum, device=self.device)
 
     def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
         """Return neighbouring runs as one chunk to update."""
@@ -284,9 +290,8 @@ class Bucket:
             direct = first and not shard_group.tiers.leaves("gradients")
             into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
-        self._arriving = shard_group.reduction.send(
-            wire, into=into, shard=slice(*self.shard), world=shard_group.world, axes=shard_group.axes
-        )
+        peers = ReducingRanks(shard_group.world, shard_group.axes, slice(*self.shard), self.reduction_state)
+        self._arriving = shard_group.reduction.send(wire, into=into, peers=peers)
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
@@ -370,16 +375,26 @@ class Bucket:
         shard = reduced if self.shard_group.reduction.shards_updates else reduced[slice(*self.shard)]
         return shard if self.counts else shard[:0]
 
-    def full_gradient(self) -> Tensor:
-        """Return the whole reduced gradient on every rank (a collective)."""
+    def owned_gradient(self) -> Tensor:
+        """Return the reduced gradient of the elements that this rank updates."""
         assert self.reduced is not None
         reduced = self.reduced.to(self.device)
-        reduced = reduced if self.factor == 1.0 else reduced * self.factor
+        return reduced if self.factor == 1.0 else reduced * self.factor
+
+    def gathered_from(self, owned: Tensor) -> Tensor:
+        """Return all elements from those that each rank updates, (elements,), on every rank (a collective)."""
         if not self.shard_group.reduction.shards_updates:
-            return reduced
-        whole = torch.empty(self.place.size, dtype=reduced.dtype, device=self.device)
-        self.shard_group.world.all_gather(reduced.contiguous(), into=whole, axes=self.shard_group.axes).wait()
+            return owned
+        whole = torch.empty(self.place.size, dtype=owned.dtype, device=owned.device)
+        self.shard_group.world.all_gather(owned.contiguous(), into=whole, axes=self.shard_group.axes).wait()
         return whole
+
+    def summed_shard(self, name: str) -> Tensor:
+        """Return the sum over the ranks of a `summed_state`, for this rank's shard (a collective)."""
+        world, axes = self.shard_group.world, self.shard_group.axes
+        total = self.reduction_state[name].clone()
+        world.reduce_scatter(total, into=total[slice(*self.shard)], axes=axes).wait()
+        return total[slice(*self.shard)]
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
@@ -409,6 +424,8 @@ class Bucket:
             yield "gradients", self.gradient
         if self.reduced is not None and (self.gradient is None or not _within(self.reduced, self.gradient)):
             yield "gradients", self.reduced
+        for state in self.reduction_state.values():
+            yield "reduction", state
 
 
 def _put(part: Tensor, piece: BucketPiece, *, into: Tensor, start: int) -> None:

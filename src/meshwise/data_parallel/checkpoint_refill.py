@@ -28,7 +28,10 @@ class RefillSlot:
 
 
 Slots = Mapping[str, RefillSlot]
-"""By the slot's name: `parameter`, `optimizer/exp_avg`, `scalar/step`."""
+"""By the slot's name: `parameter`, `optimizer/exp_avg`, `scalar/step`, `reduction/error`."""
+
+OPTIMIZER_KINDS = ("optimizer", "scalar", "number")
+"""First words of the slots that hold an optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class CheckpointRefill:
                 yield from here.holdings(piece, slot="parameter", within=(here.start, here.stop))
             for part, parameter in updated(bucket):
                 yield from self._state(part, parameter)
+            yield from self._reduction_state(bucket)
         yield from buffers(self._engine.modules)
 
     def finish(self) -> None:
@@ -108,7 +112,7 @@ class CheckpointRefill:
         Under one plan parameters are updated together that are apart under another, so none can begin anew alone.
         Those without elements have no state.
         """
-        found = [(name, tuple(sorted(slot for slot in self._slots[name] if "/" in slot))) for name in self._trained]
+        found = [(name, tuple(sorted(filter(_is_optimizer_slot, self._slots[name])))) for name in self._trained]
         for name, keys in found[1:]:
             if keys != found[0][1]:
                 raise ValueError(
@@ -117,6 +121,19 @@ class CheckpointRefill:
                     "Then take the parameters alone, with a new optimizer: export it and load what was exported"
                 )
         return found[0][1] if found else ()
+
+    def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
+        """Yield what to fill of the reduction's state, which is zero where the checkpoint has none.
+
+        The sum of a `summed_state` goes to the ranks by their shards: each holds its shard of it, and zeros elsewhere.
+        """
+        for name, values in bucket.reduction_state.items():
+            values.zero_()
+            start, stop = bucket.owned if name in bucket.shard_group.reduction.owned_state else bucket.shard
+            for piece in bucket.place.pieces:
+                if f"reduction/{name}" in self._slots[piece.row.name]:
+                    whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)
+                    yield from whole.holdings(piece, slot=f"reduction/{name}", within=(start, stop))
 
     def _state(self, part: BucketSlice, parameter: nn.Parameter) -> Iterator[StoredSlice]:
         """Make the optimizer's state of a slice, and say what to fill it with."""
@@ -156,6 +173,10 @@ class CheckpointRefill:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         raise AssertionError("the optimizer does not have the slice")
+
+
+def _is_optimizer_slot(slot: str) -> bool:
+    return slot.partition("/")[0] in OPTIMIZER_KINDS
 
 
 def _inside(part: BucketSlice) -> list[BucketPiece]:

@@ -24,7 +24,7 @@ ranks that took other branches of the model, or had no data, still agree.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,8 @@ class DataParallel:
         self.reduction = storage.reduction
         self.tiers = storage.tiers
         shard_group = ShardGroup(world, storage.replicas, storage)
-        self.units = [LiveUnit(unit, shard_group=shard_group) for unit in table.units]
+        here = table.on(world.mesh, rank=world.rank)
+        self.units = [LiveUnit(unit, shard_group=shard_group) for unit in here.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
@@ -100,10 +101,8 @@ class DataParallel:
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
         """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
-        groups: dict[Options, list[nn.Parameter]] = {}
+        groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
         for bucket in self.buckets:
-            for run in bucket.place.runs:
-                groups.setdefault(run.options, [])
             for options, parameter in bucket.slices:
                 groups[options].append(parameter)
         return groups
@@ -307,6 +306,10 @@ class DataParallel:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+        return from_holders(self.table.rows, own=self.own_parameters(), world=self.world, dtype=lambda row: row.dtype)
+
+    def own_parameters(self) -> Iterator[Tensor]:
+        """Yield the full parameters that this rank holds or has a part of, in table order."""
         for unit in self.units:
             unit.ready()
             values = {
@@ -314,21 +317,35 @@ class DataParallel:
                 for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True)
             }
             for row in unit.spec.rows:
-                yield row.name, self._together(row, values[row.name])
+                yield self._together(row, values[row.name])
             unit.free()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+        master = self.storage.precision.master_of
+        rows = [row for row in self.table.rows if row.trainable]
+        return from_holders(rows, own=self.own_gradients(), world=self.world, dtype=lambda row: master(row.dtype))
+
+    def own_gradients(self) -> Iterator[Tensor]:
+        """Yield the full reduced gradients of the trainable parameters that this rank holds, in table order."""
+        for _, gradient in self.whole(lambda bucket: bucket.owned_gradient()):
+            yield gradient
+
+    def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+        """Yield a value of each trainable parameter on this rank as a full tensor, in table order (collectives).
+
+        owned: the values of the elements that this rank updates of a bucket, (elements,). One unit is whole at a time.
+        """
         for unit in self.units:
             values: dict[str, Tensor] = {}
             for bucket in unit.buckets:
                 if bucket.trainable:
-                    whole = bucket.full_gradient()
+                    whole = bucket.gathered_from(owned(bucket))
                     for piece in bucket.place.pieces:
                         values[piece.row.name] = whole[piece.start : piece.stop].view(piece.shape)
             for row in unit.spec.rows:
                 if row.trainable:
-                    yield row.name, self._together(row, values[row.name])
+                    yield row, self._together(row, values[row.name])
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of the buffers, on every rank."""
@@ -350,6 +367,32 @@ class DataParallel:
         for rank, values in zip(group.ranks, parts, strict=True):
             row.put(values, into=full, mesh=mesh, rank=rank)
         return full
+
+
+def from_holders(
+    rows: Iterable[ParameterRow], *, own: Iterator[Tensor], world: World, dtype: Callable[[ParameterRow], torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of each row on every rank, sent by those that hold it; every rank calls it.
+
+    own: the full tensors of the rows that this rank holds, in the order of the rows. dtype: of a row's tensor. Leaves
+    out rows that are counted elsewhere.
+    """
+    for row in rows:
+        holds = row.is_on(world.mesh, rank=world.rank)
+        value = next(own) if holds else None
+        if row.counted_elsewhere:
+            continue
+        if row.held_at:
+            group = world.group(tuple(axis for axis, _ in row.held_at))
+            source = next(n for n, rank in enumerate(group.ranks) if row.is_on(world.mesh, rank=rank))
+            if value is None:
+                value = torch.empty(row.shape, dtype=dtype(row), device=world.device)
+            value = value.contiguous()
+            world.broadcast(value, axes=group.axes, source=source).wait()
+        assert value is not None
+        yield row.name, value
+    for _ in own:
+        raise AssertionError("a rank holds more parameters than the table says")
 
 
 def throw_away(_row: ParameterRow, _gradient: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Interface of an object that stores a model's parameters on a rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.memory.tiers import Tiers
-from meshwise.model.parameter_table import ParameterTable
+from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class Engine(Protocol):
@@ -56,6 +56,12 @@ class Engine(Protocol):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+
+    def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+        """Yield a value of each trainable parameter on this rank as a full tensor, in table order (collectives).
+
+        owned: the values of the elements of a bucket that this rank updates, (elements,).
+        """
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of the buffers, on every rank."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,9 @@ class LiveUnit:
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
         for bucket in self.buckets:
-            world = bucket.shard_group.world
-            bucket.fill(source.agreed(piece.row.name, world=world) for piece in bucket.place.pieces)
+            world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
+            holders = tuple(axis for axis in world.mesh.names if axis not in elsewhere)
+            bucket.fill(source.agreed(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces)
             values = self._at_rest(bucket)
             pieces = bucket.place.pieces
             # As `data`, a parameter has a version of its own, which our writes to the buffer do not change.
@@ -152,5 +154,5 @@ class LiveUnit:
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
 
 
-def _kind(row: ParameterRow, mesh: Mesh) -> tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]:
-    return str(row.dtype), not row.trainable, row.summed, row.copies(mesh), row.spare
+def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:
+    return str(row.dtype), not row.trainable, row.summed, row.copies(mesh), row.held_at, row.counted_elsewhere

@@ -8,6 +8,9 @@ et al., arXiv 1910.02054, section 5) are four of them:
     | 1      whole               whole       shard                      reduce-scatter + all-gather
     | 2      whole               shard       shard                      the same, a reduce a micro-batch
     | 3      shard               shard       shard                      + one all-gather more
+
+A reduction that remembers something from step to step (the error of a codec, an outer momentum) names it as state: a
+tensor per logical parameter, which counts as memory, is saved, and is resharded with a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -29,6 +32,11 @@ class Reduction:
     """Reduced gradients are kept as shards; so they are reduced after each micro-batch, not once a step."""
     shards_parameters: bool = False
     """Parameters are whole only while they are used: gathered before, freed after."""
+    owned_state: tuple[str, ...] = ()
+    """Names of state kept for the elements that this rank updates, in the dtype of the masters."""
+    summed_state: tuple[str, ...] = ()
+    """Names of state that every rank keeps for all elements, in the dtype that gradients accumulate in. It differs from
+    rank to rank; the sum over the ranks is the logical tensor."""
 
     @property
     def each_microbatch(self) -> bool:
@@ -40,16 +48,32 @@ class Reduction:
         """True if ranks bring updated shards to one another at the end of a step."""
         return self.shards_updates and not self.shards_parameters
 
-    def send(self, gradients: Tensor, *, into: Tensor | None, shard: slice, world: World, axes: Axes) -> "ReducedPart":
-        """Start to sum the gradients of all ranks along `axes`, (elements,) in the dtype that they travel in.
+    def send(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
+        """Start to sum the gradients of all ranks, (elements,) in the dtype that they travel in.
 
-        shard: this rank's elements. into: where the sum of a shard goes, (elements of the shard,); by default it
-        replaces them in `gradients`.
+        into: where the sum of this rank's shard goes, (elements of the shard,); by default it replaces them in
+        `gradients`. Whether the sum is of all elements or of the shard, `shards_updates` says.
         """
+        world, axes, shard = peers.world, peers.axes, peers.shard
         if not self.shards_updates:
             return ReducedPart(world.all_reduce(gradients, axes=axes), gradients)
         target = gradients[shard] if into is None else into
         return ReducedPart(world.reduce_scatter(gradients, into=target, axes=axes), target)
+
+
+@dataclass(frozen=True)
+class ReducingRanks:
+    """Ranks of one reduction, and what this rank keeps for it.
+
+    | world, axes   the ranks whose gradients are summed
+    | shard         this rank's elements
+    | state         the tensors that `owned_state` and `summed_state` name, by name; to be written to
+    """
+
+    world: World
+    axes: Axes
+    shard: slice
+    state: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ Slots, by the words in front of the first slash:
     | optimizer/exp_avg    optimizer state of the same shape
     | scalar/step          optimizer state that is one tensor of one element for the whole parameter
     | number/step          the same as a Python number
+    | reduction/error      state of the reduction, of the shape of the parameter
     | buffer               a persistent buffer of the module
 
 A complex tensor is held as the real one that torch.view_as_real makes of it, with a last dim of two.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -119,6 +121,7 @@ def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Store
             if bucket.counts:
                 for piece in bucket.place.pieces:
                     yield from _owned(bucket, piece, optimizer)
+                yield from _reduction_state(bucket)
     # Stages may have copies of a buffer that each of them changes in the same way.
     yield from {held.name: held for held in buffers(engine.modules) if engine.saves(held.name)}.values()
 
@@ -163,6 +166,18 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
             elif value is not None and _has_first(part, piece):
                 slot, number = _number(piece.row.name, key, value)
                 yield StoredSlice.whole(number, name=piece.row.name, slot=slot)
+
+
+def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
+    """Yield the reduction's state that this rank saves; a `summed_state` as the sum over the ranks (a collective)."""
+    reduction, state = bucket.shard_group.reduction, bucket.reduction_state
+    kept = {name: BucketSlice(bucket, bucket.owned[0], state[name]) for name in state if name in reduction.owned_state}
+    summed = [name for name in state if name in reduction.summed_state]
+    kept |= {name: BucketSlice(bucket, bucket.shard[0], bucket.summed_shard(name)) for name in summed}
+    for name, values in kept.items():
+        for piece in bucket.place.pieces:
+            for part in values.holdings(piece, slot=f"reduction/{name}", within=bucket.shard):
+                yield dataclasses.replace(part, stable=False)  # it changes in the backward
 
 
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:

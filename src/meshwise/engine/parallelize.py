@@ -7,7 +7,7 @@ optimizer over the owned slices -> trainer
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO
 from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of
 from meshwise.engine.live_stage import LiveStage
@@ -42,7 +43,7 @@ from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.random_draws import RandomDraws
-from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer
+from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.build_stage import bare, make_stage
 from meshwise.pipeline.run.stage import FeatureWidth
@@ -149,7 +150,12 @@ def parallelize(
         engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
-    update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
+    if needs_whole(optimizer) and plan.tiers.state_tiers != {"device"}:
+        raise PlanError(
+            f"{optimizer.__name__} needs whole parameters, and offload={plan.offload} updates parts; use offload=none"
+        )
+    logical = LogicalSlices(engine)
+    update = flat_optimizer(optimizer, groups=engine.slices(), logical=logical, **optimizer_arguments)
     recipe = UpdateRecipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
     return Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
 
@@ -164,6 +170,14 @@ class ParallelSetting:
     task: MicrobatchTask
     storage: StorageConfig
     policy: ActivationPolicy
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Place of a stage: its index along `pp`, and the names of its parameters that an earlier stage holds too."""
+
+    rank: int
+    counted_earlier: frozenset[str]
 
 
 _OF_A_PART = (
@@ -213,7 +227,7 @@ class _Shared:
     extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
 
     @classmethod
-    def by(cls, source: ParameterSource, setting: ParallelSetting) -> "_Shared":
+    def of(cls, source: ParameterSource, setting: ParallelSetting) -> "_Shared":
         """Find the parts of a model, in the dtype that it was written in, and the world of their axes."""
         plan, module = setting.plan, source.module
         with _as_plan_error():
@@ -238,24 +252,22 @@ def _as_plan_error() -> Iterator[None]:
 
 
 def _build_engine(
-    source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, spare: Collection[str] | None = None
+    source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, stage: StagePlace | None = None
 ) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
-    """Build the engine, random draws and batch statistics of a module on this rank.
-
-    `spare`: for a stage, the parameters that an earlier stage holds too.
-    """
+    """Build the engine, random draws and batch statistics of a module on this rank, which may be a stage."""
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
     convert(module, precision=setting.storage.precision)
     table = parameter_table(module, options=options.parameter_options, replicas=setting.plan.replica_axes)
-    table = table if spare is None else table.of_stage(spare=set(spare))
+    if stage is not None:
+        table = table.held_at(("pp", stage.rank), counted_elsewhere=stage.counted_earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
     outside = SplitContext(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
     if shared.parts:
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
-    engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=spare is None)
+    engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=stage is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
     return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=shared.joined)
@@ -304,12 +316,13 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
             tokens=stream_tokens(extents, plan=plan, world=world),
             blocks=[name for name, part in parts.items() if part.role == "block"],
         )
-        spare = [name for name, holders in cut.holders.items() if holders[0] < index]
+        earlier = frozenset(name for name, holders in cut.holders.items() if holders[0] < index)
+        place = StagePlace(world.group("pp").index, earlier)
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         met = cut.met(index)
         absent = frozenset(met.modules) - frozenset(met.modules[met.start : met.stop])
         own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
-        stages[index] = LiveStage(stage, *_build_engine(source.part(stage.module), own, recall=recall, spare=spare))
+        stages[index] = LiveStage(stage, *_build_engine(source.part(stage.module), own, recall=recall, stage=place))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in met.opened}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
-from meshwise.data_parallel.data_parallel_engine import DataParallel
+from meshwise.data_parallel.data_parallel_engine import DataParallel, from_holders
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
@@ -39,7 +39,7 @@ class StagedEngine:
                 first.setdefault(name, (index, like))
         self._buffers = first
         units = [
-            dataclasses.replace(unit, rows=tuple(row for row in unit.rows if not row.spare))
+            dataclasses.replace(unit, rows=tuple(row for row in unit.rows if not row.counted_elsewhere))
             for table in self._tables.values()
             for unit in table.units
         ]
@@ -48,7 +48,7 @@ class StagedEngine:
     @property
     def tied(self) -> frozenset[str]:
         """The parameters that several stages hold."""
-        return frozenset(row.name for table in self._tables.values() for row in table.rows if row.spare)
+        return frozenset(row.name for table in self._tables.values() for row in table.rows if row.counted_elsewhere)
 
     @property
     def module(self) -> nn.Module:
@@ -100,13 +100,18 @@ class StagedEngine:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
-        return self._from_holders(lambda engine: engine.full_parameters(), lambda row: row.dtype)
+        return self._from_holders(lambda engine: engine.own_parameters(), lambda row: row.dtype)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
         precision = next(iter(self._stages.values())).storage.precision
         dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
-        return self._from_holders(lambda engine: engine.full_gradients(), dtype, trainable=True)
+        return self._from_holders(lambda engine: engine.own_gradients(), dtype, trainable=True)
+
+    def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+        """Yield a value of each trainable parameter of this rank's stages as a full tensor (collectives)."""
+        for engine in self._stages.values():
+            yield from engine.whole(owned)
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of the buffers, on every rank, from the first stage that has each."""
@@ -170,7 +175,7 @@ class StagedEngine:
 
     def _from_holders(
         self,
-        values: Callable[[DataParallel], Iterator[tuple[str, Tensor]]],
+        own: Callable[[DataParallel], Iterator[Tensor]],
         dtype: Callable[[ParameterRow], torch.dtype],
         *,
         trainable: bool = False,
@@ -178,19 +183,9 @@ class StagedEngine:
         """Yield the values of every stage's engine, sent by its rank to the others along `pp`."""
         for index, table in self._tables.items():
             here = self._stages.get(index)
-            found = iter(()) if here is None else values(here)
-            for row in table.rows:
-                if row.trainable or not trainable:
-                    value = torch.empty(row.shape, dtype=dtype(row), device=self.world.device)
-                    if here is not None:
-                        name, value = next(found)
-                        assert name == row.name
-                    if not row.spare:
-                        value = value.contiguous()
-                        self.world.broadcast(value, axes="pp", source=self._ranks[index]).wait()
-                        yield row.name, value
-            for _ in found:
-                raise AssertionError("a stage has more parameters than its table")
+            rows = [row for row in table.rows if row.trainable or not trainable]
+            found = iter(()) if here is None else own(here)
+            yield from from_holders(rows, own=found, world=self.world, dtype=dtype)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import Axes, World
 from meshwise.model.construction_record import recording
 from meshwise.model.construction_replay import ConstructionRecord
 from meshwise.model.module_copy import copied
@@ -77,9 +77,10 @@ class ParameterSource:
             f"{type(self.module).__name__}, for example with an initialiser of torch.nn.init"
         )
 
-    def agreed(self, name: str, *, world: World) -> Tensor:
-        """Return the full values; if every rank holds the model, the first rank's. Every rank must ask for the same
-        names.
+    def agreed(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
+        """Return the full values; if every rank holds the model, the first rank's, sent along `axes` (default: all).
+
+        Every rank along `axes` asks for the same names in the same order.
 
         They are valid until the next call. One piece of memory takes them all: freed copies of single parameters would
         leave the process with holes of the size of the model's blocks.
@@ -92,7 +93,7 @@ class ParameterSource:
             self._staging = torch.empty(largest, dtype=torch.uint8, device=world.device)
         staged = self._staging[: value.nbytes].view(value.dtype).view(value.shape)
         staged.copy_(value)
-        world.broadcast(staged, axes=world.mesh.names).wait()
+        world.broadcast(staged, axes=world.mesh.names if axes is None else axes).wait()
         return staged
 
     def part(self, module: nn.Module) -> "ParameterSource":

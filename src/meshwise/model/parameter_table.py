@@ -6,7 +6,7 @@ names, is still one parameter: gathered once, counted once in the norm, updated 
 """
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -57,10 +57,10 @@ class ParameterRow:
     """Which part of it a rank stores; over the ranks of `summed`, ZeRO may cut that further."""
     summed: tuple[str, ...]
     """The mesh axes over which its gradients are parts of a sum: those of the ranks with other rows of the batch."""
-    apart: tuple[str, ...] = ()
-    """The mesh axes whose other ranks hold other parameters: that of a pipeline."""
-    spare: bool = False
-    """Whether another stage of a pipeline holds the same parameter, and counts it."""
+    held_at: tuple[tuple[str, int], ...] = ()
+    """The only ranks that hold it, as (mesh axis, coordinate): those of a pipeline's stage, of an expert. (): all."""
+    counted_elsewhere: bool = False
+    """Whether an earlier stage of a pipeline holds the same parameter, and counts it in norms and checkpoints."""
 
     @property
     def numel(self) -> int:
@@ -73,7 +73,13 @@ class ParameterRow:
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes over which both the parameter and its gradient are the same on every rank."""
-        return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed, *self.apart))
+        other = {*self.layout.axes, *self.summed, *dict(self.held_at)}
+        return tuple(axis for axis in mesh.names if axis not in other)
+
+    def is_on(self, mesh: Mesh, *, rank: int) -> bool:
+        """Return whether `rank` holds the parameter, or its part of it."""
+        coordinate = mesh.coordinate(rank)
+        return all(coordinate[axis] == index for axis, index in self.held_at)
 
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
         """Return the part of the full tensor that `rank` stores: a view if that is one rectangle."""
@@ -128,18 +134,34 @@ class ParameterTable:
 
     def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
         """Return the table of a model whose parameters, by first name, are stored like this; all of them are given."""
-        return ParameterTable(
-            tuple(replace(unit, rows=tuple(row.at(placements[row.name]) for row in unit.rows)) for unit in self.units)
+        return self._with_rows(lambda row: [row.at(placements[row.name])])
+
+    def held_at(self, *where: tuple[str, int], counted_elsewhere: Collection[str] = ()) -> "ParameterTable":
+        """Return the table of a model that only the ranks at these (axis, coordinate) hold, such as a stage.
+
+        `counted_elsewhere`: names of parameters that an earlier stage holds too.
+        """
+        return self._with_rows(
+            lambda row: [replace(row, held_at=where, counted_elsewhere=row.name in counted_elsewhere)]
         )
 
-    def of_stage(self, *, spare: Collection[str]) -> "ParameterTable":
-        """Return the table of a stage, of whose parameters earlier stages hold and count those called `spare`."""
-        return ParameterTable(
-            tuple(
-                replace(unit, rows=tuple(replace(row, apart=("pp",), spare=row.name in spare) for row in unit.rows))
-                for unit in self.units
-            )
-        )
+    def on(self, mesh: Mesh, *, rank: int) -> "ParameterTable":
+        """Return the table of the parameters that `rank` holds, without modules that have none of theirs there."""
+        units = []
+        for unit in self.units:
+            here = tuple(row for row in unit.rows if row.is_on(mesh, rank=rank))
+            absent = {row.name for row in unit.rows} - {row.name for row in here}
+            lost = [
+                name for name in unit.modules if _is_under(name, absent) and not _is_under(name, [r.name for r in here])
+            ]
+            if here:
+                units.append(replace(unit, rows=here, modules=tuple(name for name in unit.modules if name not in lost)))
+        return ParameterTable(tuple(units))
+
+    def _with_rows(self, rows_for: Callable[[ParameterRow], Sequence[ParameterRow]]) -> "ParameterTable":
+        """Return the table with `rows_for(row)` in place of each row, without the units that have none left."""
+        units = [replace(unit, rows=tuple(new for row in unit.rows for new in rows_for(row))) for unit in self.units]
+        return ParameterTable(tuple(unit for unit in units if unit.rows))
 
     def row(self, name: str) -> ParameterRow:
         """Return the row of a parameter under any of its names. Raises ValueError, with near misses, for another
@@ -212,6 +234,11 @@ def parameter_table(
             for unit, modules in users.items()
         )
     )
+
+
+def _is_under(module: str, parameters: Iterable[str]) -> bool:
+    """Return whether a module holds one of the parameters, by their names."""
+    return any(name.startswith(f"{module}." if module else "") for name in parameters)
 
 
 def _unit_name(pieces: list[GatheredModule], owner: dict[str, str]) -> str:

@@ -1,8 +1,8 @@
-"""Any elementwise torch optimizer over flat slices.
+"""Build a torch optimizer over flat slices.
 
 A rank owns slices of flat buffers, not tensors of the model. An elementwise optimizer gives the same numbers on slices
-as on whole tensors. One that looks at rows, columns or the norm of a tensor does not, and is refused rather than
-silently wrong.
+as on whole tensors. One that looks at rows, columns or the norm of a tensor does not: it declares what it needs and
+asks for it (`model.logical_tensors`), or is refused where it is known.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.model.logical_tensors import NEEDS, LogicalTensors
 from meshwise.optim.parameter_groups import IMPLEMENTATIONS
 
 OptimizerClass = type[torch.optim.Optimizer]
@@ -26,15 +27,21 @@ WHOLE_TENSORS: Mapping[str, str] = {
 
 
 def flat_optimizer(
-    optimizer: OptimizerClass, *, groups: Mapping[tuple[tuple[str, Any], ...], Sequence[nn.Parameter]], **arguments: Any
+    optimizer: OptimizerClass,
+    *,
+    groups: Mapping[tuple[tuple[str, Any], ...], Sequence[nn.Parameter]],
+    logical: LogicalTensors | None = None,
+    **arguments: Any,
 ) -> torch.optim.Optimizer:
     """Build `optimizer` with one parameter group for each options, in this order, some perhaps empty on this rank.
 
     torch's fused implementation is chosen where the class has one and the arguments do not say otherwise: it reads
     and writes every buffer once.
 
-    Raises ValueError for what is no class of optimizers, for one that must see whole tensors, and for arguments the
-    class does not take.
+    `logical`: access to whole parameters, given to a class that declares `needs`.
+
+    Raises ValueError for what is no class of optimizers, for one that must see whole tensors without declaring it, and
+    for arguments the class does not take.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(  # noqa: TRY004
@@ -47,6 +54,8 @@ def flat_optimizer(
             f"{optimizer.__name__}{derived} cannot run on slices of parameters: {WHOLE_TENSORS[base]}; use an "
             "elementwise optimizer such as AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or Lion-like ones"
         )
+    if needs_whole(optimizer):
+        arguments["logical"] = logical
     accepted = inspect.signature(optimizer).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     if not takes_any and (unknown := sorted(set(arguments) - set(accepted))):
@@ -57,6 +66,17 @@ def flat_optimizer(
     if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):
         arguments["fused"] = True
     return optimizer([{"params": list(owned), **dict(options)} for options, owned in groups.items()], **arguments)
+
+
+def needs_whole(optimizer: object) -> bool:
+    """Return whether an optimizer class declares that it needs whole parameters or norms of them.
+
+    Raises ValueError for a `needs` with another value.
+    """
+    needs = getattr(optimizer, "needs", None)
+    if needs is not None and needs not in NEEDS:
+        raise ValueError(f"{optimizer!r} declares needs={needs!r}; write one of {', '.join(map(repr, NEEDS))}, or none")
+    return needs is not None
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -190,6 +190,11 @@ class Offload:
         return ",".join(f"{what}:{tier}" for what, tier in given.items()) or NONE
 
     @property
+    def state_tiers(self) -> set[str]:
+        """Tiers of all that an update needs."""
+        return {self.optimizer, self.masters, self.gradients, self.params}
+
+    @property
     def updates_on_cpu(self) -> bool:
         """True if the optimizer runs on the CPU whatever the device."""
         return self.optimizer != "device"

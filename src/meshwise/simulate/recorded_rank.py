@@ -161,6 +161,8 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
                 usual = Category.GRADIENTS if gradient else Category.PARAMETERS
                 note = recorder.watch if value is bucket.whole else recorder.allocated
                 note(value, category=Category.GATHERED if gathered else usual)
+        for state in bucket.reduction_state.values():
+            recorder.allocated(state, category=Category.REDUCTION)
     for module in trainer.modules:
         for buffer in module.buffers():
             recorder.allocated(buffer, category=Category.PARAMETERS)

@@ -21,6 +21,7 @@ class Category(StrEnum):
     GATHERED = "gathered"  # parameters that are whole while they are used (ZeRO-3)
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
+    REDUCTION = "reduction"  # what a reduction remembers from step to step
     ACTIVATIONS = "activations"  # what a forward keeps for its backward, and what both need on the way
     STAGING = "staging"  # what tensors pass through that rest elsewhere
     COMMUNICATION = "communication"  # what is received, and what is on its way to another rank

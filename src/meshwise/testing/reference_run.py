@@ -23,9 +23,11 @@ from meshwise.base.tensor_tree import map_tensors, rows
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
+from meshwise.model.logical_tensors import WholeParameters
 from meshwise.model.module_copy import duplicate
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.optim.flat_optimizer import needs_whole
 from meshwise.precision.conversion import CastHooks, computing, convert, for_loss
 from meshwise.precision.dtype_policy import Precision
 
@@ -58,6 +60,8 @@ class ReferenceRun:
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._updated = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
+        if needs_whole(optimizer):
+            optimizer_arguments["logical"] = WholeParameters(self._updated)
         self._optimizer = optimizer(groups, **optimizer_arguments)
         self.draws = RandomDraws(self.model, seed=self._options.seed)
         self._steps = 0

@@ -25,6 +25,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "gathered": ("#9fc2ef", "#8fb6e8"),
     "gradients": ("#62b384", "#56a878"),
     "optimizer": ("#9b7fd4", "#9277cf"),
+    "reduction": ("#7fa6a0", "#6f9993"),
     "activations": ("#eda34f", "#e29a48"),
     "staging": ("#c06fa5", "#b5669a"),
     "communication": ("#8390a5", "#7c899f"),

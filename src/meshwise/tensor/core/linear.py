@@ -20,11 +20,12 @@ class Projection(BoundToRank):
     """Linear of a model, bound to this rank: call it with the rank's input, weight and bias.
 
     `shape`: of the full weight, as it is stored: (out, in), or (in, out) when the part is transposed.
+    With a leading dim for experts: (experts, out, in).
     """
 
     def __init__(self, context: SplitContext, *, part: Part, shape: Sequence[int]) -> None:
         product = _product(context.scheme, part)
-        within = 0 if part.transposed else 1
+        within = -2 if part.transposed else -1
         out_cut = part.cut if part.role == "colwise" else ANYWHERE
         in_cut = part.cut if part.role == "rowwise" else ANYWHERE
         self.context = context
@@ -32,10 +33,12 @@ class Projection(BoundToRank):
         self.part = part
         self._shares = part.readers > 1 and not part.gathered and context.streaming.panels == 1
         stored = ((product.within, in_cut), (product.out, out_cut))
-        axes, cuts = zip(*(stored if part.transposed else reversed(stored)), strict=True)
+        experts = ((context.scheme.experts, ANYWHERE),) if len(shape) == 3 else ()
+        axes, cuts = zip(*experts, *(stored if part.transposed else reversed(stored)), strict=True)
         self.layout = Layout(axes, cuts=cuts)
-        self.bias_layout = Layout((product.features,), cuts=(out_cut,))
-        self.out_sizes = context.sizes(self.bias_layout, size=shape[1 - within], axes=product.features)
+        out = Layout((product.features,), cuts=(out_cut,))
+        self.bias_layout = Layout((context.scheme.experts, *out.splits), cuts=(ANYWHERE, out_cut)) if experts else out
+        self.out_sizes = context.sizes(out, size=shape[-3 - within], axes=product.features)
         self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), size=shape[within], axes=product.x.axes)
         self._stream = context.stream_sizes(shape[within])
         self._within = within
@@ -99,7 +102,7 @@ class Projection(BoundToRank):
         own = self.layout.local_shape(shape, mesh=world.mesh, rank=world.rank)
         if self.context.degree(move.axes) == 1:
             return OperandMove(), own[self._within]
-        dim = self._within if move.dim == "in" else 1 - self._within
+        dim = self._within if move.dim == "in" else -3 - self._within
         ranks = world.group(move.axes).ranks
         sizes = tuple(self.layout.local_shape(shape, mesh=world.mesh, rank=rank)[dim] for rank in ranks)
         return OperandMove(move.axes, dim, sizes), sum(sizes) if dim == self._within else own[self._within]

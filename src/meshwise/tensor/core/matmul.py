@@ -15,6 +15,9 @@ order they stream, so this is one argument, and the result is the same.
 
 What ranks add up is written where they reach it soonest (`World.empty_for_reduce`).
 
+W may have a leading dim of experts: then X has it too, and each expert multiplies its own rows, (experts, rows, K) by
+(experts, out, in).
+
 Several products may read one X: q, k and v do. Then it is gathered once for all of them. Since a rank keeps only its
 own part, it is gathered once more in the backward for all weight gradients (`InputGather`); the gradients of X are
 added before they travel. So they move what one product with all their columns would move.
@@ -77,8 +80,7 @@ class OperandMove:
 class MatmulCollectives:
     """The collectives of one product on this rank.
 
-    `features`: K, as it is multiplied. `within`: the dim of the stored weight that is K: 1 as torch stores it, (out,
-    in), or 0.
+    `features`: K, as it is multiplied. `within`: the dim of the stored weight that is K: -1 as torch stores it, or -2.
     """
 
     world: World
@@ -86,7 +88,7 @@ class MatmulCollectives:
     w: OperandMove
     y: OperandMove
     features: int
-    within: int = 1
+    within: int = -1
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
 
@@ -177,6 +179,8 @@ class _Slice:
 def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operation: MatmulCollectives) -> Tensor:
     """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
 
+    With experts: (its experts, rows, its K) and its part of (experts, out, in) to (its experts, rows, its out).
+
     The gradients belong to the stored parts; the bias's gradient is the sum over its own rows of Y. Under autocast,
     operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
     """
@@ -211,7 +215,7 @@ class _Multiply(torch.autograd.Function):
                 if y is None:
                     y = _product(x_part, w_part, bias=added, summed=operation.y, world=operation.world)
                 else:
-                    y.view(-1, y.size(-1)).addmm_(x_part.flatten(0, -2), w_part.t())
+                    _add_product(y, x_part, w_part)
                 kept.extend([x_part, w_part] if operation.streaming.keep else [])
             assert y is not None
             return _reduce(y, operation.y, world=operation.world)()
@@ -235,22 +239,22 @@ class _Multiply(torch.autograd.Function):
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
         wanted = whole if for_w else None, weight() if for_x else None
         operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(*wanted, operation)
-        own, d_bias = dy, None
+        own, d_bias, experts = dy, None, weight().dim() == 3
         if for_bias and operation.y.dim is not None:  # while dy arrives
-            d_bias = own.flatten(0, -2).sum(0)
+            d_bias = _rows_of(own, experts=experts).sum(-2)
         dy = arriving()
         dxs: list[Finish] = []
         dws: list[Finish] = []
         for panel, (x_coming, w_coming) in zip(operation.panels, operands, strict=True):
             if for_x:
                 moved = operation.x_panel(panel).moved
-                dx = _product(dy, w_coming().t().conj(), summed=moved, world=operation.world)
+                dx = _product(dy, w_coming().mT.conj(), summed=moved, world=operation.world)
                 dxs.append(_reduce(dx, moved, world=operation.world))
             if for_bias and d_bias is None:
-                d_bias = own.flatten(0, -2).sum(0)
+                d_bias = _rows_of(own, experts=experts).sum(-2)
             operation.world.progress()  # by now the others have given their dx: their part of the sum is not waited for
             if for_w:
-                dw = _outer(x_coming().conj(), dy, within=operation.within)
+                dw = _outer(x_coming().conj(), dy, within=operation.within, experts=experts)
                 dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
         return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
 
@@ -269,7 +273,7 @@ def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollecti
         if weight is not None:
             w_panel = operation.w_panel(panel)
             w_part = _gather(lambda: w_panel.of(weight, dim=within), w_panel.moved, world=world)
-        return x_part, w_part if within == 1 else lambda: w_part().t()
+        return x_part, w_part if within == -1 else lambda: w_part().mT
 
     coming = start(operation.panels[0])
     for following in [*operation.panels[1:], None]:
@@ -296,15 +300,33 @@ def _gather(part: Finish, moved: OperandMove, *, world: World) -> Finish:
 
 def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: OperandMove, world: World) -> Tensor:
     """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
+    experts = w.dim() == 3
     if not summed.axes or summed.dim is not None:
+        if experts:
+            return x @ w.mT if bias is None else torch.baddbmm(bias[:, None], x, w.mT)
         return functional.linear(x, w, bias)
-    y = world.empty_for_reduce((*x.shape[:-1], w.size(0)), dtype=x.dtype)
-    rows, into = x.flatten(0, -2), y.flatten(0, -2)
+    y = world.empty_for_reduce((*x.shape[:-1], w.size(-2)), dtype=x.dtype)
+    rows, into = _rows_of(x, experts=experts), _rows_of(y, experts=experts)
     if bias is None:
-        torch.mm(rows, w.t(), out=into)
+        torch.matmul(rows, w.mT, out=into)
+    elif experts:
+        torch.baddbmm(bias[:, None], rows, w.mT, out=into)
     else:
-        torch.addmm(bias, rows, w.t(), out=into)
+        torch.addmm(bias, rows, w.mT, out=into)
     return y
+
+
+def _add_product(y: Tensor, x: Tensor, w: Tensor) -> None:
+    """Add X·W to `y`, in place."""
+    if w.dim() == 3:
+        y.baddbmm_(x, w.mT)
+    else:
+        y.view(-1, y.size(-1)).addmm_(x.flatten(0, -2), w.mT)
+
+
+def _rows_of(x: Tensor, *, experts: bool) -> Tensor:
+    """Return (…, features) as (rows, features), and (experts, rows, features) as it is."""
+    return x if experts else x.flatten(0, -2)
 
 
 def _reduce(summand: Tensor, moved: OperandMove, *, world: World) -> Finish:
@@ -323,10 +345,10 @@ def _reduce(summand: Tensor, moved: OperandMove, *, world: World) -> Finish:
     return finish
 
 
-def _outer(x: Tensor, dy: Tensor, *, within: int) -> Tensor:
+def _outer(x: Tensor, dy: Tensor, *, within: int, experts: bool) -> Tensor:
     """Xᵀ · dY, as the weight is stored."""
-    one, other = (dy, x) if within == 1 else (x, dy)
-    return one.flatten(0, -2).t() @ other.flatten(0, -2)
+    one, other = (dy, x) if within == -1 else (x, dy)
+    return _rows_of(one, experts=experts).mT @ _rows_of(other, experts=experts)
 
 
 def _together(parts: list[Finish], *, dim: int) -> Tensor | None:

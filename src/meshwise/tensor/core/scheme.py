@@ -77,6 +77,7 @@ class Scheme:
     | tokens             the axes that split the tokens of the hidden states
     | kv_replicas        of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme
+    | experts            the axes that split the leading dim of weights (experts, out, in)
     """
 
     colwise: SchemeProduct
@@ -90,6 +91,7 @@ class Scheme:
     tokens: Axes = ()
     kv_replicas: Axes = ()
     replicas: Axes = ()
+    experts: Axes = ()
 
     @property
     def apart(self) -> Axes:

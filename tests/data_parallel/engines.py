@@ -1,0 +1,51 @@
+"""An engine with its optimizer and its checkpoints, put together by hand: for what no key of a plan chooses yet."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.checkpoint.training_state import TrainingState
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.bucket import StorageConfig
+from meshwise.data_parallel.data_parallel_engine import DataParallel
+from meshwise.data_parallel.reduction import Reduction
+from meshwise.data_parallel.update_timing import updating
+from meshwise.model.deferred_init import ParameterSource
+from meshwise.model.parameter_table import ParameterTable
+from meshwise.optim.flat_optimizer import flat_optimizer
+from meshwise.plan import Plan
+
+
+@dataclass
+class HandMade:
+    """The training of `module` over `world` as `table` says."""
+
+    module: nn.Module
+    table: ParameterTable
+    world: World
+    reduction: Reduction
+    engine: DataParallel = field(init=False)
+
+    def __post_init__(self) -> None:
+        source = ParameterSource(self.module, record=None)
+        storage = StorageConfig(self.reduction)
+        self.engine = DataParallel(source, table=self.table, world=self.world, storage=storage)
+        optimizer = flat_optimizer(torch.optim.SGD, groups=self.engine.slices(), lr=0.1, momentum=0.9)
+        self.update, self.timing = updating(self.engine, optimizer=optimizer, early=False)
+        self.state = TrainingState(self.engine, update=self.update, plan=Plan())
+
+    def step(self, loss: Tensor) -> float:
+        """Train on the sum of all ranks' losses; return the squared norm of its gradient."""
+        self.engine.begin_step()
+        self.timing.begin()
+        self.engine.backward(loss, last=True)
+        squared = self.engine.squared_norm()
+        self.world.all_reduce(squared, axes=self.world.mesh.names).wait()
+        self.timing.apply(1.0)
+        return float(squared)
+
+    def save(self, folder: Path) -> None:
+        """Save, and wait for it."""
+        self.state.save(folder, extra={}).wait()

@@ -1,0 +1,142 @@
+"""What a reduction remembers is state of the logical parameters: in the memory of a rank, saved, and resharded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_parallel.engines import HandMade
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.reduction import ReducedPart, ReducingRanks, Reduction
+from meshwise.model.parameter_table import parameter_table
+from meshwise.testing import run
+
+STEP = 0.25
+
+
+@dataclass(frozen=True)
+class Coarse(Reduction):
+    """Gradients travel as multiples of `STEP`; the error of each rank goes with its next gradient."""
+
+    owned_state: tuple[str, ...] = ("sent",)
+    summed_state: tuple[str, ...] = ("error",)
+
+    def send(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
+        wanted = gradients + peers.state["error"]
+        gradients.copy_((wanted / STEP).round() * STEP)
+        peers.state["error"].copy_(wanted - gradients)
+        part = super().send(gradients, into=into, peers=peers)
+        part.work.wait()
+        peers.state["sent"].add_(part.values)
+        return part
+
+
+ZERO = {
+    0: Coarse(),
+    1: Coarse(shards_updates=True),
+    2: Coarse(shards_updates=True, shards_gradients=True),
+    3: Coarse(shards_updates=True, shards_gradients=True, shards_parameters=True),
+}
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    generator = torch.Generator().manual_seed(2)
+    for parameter in made.parameters():
+        parameter.data.normal_(generator=generator)
+    return made
+
+
+def hand_made(joined: World, *, zero: int) -> HandMade:
+    world = joined.over(Mesh((("dp", joined.size),)))
+    module = model()
+    return HandMade(module, parameter_table(module, replicas=("dp",)), world, ZERO[zero])
+
+
+def train(training: HandMade, *, step: int) -> dict[str, Tensor]:
+    """Return the gradients of all ranks, added up, after a step on them."""
+    generator = torch.Generator().manual_seed(10 * step + training.world.rank)
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    plain = model()
+    with torch.no_grad():
+        for name, value in training.engine.full_parameters():
+            plain.get_parameter(name).copy_(value)
+    plain(x).square().sum().backward()
+    exact = {}
+    for name, parameter in plain.named_parameters():
+        exact[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        training.world.all_reduce(exact[name], axes="dp").wait()
+    training.step(training.module(x).square().sum())
+    return exact
+
+
+def state(training: HandMade) -> dict[str, dict[str, Tensor]]:
+    """Return, by parameter, what was sent and the sum of the errors, as full tensors."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for slot in ("sent", "error"):
+        owned = {
+            bucket: bucket.reduction_state["sent"] if slot == "sent" else bucket.summed_shard("error")
+            for bucket in training.engine.buckets
+        }
+        for bucket, values in owned.items():
+            whole = values
+            if values.numel() < bucket.place.size:
+                whole = values.new_empty(bucket.place.size)
+                training.world.all_gather(values.contiguous(), into=whole, axes="dp").wait()
+            for piece in bucket.place.pieces:
+                part = whole[piece.start : piece.stop].view(piece.shape)
+                found.setdefault(piece.row.name, {})[slot] = part.clone()
+    return found
+
+
+@pytest.mark.parametrize("before, after", [((2, 1), (3, 0)), ((3, 0), (2, 3)), ((2, 3), (1, 2)), ((3, 2), (4, 1))])
+def test_sent_and_error_add_up_to_the_gradients_across_a_change_of_plan(
+    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+) -> None:
+    def first(joined: World) -> list[dict[str, Tensor]]:
+        training = hand_made(joined, zero=before[1])
+        exact = [train(training, step=step) for step in range(2)]
+        training.save(tmp_path / "saved")
+        return exact
+
+    def second(joined: World) -> None:
+        training = hand_made(joined, zero=after[1])
+        training.state.load(tmp_path / "saved")
+        exact = [*earlier, train(training, step=2)]
+        for name, kept in state(training).items():
+            wanted = torch.stack([gradients[name] for gradients in exact]).sum(0)
+            assert float(kept["error"].abs().max()) > 0
+            torch.testing.assert_close(kept["sent"] + kept["error"], wanted, rtol=1e-12, atol=1e-12)
+
+    earlier = run(before[0], first)[0]
+    run(after[0], second)
+
+
+def test_it_is_counted_as_memory_of_its_own() -> None:
+    def main(joined: World) -> tuple[dict[str, int], int]:
+        training = hand_made(joined, zero=1)
+        return training.engine.memory(), sum(bucket.place.size for bucket in training.engine.buckets)
+
+    for memory, size in run(2, main):
+        assert memory["reduction"] == (size // 2 + size) * 8
+
+
+def test_without_it_in_a_checkpoint_it_begins_at_zero(tmp_path: Path) -> None:
+    def first(joined: World) -> None:
+        world = joined.over(Mesh((("dp", 2),)))
+        module = model()
+        plain = HandMade(module, parameter_table(module, replicas=("dp",)), world, Reduction(shards_updates=True))
+        train(plain, step=0)
+        plain.save(tmp_path / "saved")
+
+    def second(joined: World) -> None:
+        training = hand_made(joined, zero=1)
+        train(training, step=0)
+        training.state.load(tmp_path / "saved")
+        assert all(not kept.any() for each in state(training).values() for kept in each.values())
+
+    run(2, first)
+    run(2, second)
