@@ -141,7 +141,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return mean, (squares + counts * (means - mean).square()).sum(0), count
 
     def _remember(self, running: Tensor | None, value: Tensor, count: Tensor, momentum: float) -> None:
-        """Take a value into what is kept for eval mode, unless it is of no rows or of a forward that is repeated."""
+        """Update running statistics by a value, unless it comes of no rows or of a repeated forward."""
         if running is not None and not self._again:
             running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
 
@@ -150,7 +150,7 @@ _INSTANCES = inspect.signature(functional.instance_norm)
 
 
 class _OneOfMany(nn.SyncBatchNorm):
-    """A SyncBatchNorm whose statistics are the engine's affair, with or without replicas."""
+    """SyncBatchNorm without torch's process group: the engine brings its statistics together."""
 
     forward = BatchNorm.forward
 
@@ -161,7 +161,7 @@ def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
 
 
 def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
-    """And those whose running statistics alone are of the batch: instance norms that keep some."""
+    """Return the norms with running statistics over the batch, by name; instance norms may have some too."""
     return {
         name: part
         for name, part in module.named_modules()
@@ -170,7 +170,7 @@ def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
 
 
 def take_over(module: nn.Module) -> contextlib.ExitStack:
-    """Let every SyncBatchNorm, which would talk to torch's own process group, be a plain one until the stack closes."""
+    """Turn every SyncBatchNorm into a plain one until the stack closes; torch's process group is not used."""
     undo = contextlib.ExitStack()
     for norm in batch_norms(module).values():
         if type(norm) is nn.SyncBatchNorm:

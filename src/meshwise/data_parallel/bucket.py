@@ -42,7 +42,7 @@ class ShardGroup:
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients come together, and what is kept as shards."""
+        """How gradients are summed, and what is kept as shards."""
         return self.storage.reduction
 
     @property
@@ -62,7 +62,7 @@ class ShardGroup:
 
     @property
     def index(self) -> int:
-        """Which of the equal shards is this rank's."""
+        """Index of this rank's shard."""
         return self.world.group(self.axes).index
 
 
@@ -195,7 +195,7 @@ class Bucket:
         return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
-        """Make `whole` whole again from the shards. One that is shared is: its owners publish what they write."""
+        """Start to gather `whole` from the shards; a shared buffer is whole already."""
         if self.shared:
             return Work()
         self.whole.untyped_storage().resize_(self._bytes)
@@ -203,7 +203,7 @@ class Bucket:
         return self.shard_group.world.all_gather(kept, into=self.whole, axes=self.shard_group.axes)
 
     def fetch(self) -> BorrowedTensor:
-        """Start to bring the shard from where it rests."""
+        """Start to copy the shard from its tier."""
         if self._loan is None:
             self._loan = self.shard_group.tiers.bring(self.kept)
         return self._loan
@@ -215,25 +215,25 @@ class Bucket:
             self._loan = None
 
     def free(self) -> None:
-        """Give the memory of `whole` back, where a shard is kept elsewhere; its views stay valid for later gathers."""
+        """Free the memory of `whole` where a shard is kept elsewhere; its views stay valid for later gathers."""
         if self.at_rest and not self.shared:
             self.whole.untyped_storage().resize_(0)
 
     def publish(self) -> Work:
-        """Bring the parameters that this rank has updated to all ranks that do not gather them before every use."""
+        """Send the parameters that this rank has updated to the ranks that do not gather them before each use."""
         if self.shared or self.shard_group.reduction.publishes:
             return self.shard_group.world.all_gather(self.own, into=self.whole, axes=self.shard_group.axes)
         return Work()
 
     def round_off(self) -> None:
-        """Make the parameters of the master."""
+        """Round the masters to the dtype of the parameters, and write them there."""
         if self.has_master and self.master is not None:
             self.own.copy_(self.master)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step, and those that are still on their way from one that ended half way."""
+        """Forget the gradients of the last step, and wait for reductions of a step that raised."""
         if self._arriving is not None:
             self._arriving.work.wait()
             self._arriving = None
@@ -254,9 +254,7 @@ class Bucket:
             self._filled.add(index)
 
     def accumulated(self, index: int) -> Tensor:
-        """Return one parameter's gradient as this rank has accumulated it in this step, zero without any; to be written
-        to.
-        """
+        """Return one parameter's gradient as accumulated in this step (zeros if there is none), writable."""
         piece = self.place.pieces[index]
         view = self._buffer()[piece.start : piece.stop].view(piece.shape)
         if index not in self._filled:
@@ -272,7 +270,7 @@ class Bucket:
         return self.gradient
 
     def clear_padding(self) -> None:
-        """Make 0 what no parameter writes to, which is part of the norm."""
+        """Zero the padding, which the norm would count."""
         if self.gradient is not None:
             for gap in self.place.padding:
                 self.gradient[slice(*gap)].zero_()
@@ -295,7 +293,7 @@ class Bucket:
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
-        """Return the gradients in the dtype that they travel in; as they are where they travel nowhere."""
+        """Return the gradients in the wire dtype; on a single rank unchanged."""
         if self.shard_group.size == 1 or self._wire == buffer.dtype:
             return buffer
         return self.shard_group.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
@@ -327,7 +325,7 @@ class Bucket:
         self.gradient = None
 
     def _updating(self, arrived: Tensor) -> Tensor:
-        """Reduced gradients in the dtype that they update in: where they were accumulated, when that is the same."""
+        """Return reduced gradients in the dtype of the masters, in the accumulation buffer if its dtype is the same."""
         assert self.master is not None
         assert self.gradient is not None
         if arrived.dtype == self.master.dtype:
@@ -337,9 +335,7 @@ class Bucket:
         return arrived.to(self.master.dtype)
 
     def _put_to_rest(self, arrived: Tensor) -> None:
-        """Move the reduced gradient to its tier once its norm is known, together with the gradients of earlier
-        micro-batches.
-        """
+        """Add earlier micro-batches' gradients to the reduced one, take its norm, and move it to its tier."""
         tiers = self.shard_group.tiers
         assert self.reduced is not None
         if self._rounds > 1:
@@ -399,7 +395,7 @@ class Bucket:
     # ---- what is there -----------------------------------------------------------------------------------------
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtypes of its tensors, including those that only a step makes."""
+        """Return the dtypes of its tensors by kind, including tensors that the first step will make."""
         found = {"parameters": self.whole.dtype}
         if self.master is not None:
             precision = self.shard_group.precision
@@ -416,7 +412,7 @@ class Bucket:
         return self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that this rank holds besides, each with its category: parameters, masters or gradients."""
+        """Yield the tensors that this rank holds, each with its category: parameters, gradients or reduction."""
         yield "parameters", self.kept
         if self.has_master and self.master is not None:
             yield "parameters", self.master

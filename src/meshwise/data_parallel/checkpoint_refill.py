@@ -1,4 +1,4 @@
-"""Slots that a rank fills when it loads a checkpoint, and the work after that.
+"""Slots that a rank fills when it loads a checkpoint.
 
 The parameters are there already; the optimizer's state is not, before its first step. It is made slice by slice from
 the checkpoint's index, so a rank never holds more than its plan says.
@@ -21,7 +21,7 @@ from meshwise.model.parameter_table import ParameterRow
 
 @dataclass(frozen=True)
 class RefillSlot:
-    """Content to load for one slot of one parameter."""
+    """Dtype and shape of a saved tensor of one parameter."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class CheckpointRefill:
         self._keys = self._common_keys()
 
     def needed(self) -> Iterator[StoredSlice]:
-        """Everything that this rank keeps between steps: some of it more than once over all ranks, as the plan says."""
+        """Yield every slice that this rank keeps between steps; other ranks may keep the same elements."""
         for bucket in self._buckets():
             here = stored(bucket)
             for piece in bucket.place.pieces:
@@ -180,7 +180,7 @@ def _is_optimizer_slot(slot: str) -> bool:
 
 
 def _inside(part: BucketSlice) -> list[BucketPiece]:
-    """Return the parameters that have elements in a slice; of padding, none."""
+    """Return the parameters that have elements in a slice; padding has none."""
     pieces = part.bucket.place.pieces
     return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)]
 

@@ -116,7 +116,7 @@ class DataParallel:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step, of one that an exception ended and of backwards that were no step."""
+        """Forget the gradients of the last step, of a step that raised, and of backwards outside of a step."""
         self._in_flight.clear()
         self._waiting = {}
         with contextlib.suppress(TierError):
@@ -208,13 +208,13 @@ class DataParallel:
         return total
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the owned gradients; those on disk when they are read."""
+        """Multiply the owned gradients by a factor; gradients on disk are multiplied when they are read."""
         here = [gradient for bucket in self.buckets for gradient in bucket.scaled(factor)]
         if here and factor != 1.0:
             torch._foreach_mul_(here, factor)
 
     def publish(self) -> None:
-        """Bring what this rank holds of the masters to the ranks that use them."""
+        """Round this rank's masters to parameters, and send these to the ranks that use them."""
         for bucket in self.buckets:
             bucket.round_off()
         held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
@@ -275,7 +275,7 @@ class DataParallel:
         self._watching[id(parameter)] = handle
 
     def _expect(self, leaves: set[int] | None) -> bool:
-        """Wait for all parameters, or for those among `leaves`; True when that leaves some out."""
+        """Expect a gradient of every parameter, or of those among `leaves`; return True if some are left out."""
         absent = False
         for unit in self._order:
             expected = {id(parameter) for _, _, parameter in unit.trainable()}
@@ -284,7 +284,7 @@ class DataParallel:
         return absent
 
     def _start(self, *, all_of_them: bool) -> None:
-        """Start the reductions whose turn it is."""
+        """Start the reductions of units, in order, whose gradients are complete; of all units with `all_of_them`."""
         while self._started < len(self._order):
             unit = self._order[self._started]
             if not all_of_them and self._waiting[id(unit)]:
@@ -356,7 +356,7 @@ class DataParallel:
         return self.world.rank == 0
 
     def _together(self, row: ParameterRow, part: Tensor) -> Tensor:
-        """Return the full tensor, whose parts this rank and the others along the layout's axes store (a collective)."""
+        """Return the full tensor from the parts of the ranks along its layout's axes (a collective)."""
         mesh, group = self.world.mesh, self.world.group(row.layout.axes)
         if group.size == 1:
             return part
@@ -423,7 +423,7 @@ def reached(loss: Tensor) -> set[int] | None:
 
 
 def _put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
-    """Let hooks on a parameter's accumulated gradient that were put on since see it before this one, which takes it."""
+    """Move our hook behind hooks registered since, so that those see the gradient before this one takes it."""
     hooks = on._post_accumulate_grad_hooks
     if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
         hooks[handle.id] = hooks.pop(handle.id)

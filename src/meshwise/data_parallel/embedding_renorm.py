@@ -13,7 +13,7 @@ from meshwise.plan import Plan, PlanError
 
 
 def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
-    """Raise PlanError for an embedding that rescales its weight as it runs, where that is not all there is of it."""
+    """Raise PlanError for an embedding with `max_norm` whose weight has more copies than the one it rescales."""
     owners: dict[Tensor, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
         owners[parameter] = owners.get(parameter, 0) + 1

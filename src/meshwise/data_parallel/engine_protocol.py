@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Multiply the owned gradients."""
 
     def publish(self) -> None:
-        """Bring what this rank holds of the masters to the ranks that use them."""
+        """Round this rank's masters to parameters, and send these to the ranks that use them."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""

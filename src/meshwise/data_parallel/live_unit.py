@@ -90,7 +90,7 @@ class LiveUnit:
         return ""
 
     def fetch(self) -> None:
-        """Start to bring the shards from where they rest, for a gather to come."""
+        """Start to copy the shards from their tiers, before a gather."""
         if not (self.whole or self._gathering):
             for bucket in self.buckets:
                 if bucket.at_rest:
@@ -120,7 +120,7 @@ class LiveUnit:
         self._show([bucket.views() for bucket in self.buckets])
 
     def free(self) -> None:
-        """Put the parameters to rest."""
+        """Free the gathered parameters; the model then sees NaN in their shapes."""
         if not self.at_rest or not (self.whole or self._gathering):
             self.let_go()
             return

@@ -94,7 +94,7 @@ class StagedEngine:
                 engine.scale_gradients(factor)
 
     def publish(self) -> None:
-        """Bring what this rank holds of the masters to the ranks that use them."""
+        """Round this rank's masters to parameters, and send these to the ranks that use them."""
         for engine in self._stages.values():
             engine.publish()
 

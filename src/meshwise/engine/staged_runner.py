@@ -38,7 +38,7 @@ class StagedRunner:
         cut: ModelCut,
         shares_rows: bool,
     ) -> None:
-        """`shares_rows`: ranks share out the rows of one product."""
+        """`shares_rows`: ranks split the rows of one matmul."""
         self.lockstep = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut: ModelCut | None = cut
         self._copies = cut.writes
@@ -73,7 +73,7 @@ class StagedRunner:
             live.draws.close()
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
-        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
+        """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
         sums = zeros(self._world)
         for keeper in self._keepers.values():
             keeper.begin(parts)
@@ -86,7 +86,7 @@ class StagedRunner:
         return sums
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward of every micro-batch; the loss and the count of this rank."""
+        """Run the forward of every micro-batch; return this rank's loss and count."""
         sums = zeros(self._world)
         for keeper in self._keepers.values():
             keeper.begin_forwards(parts)
@@ -94,15 +94,13 @@ class StagedRunner:
         return sums
 
     def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Forward and backward again, for the gradients to be looked at."""
+        """Run forward and backward again, and pass every gradient to `seen`."""
         for keeper in self._keepers.values():
             keeper.begin(parts, seen=seen)
         self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
-        """Return the output for a batch, which the last stage sends to the others. Raises PlanError where it has not
-        received all of that.
-        """
+        """Return the output for a batch, sent by the last stage. Raises PlanError if that stage lacks a part of it."""
 
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))
@@ -139,12 +137,12 @@ class StagedRunner:
         }
 
     def _given(self, batch: Any) -> Any:
-        """Return a batch as a stage may have it."""
+        """Return a copy of the batch whose tensors a stage may change in place."""
         rows = placed(batch, world=self._world)
         return map_tensors(torch.clone, rows) if self._copies else rows
 
     def _run(self, part: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
-        """Forward and loss of one micro-batch; only on the last stage it comes to an end, and counts."""
+        """Run this stage's forward of a micro-batch; the last stage also computes the loss."""
         rows = self._given(part.rows)
         loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
         if not part.counts:
@@ -155,7 +153,7 @@ class StagedRunner:
 
 
 def _absent(output: Any) -> str:
-    """Return the parts of an output that have a tensor of nothing but NaN, in words, or ""."""
+    """Return which parts of an output are tensors of nothing but NaN, as text; "" for none."""
     parts: Iterable[tuple[Any, Any]] = [("its output", output)]
     if isinstance(output, Mapping):
         parts = output.items()

@@ -65,8 +65,9 @@ class SkipPolicy:
 
 
 def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]) -> str:
-    """Name the first parameters, ranks and micro-batches whose own gradient is not finite, and the parameters that are
-    not themselves (a collective).
+    """Return as text the first parameters, ranks and micro-batches with a gradient that is not finite (a collective).
+
+    Names also parameters that are not finite themselves.
 
     `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.
     """
@@ -245,9 +246,7 @@ class StepTotals:
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
 
     def warn_of_nothing(self, rank: int) -> None:
-        """Warn, on the first rank and once, when no parameter has a gradient, which torch makes an error of where one
-        process trains.
-        """
+        """Warn on the first rank if every gradient is zero; plain torch raises an error there."""
         if not self.squared and rank == 0:
             warnings.warn(
                 "the gradient of every parameter is 0 and nothing is learned: does the model or the loss cut the "
@@ -258,7 +257,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class UpdateRecipe:
-    """Recipe from the gradient of a step to its update."""
+    """Clipping, skipping, dtypes and loss scale between the gradient of a step and its update."""
 
     clip_norm: float | None
     nonfinite: SkipPolicy
@@ -268,12 +267,12 @@ class UpdateRecipe:
 
     @property
     def early(self) -> bool:
-        """True if a unit may be updated before anything is known of the others."""
+        """True if a unit may be updated before the other units' gradients are known."""
         return self.nonfinite.ends and self.clip_norm is None and self.scale is None
 
 
 def check_count(count: float) -> None:
-    """Raise LossError for a sum of counts that no loss can have; those that are tensors are looked at there alone."""
+    """Raise LossError for a sum of counts that is negative or not finite; counts in tensors are checked only here."""
     if math.isnan(count):
         raise LossError("a count that loss returned is below 0 or NaN; each must be a finite number of at least 0")
     if not 0 <= count < math.inf:
