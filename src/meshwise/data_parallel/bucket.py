@@ -400,7 +400,7 @@ class Bucket:
         if self.master is not None:
             precision = self.shard_group.precision
             found["master"] = self.master.dtype
-            found["optimizer_state"] = precision.optimizer_state_of(self.dtype)
+            found["optimizer_state"] = precision.master_of(self.dtype)
             found["reduction"] = precision.reduction_of(self.dtype)
             gradient = self.gradient
             found["accumulation"] = precision.accumulation_of(self.dtype) if gradient is None else gradient.dtype

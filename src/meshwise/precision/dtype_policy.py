@@ -30,8 +30,8 @@ from meshwise.plan import Plan
 class Precision:
     """The dtypes of a training. None: as the table above says for `fp32`.
 
-    Complex and integer parameters stay as they are declared. Raises ValueError for a dtype that is not floating, and
-    for one to compute in that differs from a narrow one of the parameters.
+    Complex and integer parameters stay as they are declared. Raises ValueError when half-precision parameters are to be
+    computed in another dtype.
     """
 
     parameters: torch.dtype | None = None
@@ -42,9 +42,6 @@ class Precision:
     buffers: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for what, dtype in vars(self).items():
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{what}={dtype}; give a floating dtype, as torch.bfloat16")
         if self.parameters in NARROW and self.compute not in (None, self.parameters):
             raise ValueError(
                 f"parameters={self.parameters} compute={self.compute}: what was rounded is not computed in more; give "
@@ -62,7 +59,7 @@ class Precision:
         return torch.float16 in (self.parameters, self.compute, self.reduction)
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of this dtype is updated."""
+        """Return the dtype in which a parameter of this dtype is updated, and in which its optimizer state is kept."""
         if self.master is not None and dtype.is_floating_point:
             return self.master
         return dtype if dtype.itemsize >= 4 else torch.float32
@@ -74,10 +71,6 @@ class Precision:
     def reduction_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of a parameter of this dtype are reduced."""
         return self.reduction if self.reduction and dtype.is_floating_point else self.accumulation_of(dtype)
-
-    def optimizer_state_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the optimizer state of a parameter of this dtype."""
-        return self.master_of(dtype)
 
 
 NARROW = (torch.bfloat16, torch.float16)

@@ -48,11 +48,8 @@ class LossScale:
     MOST = 2.0**24
 
     def __post_init__(self) -> None:
-        if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5 or self.patience < 1:
-            raise ValueError(
-                f"a loss scale of {self.value:g} that doubles after {self.patience} updates; give a power of two, as "
-                "1024.0, which rounds no gradient, and a patience of at least 1"
-            )
+        if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5:
+            raise ValueError(f"a loss scale of {self.value:g}; give a power of two, as 1024.0: it rounds no gradient")
 
     @property
     def factor(self) -> float:
