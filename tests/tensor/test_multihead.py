@@ -245,14 +245,3 @@ def test_attention_weights_are_those_of_the_rows_that_a_rank_has(plan: str) -> N
 
     parts = find_parts(model, plan=Plan.parse(plan))
     split_agrees(model, plan=plan, parts=parts, batch=([rows(8)], loss), bound=1e-10)
-
-
-def test_a_causal_hint_without_a_mask_is_refused_as_torch_refuses_it() -> None:
-    def main(world: World) -> None:
-        model = Crossed().double()
-        trainer = parallelize(model, "tp=2", world=world, loss=squares, lr=0.1)
-        x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
-        with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
-            trainer.model.attention(x, x, x, is_causal=True)  # type: ignore[operator]
-
-    run(2, main)

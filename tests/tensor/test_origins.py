@@ -72,8 +72,6 @@ class Layer(nn.Module):
         distance = far if self.kind == "plain" else self.table(TOKENS)
         if self.kind == "twice":
             distance = distance.softmax(-1) + self.table(TOKENS).tanh()
-        elif self.kind == "added":
-            distance = distance + far
         elif self.kind == "stream":
             x = x * (1 + self.table(2).mean())
         x = x + self.mixer(self.norm(x), distance, self.warmth if self.kind == "scalar" else None)
@@ -154,12 +152,3 @@ def test_so_it_does_in_training(plan: str) -> None:
 
     for found in run(Plan.parse(plan).mesh().size, main):
         agree(found, expected, bound=1e-9)
-
-
-def test_a_sum_of_what_is_trained_in_a_block_and_outside_is_refused_where_they_are_summed_apart() -> None:
-    model, rules, batches = _given("added")
-    batch = (batches[0]["tokens"], batches[0]["targets"]), _loss
-    split_agrees(model, plan="tp=2", parts=find_parts(model, plan=Plan(tp=2), rules=rules), batch=batch)
-    plan = Plan(tp=2, sequence_parallel=1)
-    with pytest.raises(ValueError, match=r"layers\.0\.table\.far.*two arguments"):
-        split_agrees(model, plan=str(plan), parts=find_parts(model, plan=plan, rules=rules), batch=batch)

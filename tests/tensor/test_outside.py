@@ -22,7 +22,7 @@ WIDTH, WORDS, TOKENS = 16, 24, 6
 
 class Model(nn.Module):
     """Blocks of the reference GPT between what a test wants: a `head` that is a module or a product with the table's
-    weight, positions that are a buffer, a parameter or computed, and a detour through another width.
+    weight, positions that are a buffer or a parameter, and a detour through another width.
     """
 
     def __init__(self, *, head: str = "module", positions: str = "", detour: bool = False) -> None:
@@ -37,15 +37,12 @@ class Model(nn.Module):
             self.register_buffer("positions", table)
         else:
             self.positions = nn.Parameter(table) if positions == "parameter" else None
-        self.computed = positions == "computed"
         self.detour = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH)) if detour else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions[:, : tokens.size(1)]
-        if self.computed:
-            x = x + torch.arange(x.shape[-1], device=x.device).cos()
         if self.detour is not None:
             x = x + self.detour(x)
         for block in self.blocks:
@@ -72,7 +69,6 @@ GRIDS = [Model(positions="buffer"), Model(detour=True), Model(positions="buffer"
         *(("tp=2 sequence_parallel=1 dp=2 zero=3", model) for model in TIED[:1]),
         *(("tp=4 tp_mode=2d", model) for model in (*TIED[:1], *GRIDS)),
         ("tp=8 tp_mode=3d", GRIDS[1]),
-        ("tp=4 tp_mode=2d", Model(positions="computed")),
         ("tp=2 pp=2 microbatches=2", GRIDS[2]),
         ("tp=4 tp_mode=2d pp=2 microbatches=2", Model(positions="parameter")),
     ],

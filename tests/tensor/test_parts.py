@@ -156,19 +156,6 @@ def test_numbers_may_be_complex(plan: str) -> None:
     split_agrees(Waves(nn.Linear(WIDTH, WIDTH)), plan=plan, parts=parts(Part("single")), batch=(numbers(), power))
 
 
-def test_a_norm_of_complex_numbers_is_refused_where_features_are_split() -> None:
-    """Its formula is known of real numbers: of others it may be that of squares, or of absolute ones."""
-    chosen = parts(Part("norm", norm=Norm(centred=False, epsilon=1e-6)))
-
-    def main(world: World) -> None:
-        over, model = world.over(Plan.parse("tp=4 tp_mode=2d").mesh()), Waves(Rms(widen=False))
-        install(model, plan="tp=4 tp_mode=2d", world=over, parts=chosen)
-        with pytest.raises(ValueError, match="tp_mode=1d"):
-            model(numbers()[0])
-
-    run(4, main)
-
-
 class Written(Around):
     """What the embedding returns is written to."""
 
@@ -214,19 +201,6 @@ class Pair(nn.Module):
 def test_a_pair_may_gather_its_input_once(plan: str) -> None:
     inside = {"middle.gate": Part("colwise", gathered=True), "middle.up": Part("colwise", gathered=True)}
     agrees(Around(Pair()), plan, parts(Part("pair", gathers=True), **inside, **{"middle.down": Part("rowwise")}))
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"nowhere": Part("colwise")}, "names no module and no parameter; near names"),
-        ({"middle": Part("block")}, "no part says where these parameters are stored: middle.weight"),
-        ({"second": Part("embedding")}, "no part says where these parameters are stored: second.bias"),
-    ],
-)
-def test_parts_that_do_not_fit_the_model_are_refused(change: dict[str, Part], message: str) -> None:
-    chosen = {**parts(Part("norm", norm=Norm(centred=True, epsilon=None))), **change}
-    refused(Around(nn.LayerNorm(WIDTH)), chosen, message)
 
 
 def test_an_embedding_that_rescales_its_rows_is_refused() -> None:

@@ -169,30 +169,30 @@ def test_what_is_kept_whole_in_a_block_sees_all_tokens() -> None:
         find_parts(stack(), plan=Plan.parse("tp=2 sequence_parallel=1"), rules={"*.attention": "whole"})
 
 
-class Looped(Attention):
-    """Its first matrices are called one after the other, in a loop."""
+class Counting(Attention):
+    """Its first matrices alone read the input, which it asks for its sizes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (self.n_head, -1)) for linear in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)) for y in (self.q(x), self.k(x), self.v(x)))
         output: Tensor = self.out((q + k + v).reshape(*x.shape[:-1], -1))
         return output
 
 
-class Residual(Looped):
+class Residual(Counting):
     """Adds its input itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (self.n_head, -1)) for linear in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)) for y in (self.q(x), self.k(x), self.v(x)))
         output: Tensor = x + self.out((q + k + v).reshape(*x.shape[:-1], -1))
         return output
 
 
 def test_an_attention_that_asks_for_the_number_of_its_tokens_is_given_them_or_refused() -> None:
     model, plan = stack(), Plan.parse("tp=2 sequence_parallel=1")
-    model[1].attention = Looped(16, 4, kv_heads=4)
+    model[1].attention = Counting(16, 4, kv_heads=4)
     assert find_parts(model, plan=plan)["1.attention"].gathers
     model[1].attention = Residual(16, 4, kv_heads=4)
-    with pytest.raises(PlanError, match=r"1.attention asks its input x.*linear in \(self.q.*: sequence_parallel=0"):
+    with pytest.raises(PlanError, match=r"1.attention asks its input x.*call self.q\(x\).*: sequence_parallel=0"):
         find_parts(model, plan=plan)
 
 

@@ -7,7 +7,6 @@ installs it.
 """
 
 import dataclasses
-import difflib
 import functools
 import operator
 from collections.abc import Callable, Mapping
@@ -43,8 +42,7 @@ def tensor_parallel(
     the blocks, on a world that lies over the plan's mesh. The model's parameters still have their full shapes (the meta
     device will do) and are left to the caller to install.
 
-    Raises ValueError, with near names, for a part of a module that does not exist, a parameter without a part, an
-    embedding with `max_norm`, and a tied parameter whose two parts are stored differently.
+    Raises ValueError for an embedding with `max_norm`, and for a tied parameter whose two parts are stored differently.
     """
     outside.recall.remember(outside.extents)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
@@ -92,16 +90,13 @@ class _Split:
             if name in self._modules:
                 self._put_together(self._modules[name], part)
             return
-        if name not in self._modules and name not in self._parameters:
-            near = difflib.get_close_matches(name, [*self._modules, *self._parameters], n=3, cutoff=0.4)
-            raise ValueError(f"a part for {name!r}, which names no module and no parameter; near names: {near}")
         module = self._modules.get(name)
         if module is not None and self._played.setdefault(module, name) != name:
             return  # it plays its part already, under another name
         self._roles[part.role](name, part)
 
     def placements(self) -> Mapping[str, Placement]:
-        """Return every parameter's. Raises ValueError when one has none."""
+        """Return the placement of every parameter. Raises ValueError when a tied parameter has two."""
         placed = {**self._kept_whole, **self._placed}
         found: dict[str, Placement] = {}
         by: dict[str, str] = {}
@@ -116,12 +111,6 @@ class _Split:
                     f"{'or take tp_mode=1d' if self._outside.scheme.stream else rules}"
                 )
             by.setdefault(first, name)
-        missing = [name for name in self._first_names.values() if name not in found]
-        if missing:
-            raise ValueError(
-                f"no part says where these parameters are stored: {', '.join(missing[:8])}; parts were given to "
-                f"{', '.join(list(self._parts)[:8])} …"
-            )
         return {name: found[name] for name in self._first_names.values()}
 
     # ---- the parts -----------------------------------------------------------------------------------------------
@@ -189,7 +178,7 @@ class _Split:
             return
         assert part.norm is not None
         layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
-        sizes = context.sizes(layout, size=_features_of_norm(module, name), axes=axes)
+        sizes = context.sizes(layout, size=_features_of_norm(module), axes=axes)
         _become(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
@@ -207,6 +196,9 @@ class _Split:
     def _around(self, name: str, part: Part) -> None:
         """Wrap a module around a pair: its counts become this rank's."""
         context, module = self._context(name, part), self._modules[name]
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # in evaluation, nested tensors go to a kernel that reads whole weights
+            return
         inner = context.scheme.inner
         for attribute, grain in part.counts:
             count = operator.attrgetter(attribute)(module)
@@ -352,14 +344,10 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
     return weight
 
 
-def _features_of_norm(module: nn.Module, name: str) -> int:
-    shape = getattr(module, "normalized_shape", None)
-    if isinstance(shape, tuple) and len(shape) == 1:
-        return int(shape[0])
-    sizes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
-    if len(sizes) != 1 or len(size := sizes.pop()) != 1:
-        raise ValueError(f"{name} ({type(module).__name__}) does not normalise one dim, the features")
-    return size[0]
+def _features_of_norm(module: nn.Module) -> int:
+    """Return the number of features that a norm of one dim normalises over."""
+    parameter = next(module.parameters(recurse=False), None)
+    return int(vars(module)["normalized_shape"][0]) if parameter is None else parameter.numel()
 
 
 def _require_plain_embedding(module: nn.Module, name: str) -> None:

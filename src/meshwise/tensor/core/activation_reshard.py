@@ -101,11 +101,6 @@ def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) ->
     module.register_forward_pre_hook(before)
 
 
-def changes(module: nn.Module) -> bool:
-    """Return whether something here changes what this module is given."""
-    return any(getattr(hook, "__module__", "") == __name__ for hook in module._forward_pre_hooks.values())
-
-
 def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
     """Let a module's forward see only so many features of its input, and its children `readers` all of them."""
     whole: list[Tensor] = []
@@ -132,8 +127,8 @@ def gather_features(module: nn.Module, *, context: SplitContext, features: int) 
 
 
 def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
-    """Let every rank along `axes` use all channels of the same input in its own way: its gradients are summed. Hidden
-    states as the input have a part of the channels.
+    """Give every rank along `axes` all channels of the input, whose gradients are summed. Hidden states as the input
+    have a part of the channels.
     """
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)

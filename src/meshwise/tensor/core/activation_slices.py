@@ -10,7 +10,7 @@ a part of the tokens between the first block and the last.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from meshwise.tensor.core.linear import Projection, ShardedLinear
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
 from meshwise.tensor.core.split_context import SplitContext
+from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 _TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")
@@ -32,7 +33,7 @@ def slices(
     plan: Plan,
     parts: Mapping[str, Part],
     outside: SplitContext,
-    absent: Collection[str] = (),
+    absent: frozenset[str] = frozenset(),
 ) -> tuple[Points, Points]:
     """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split into
     `parts`, with the same `outside`. For a stage of a pipeline, `parts` are the parts of the whole model: the slices of
@@ -63,9 +64,8 @@ def slices(
         elif name in projections:
             before[name] = functools.partial(_inner, projections[name])
         if not within and (name in before or name in after):
-            words = name.split(".")
-            around = {".".join(words[:depth]) for depth in range(1, len(words))}
-            after |= dict.fromkeys(around.intersection(absent), after.get(name, ActivationRegion))
+            around = absent.intersection(enclosing(name))
+            after |= dict.fromkeys(around, after.get(name, ActivationRegion))
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
         before[names[0]] = functools.partial(_stream, inside, width)
@@ -76,9 +76,9 @@ def slices(
 
 def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
     """Return the number of features of the hidden states, or 0 if it is unknown."""
-    told = max((part.stream for part in parts.values()), default=0)
+    of_blocks = max((part.stream for part in parts.values()), default=0)
     closing = (own for own in projections.values() if own.part.role in ("rowwise", "single"))
-    return told or next((sum(own.out_sizes) for own in closing), 0)
+    return of_blocks or next((sum(own.out_sizes) for own in closing), 0)
 
 
 def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:

@@ -9,19 +9,16 @@ at the end.
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import DimSplit, Layout
-from meshwise.tensor.core.activation_reshard import to_stream_rows
+from meshwise.tensor.core.activation_reshard import Change, to_stream_rows
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import SplitContext
-
-Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class GatheredOutputs:

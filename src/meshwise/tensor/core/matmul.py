@@ -58,10 +58,6 @@ class Streaming:
     keep: bool = False
     panels: int = 1
 
-    def __post_init__(self) -> None:
-        if self.panels < 1:
-            raise ValueError(f"panels={self.panels}; operands come together in at least one panel")
-
 
 @dataclass(frozen=True)
 class OperandMove:

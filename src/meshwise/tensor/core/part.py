@@ -35,25 +35,6 @@ from torch import nn
 
 from meshwise.layout.layout import DimSplit
 
-ROLES = (
-    "colwise",
-    "rowwise",
-    "single",
-    "head",
-    "embedding",
-    "positions",
-    "patches",
-    "norm",
-    "vector",
-    "inner",
-    "each_head",
-    "attention",
-    "pair",
-    "block",
-    "whole",
-)
-"""The names of the parts."""
-
 
 @dataclass(frozen=True)
 class Norm:
@@ -133,12 +114,6 @@ class Part:
     """Another stage of the pipeline has its parameters: here it returns what was received, or nothing."""
     inner: bool = False
     """norm: over what lies within a pair, all heads of queries or of keys, which are cut as those are."""
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"{self.role!r} is not a part; there are {' '.join(ROLES)}")
-        if self.role == "norm" and self.norm is None:
-            raise ValueError("the part 'norm' says how it normalises: Part('norm', norm=Norm(...))")
 
     @property
     def returns_scores(self) -> bool:

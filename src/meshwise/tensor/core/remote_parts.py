@@ -15,6 +15,7 @@ from meshwise.layout.layout import Layout
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes
+from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
@@ -36,11 +37,11 @@ def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[
     """
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 
-    def told() -> tuple[int, int]:
+    def counts() -> tuple[int, int]:
         sizes = extents.tokens
         return (0, 0) if sizes is None else (sizes[world.group(axes).index], sum(sizes))
 
-    return told
+    return counts
 
 
 def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
@@ -51,8 +52,7 @@ def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]
     for name, part in parts.items():
         if part.role in ("embedding", "positions", "patches") and not part.whole_features:
             maker = module.get_submodule(name)
-            words = name.split(".")
-            found |= {".".join(words[:depth]): -1 for depth in range(1, len(words))}
+            found |= dict.fromkeys(enclosing(name)[:-1], -1)
             found[name] = -1 - len(maker.kernel_size) if isinstance(maker, CONVOLUTIONS) else -1
     return found
 
@@ -71,5 +71,5 @@ def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Mo
 
 def _around_parameters(module: nn.Module) -> set[str]:
     """Return the names of a module's parameters, and of the modules around them."""
-    names = [name.split(".") for name, _ in module.named_parameters(remove_duplicate=False)]
-    return {".".join(words[:depth]) for words in names for depth in range(len(words) + 1)}
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return {holder for name in names for holder in (name, *enclosing(name))}

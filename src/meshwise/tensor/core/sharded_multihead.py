@@ -64,8 +64,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute as torch's class does, with the same arguments, on this rank's features."""
         call = _Call(**_SIGNATURE.bind(self, *args, **kwargs).arguments)
-        if call.is_causal and call.attn_mask is None:
-            raise ValueError("is_causal=True is a hint about attn_mask, which is missing; give the mask as well")
         batched = call.query.dim() == 3
         q, k, v = self._project(call.query, call.key, call.value)
         if not batched:
@@ -162,17 +160,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         sizes = context.sizes(Layout((axes,)), size=self._heads, axes=axes)
         whole: Tensor = gradient.replicate(weights, world=world, axes=axes, dim=1, sizes=sizes).wait()
         return whole
-
-
-class UnnestedEncoder(nn.TransformerEncoder):
-    """Stands in front of torch's encoder, which in evaluation drops padding by handing its layers nested tensors, and
-    with them all weights to a fused kernel.
-    """
-
-    @property
-    def use_nested_tensor(self) -> bool:  # type: ignore[override]
-        """False, so that torch's encoder keeps padded tensors."""
-        return False
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:

@@ -33,12 +33,7 @@ class SplitNorm(BoundToRank):
     norm: Norm
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """(…, local features) to the same. Raises ValueError for complex numbers, for which no formula is known."""
-        if x.is_complex():
-            raise ValueError(
-                "the formula of a norm was found with real numbers, and these are complex; choose tp_mode=1d, where "
-                "every rank has all features and runs the model's own norm"
-            )
+        """Return the norm of `x`, (…, local features)."""
         wide = x.to(self.norm.statistics or (x.dtype if x.element_size() >= 4 else torch.float32))
         if wide.dtype == x.dtype or self.norm.centred:
             result: Tensor = _Normalise.apply(wide, weight, bias, self)
@@ -54,7 +49,6 @@ class SplitNorm(BoundToRank):
         if not self.norm.centred:
             self.world.all_reduce(own, axes=self.axes).wait()
             return x.new_zeros(()), (own[0] / total)[..., None]
-        own = own.nan_to_num_() if x.size(-1) == 0 else own
         parts = own.new_empty(len(self.sizes), *own.shape)
         self.world.all_gather(own, into=parts, axes=self.axes).wait()
         counts = torch.tensor(self.sizes, dtype=x.dtype, device=x.device).view(-1, *[1] * (own.dim() - 1))
@@ -62,10 +56,6 @@ class SplitNorm(BoundToRank):
         mean = (counts * means).sum(0) / total
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
         return mean[..., None], variance[..., None]
-
-    def epsilon(self, x: Tensor) -> float:
-        """Return the epsilon that is added to the variance."""
-        return torch.finfo(x.dtype).eps if self.norm.epsilon is None else self.norm.epsilon
 
 
 class ShardedNorm(nn.Module):
@@ -85,7 +75,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, split: SplitNorm) -> Tensor:
         mean, variance = split.moments(x)
-        scale = (variance + split.epsilon(x)).rsqrt()
+        epsilon = torch.finfo(x.dtype).eps if split.norm.epsilon is None else split.norm.epsilon
+        scale = (variance + epsilon).rsqrt()
         normalised = x * scale if not split.norm.centred else (x - mean) * scale
         ctx.split = split
         ctx.has_bias = bias is not None

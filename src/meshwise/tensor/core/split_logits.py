@@ -160,8 +160,8 @@ def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str,
     if dim is None or dim % x.dim() != x.dim_of_vocabulary or len(args) > 1 or "keepdim" in given:
         return None
     local, words = x.local.detach().movedim(dim, -1), x.vocabulary
-    value, index = local.max(-1) if local.size(-1) else (local.new_full(local.shape[:-1], -torch.inf), torch.zeros(()))
-    own = torch.stack((value.double(), (index + words.first).double().expand_as(value)))
+    value, index = local.max(-1)
+    own = torch.stack((value.double(), (index + words.first).double()))
     parts = own.new_empty(len(words.sizes), *own.shape)
     words.world.all_gather(own, into=parts, axes=words.axes).wait()
     return parts[:, 1].gather(0, parts[:, 0].argmax(0, keepdim=True))[0].long()

@@ -1,17 +1,17 @@
-"""Find what a tensor was made of, and where the gradients of those origins are summed.
+"""Find over which axes the gradient of a tensor is already summed by what the tensor was computed from.
 
-What each rank uses for its own heads gets a gradient from each of them. They must be summed exactly once:
+Each rank uses an argument of an attention for its own heads. The gradients of all heads must be summed exactly once:
 
-    | bias = outer                      from outside of the blocks, alike on all ranks: a copy sums, on the way back
-    | bias = self.table(places)         a parameter that all ranks have whole, in a block: what each rank makes of its
-    |                                   gradient, of its tokens or heads, is summed with the gradients of the step
+    | bias = outer                      from outside of the blocks, equal on all ranks: a copy sums in the backward
+    | bias = self.table(places)         a parameter of a block that all ranks have whole: its gradients, of each rank's
+    |                                   tokens or heads, are summed at the end of the step
     | bias = copied * 2                 copied already, around this module
+    | value = first_block_value         made by a product: each rank has the heads that it made
 
-The graph behind a tensor, up to the last product or collective, shows which case it is.
+The nearest parameter, product or collective in the graph behind a tensor shows which case it is.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -22,89 +22,57 @@ from meshwise.tensor.core.matmul import MatmulCollectives
 from meshwise.tensor.core.scheme import Axes
 
 
-class TensorOrigin(NamedTuple):
-    """Something that a tensor was made of.
-
-    | name     of the parameter that it is, or ""
-    | summed   the axes over which the gradients of all ranks are summed behind it
-    | split    the axes over which ranks have parts of it
-    """
-
-    name: str
-    summed: Axes
-    split: Axes
-
-
 class TensorOrigins:
-    """The parameters of one model, and where the gradient of each is summed in the end."""
+    """The parameters of one model, and the axes over which the step sums the gradient of each."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._placed: Mapping[str, Placement] = {}
-        self._names: dict[Tensor, str] = {}
+        self._summed: dict[Tensor, Axes] = {}
 
     def follow(self, model: nn.Module, *, placed: Mapping[str, Placement]) -> None:
-        """`placed`: every parameter, by all of its names."""
+        """Read the placements of a model's parameters: `placed` has every parameter, by all of its names."""
         self._model, self._placed = model, placed
-        model.register_forward_pre_hook(self._begin, prepend=True)
+        # an engine may have replaced the parameters since the last forward
+        model.register_forward_pre_hook(lambda *_: self._summed.clear(), prepend=True)
 
     def unsummed(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Return those axes over which no collective behind `x` sums its gradient.
+        """Return the axes of `axes` over which nothing behind `x` sums its gradient."""
+        summed = self._summed_behind(x, axes=axes)
+        return tuple(axis for axis in axes if axis not in summed)
 
-        Raises ValueError when some origins of `x` are summed behind it and others are not.
-        """
-        found = {tuple(axis for axis in axes if axis in each.summed): each for each in self.of(x, axes=axes)}
-        if len(found) > 1:
-            names = ", ".join(sorted(each.name for each in found.values() if each.name))
-            raise ValueError(
-                f"an argument of an attention is computed from {names}, which is trained in its block, and from a "
-                "tensor of another place. Each rank of tp uses it for its own heads, and the two gradients are summed "
-                "in different places. Pass two arguments, and add them up inside"
-            )
-        done = next(iter(found), ())
-        return tuple(axis for axis in axes if axis not in done)
-
-    def of(self, x: Tensor, *, axes: Axes) -> Iterator[TensorOrigin]:
-        """Yield the trained tensors and products that `x` was made of since the last collectives over these axes."""
+    def _summed_behind(self, x: Tensor, *, axes: Axes) -> Axes:
+        """Return the axes over which the nearest parameter, product or collective behind `x` sums gradients."""
         if x.is_leaf:
-            yield self._leaf(x, axes=axes)
+            return self._at_leaf(x)
         waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
         seen = set(waiting)
         while waiting:
             node = waiting.pop()
-            leaf, origin = getattr(node, "variable", None), _made(node, axes=axes)
-            if leaf is not None:
-                yield self._leaf(leaf, axes=axes)
-            elif origin is not None:
-                yield origin
-            else:
-                following = {each for each, _ in node.next_functions if each is not None} - seen
-                seen |= following
-                waiting.extend(following)
+            leaf = getattr(node, "variable", None)
+            summed = _summed_by(node, axes=axes) if leaf is None else self._at_leaf(leaf)
+            if summed is not None:
+                return summed
+            following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+            seen.update(following)
+            waiting += following
+        return ()
 
-    def _leaf(self, x: Tensor, *, axes: Axes) -> TensorOrigin:
-        """Return a parameter; or what came from another stage, or into a forward that is repeated: it may be a part."""
-        if not self._names and self._model is not None:
-            held = self._model.named_parameters(remove_duplicate=False)
-            self._names = {parameter: name for name, parameter in held if name in self._placed}
-        name = self._names.get(x, "")
-        return (
-            TensorOrigin(name, self._placed[name].summed, self._placed[name].layout.axes)
-            if name
-            else TensorOrigin("", (), axes)
-        )
-
-    def _begin(self, _model: nn.Module, _args: Any) -> None:
-        self._names = {}  # an engine may have put others in their place
+    def _at_leaf(self, x: Tensor) -> Axes:
+        """Return the axes of a parameter; none of a tensor from another stage, or of a repeated forward."""
+        if not self._summed and self._model is not None:
+            named = self._model.named_parameters(remove_duplicate=False)
+            self._summed = {value: self._placed[name].summed for name, value in named if name in self._placed}
+        return self._summed.get(x, ())
 
 
-def _made(node: Node, *, axes: Axes) -> TensorOrigin | None:
-    """Return the origin that a product or a collective over some of these axes gave, or None."""
+def _summed_by(node: Node, *, axes: Axes) -> Axes | None:
+    """Return the axes over which a product or a collective sums gradients; None for any other node."""
     operation = getattr(node, "operation", None)
     if isinstance(operation, MatmulCollectives):
-        alike = operation.y.axes if operation.y.dim is None else ()
-        return TensorOrigin("", (), tuple(axis for axis in axes if axis not in alike))
-    given = gradient.source_of_output(node)
-    if given is None or not {*given.whole, *given.alike, *given.split}.intersection(axes):
+        replicated = operation.y.axes if operation.y.dim is None else ()
+        return tuple(axis for axis in axes if axis not in replicated)
+    source = gradient.source_of_output(node)
+    if source is None or not {*source.whole, *source.alike, *source.split}.intersection(axes):
         return None
-    return TensorOrigin("", given.whole, given.split)
+    return source.whole

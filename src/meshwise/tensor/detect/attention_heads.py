@@ -12,6 +12,7 @@ forward with `q.view(batch, -1, self.num_heads, self.head_width)` means the head
 import ast
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from meshwise.model.parameter_reads import dotted_names, source_of
+from meshwise.plan import Plan
 from meshwise.tensor.detect.known_names import (
     CONFIGURATIONS,
     FEATURES,
@@ -30,6 +32,7 @@ from meshwise.tensor.detect.known_names import (
     full_name,
 )
 from meshwise.tensor.detect.matrix_modules import MatrixModule
+from meshwise.tensor.schemes import scheme
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 
@@ -67,16 +70,27 @@ class AttentionHeads:
         return 0 if left or self.group % ranks else ranks
 
 
+@dataclass(frozen=True)
+class HeadSharing:
+    """How the ranks of a plan share the heads of an attention."""
+
+    ranks: int
+    """How many ranks share out the heads."""
+    rows_stay: bool
+    """True if ranks have the rows of the hidden states inside a pair too. Under 3d they have other rows: the input is
+    not gathered for all linears at once, and ranks cannot hold the same key head, because their axis splits rows."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "HeadSharing":
+        """Return how a plan shares heads. Raises ValueError for a plan with `dp=auto`."""
+        mesh = plan.mesh()
+        ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
+        return cls(ranks, rows_stay=plan.tp_mode != "3d")
+
+
 def counts_heads(module: nn.Module) -> bool:
     """Return whether the module itself keeps a count of heads."""
-    return any(_is_count(vars(module).get(name)) for name in HEADS if name != "h" or _h_counts(vars(module)))
-
-
-def _h_counts(own: Mapping[str, Any]) -> bool:
-    """Return whether `h` is a number of heads, and no height or hidden size: beside how wide one is, and no other
-    name.
-    """
-    return any(name in own for name in HEAD_WIDTHS) and not any(name in own for name in HEADS if name != "h")
+    return any(_is_count(vars(module).get(name)) for name in HEADS)
 
 
 def find_heads(
@@ -181,8 +195,6 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     """Return the numbers among a module's attributes, and those its forward reads as `config.name`."""
     own = vars(module)
     read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
-    if not _h_counts(own):
-        own = {name: value for name, value in own.items() if name != "h"}
     return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
 
 

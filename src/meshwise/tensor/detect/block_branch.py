@@ -119,9 +119,6 @@ class BlockReading:
         if _ends(left):
             found.append(_branch(left))
             left = []
-        elif len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
-            found.append(_branch([*left[1:], left[0]]))  # the whole module has them in the other order
-            left = []
         elif late := _late(left, branches=found[before:], holder=name):
             found[-1], left = late, []
         return left

@@ -18,6 +18,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
+    HeadSharing,
     by_rule,
     counted,
     counts_heads,
@@ -29,10 +30,9 @@ from meshwise.tensor.detect.attention_heads import (
 )
 from meshwise.tensor.detect.block_branch import BlockBranch
 from meshwise.tensor.detect.input_use import only_read_by, sizes_unused, splits_by_width
-from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS
+from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS, enclosing
 from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
-from meshwise.tensor.detect.pair_sharing import PairSharing
 
 _GATED = 2
 """How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
@@ -47,8 +47,6 @@ class FoundAttention:
 
     alike: bool
     """Whether one rule cuts q, k and v, so that no two ranks can hold the same key head."""
-    even: bool
-    """Whether every rank has to get as many key heads: q and k are cut by one rule that knows no groups."""
     enters_whole: bool
     """Whether its forward sees its input as its first matrices read it, so that sizes it takes from there are right."""
 
@@ -68,7 +66,7 @@ class ColumnRowPairs:
         *,
         options: Mapping[str, Mapping[str, int]],
         reasons: dict[str, str],
-        sharing: PairSharing,
+        sharing: HeadSharing,
     ) -> None:
         self.attentions: list[FoundAttention] = []
         self._modules = modules
@@ -96,7 +94,7 @@ class ColumnRowPairs:
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
         """Why what looks like attention has no heads, with the rule that would say."""
         home = branch.firsts[0].home
-        around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
+        around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
             return f"attention, it seems, with more matrices than q, k and v; {whole or 'no part has them'}"
@@ -107,7 +105,7 @@ class ColumnRowPairs:
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.home for matrix in (*branch.firsts, branch.second)))
-        around = [name for name in _above(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
+        around = [name for name in enclosing(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
         features = branch.second.inputs
         for name in (*homes, *around):
             given = self._options.get(name, {})
@@ -179,9 +177,7 @@ class ColumnRowPairs:
         inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
         self._reasons |= unclear
         found |= inner
-        self.attentions.append(
-            FoundAttention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
-        )
+        self.attentions.append(FoundAttention(home, heads, alike=alike, enters_whole=whole))
         return found
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
@@ -246,15 +242,8 @@ class ColumnRowPairs:
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """Return the parts of torch's own attention, whose matrices are parameters that it holds itself."""
         width = module.head_dim
-        self.attentions.append(
-            FoundAttention(
-                name,
-                AttentionHeads(module.num_heads, module.num_heads, width),
-                even=False,
-                alike=True,
-                enters_whole=True,
-            )
-        )
+        heads = AttentionHeads(module.num_heads, module.num_heads, width)
+        self.attentions.append(FoundAttention(name, heads, alike=True, enters_whole=True))
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
             "in_proj_weight": Part("colwise", sections=fused, grain=width),
@@ -268,12 +257,6 @@ class ColumnRowPairs:
             **{f"{below}{key}": part for key, part in found.items() if key in held},
             f"{below}out_proj": Part("rowwise", grain=width),
         }
-
-
-def _above(name: str) -> list[str]:
-    """Return the names of the modules that hold a module, innermost first."""
-    words = name.split(".")
-    return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
 
 
 _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")

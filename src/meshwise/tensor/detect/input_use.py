@@ -8,7 +8,7 @@ of its input, which should be the gathered input's.
 
 import ast
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import lru_cache
 
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 from meshwise.model.parameter_reads import source_of
 
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
-_LAST = ("-1", "2")
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
@@ -25,7 +24,6 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     and besides only asked for its sizes.
 
         q, k, v = self.q(x), self.k(x), self.v(x)
-        q, k, v = (linear(x) for linear in (self.q, self.k, self.v))
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
     `others`: children that read it under such a second name, if at all, and in the calls at hand something else.
@@ -36,13 +34,12 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     itself, given = (argument.arg for argument in definition.args.args[:2])
     also, harmless = _second_names(definition, given)
     harmless |= _asked_for_sizes(definition)
-    looped = _looped_over(definition, itself)
     readers: dict[str, set[str]] = {given: set(), also: set()}
     for node in _nodes(definition):
         if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
-            called, name = _children_called(node.func, itself, looped), node.args[0].id
-            if called and name in readers and called <= {*children, *others}:
-                readers[name] |= called
+            called, name = _child_called(node.func, itself), node.args[0].id
+            if name in readers and called in (*children, *others):
+                readers[name].add(called)
                 harmless.add(id(node.args[0]))
     read = readers[given] if others else readers[given] | readers[also]
     loads = [node for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
@@ -58,8 +55,8 @@ def sizes_unused(module: nn.Module) -> bool:
         return False
     given, asked = definition.args.args[1].arg, _asked_for_sizes(definition)
     for call in [node for node in _nodes(definition) if isinstance(node, ast.Call)]:
-        called = _children_called(call.func, definition.args.args[0].arg, {})
-        if any(inspect.isfunction(getattr(type(module), name, None)) for name in called):
+        called = _child_called(call.func, definition.args.args[0].arg)
+        if inspect.isfunction(getattr(type(module), called, None)):
             asked |= {id(argument) for argument in (*call.args, *(word.value for word in call.keywords))}
     return not any(id(node) in asked for node in _nodes(definition) if _is_named(node, given))
 
@@ -92,30 +89,6 @@ def splits_by_width(module: nn.Module) -> bool:
     return bool(uses) and all(id(node) in harmless for node in uses)
 
 
-def asks_for_last_size(module: nn.Module) -> bool:
-    """Return whether a module's forward takes the last of three sizes from any tensor: the number of features of a
-    stream.
-
-    d = x.shape[-1]        d = x.size(2)        B, T, C = x.shape
-    """
-    definition = _forward(module)
-    if definition is None:
-        return False
-    read = {node.id for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return any(_is_last_size(node, read=read) for node in _nodes(definition))
-
-
-def _is_last_size(node: ast.AST, *, read: set[str]) -> bool:
-    match node:
-        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=place):
-            return ast.unparse(place) in _LAST
-        case ast.Call(func=ast.Attribute(attr="size"), args=[place]):
-            return ast.unparse(place) in _LAST
-        case ast.Assign(targets=[ast.Tuple(elts=[_, _, ast.Name(id=name)])], value=sizes):
-            return name in read and ast.unparse(sizes).endswith((".shape", ".size()"))
-    return False
-
-
 def _is_sizes_of(node: ast.expr, name: str) -> bool:
     """Return whether an expression is `name.shape` or `name.size()`."""
     if isinstance(node, ast.Call) and not node.args:
@@ -133,23 +106,9 @@ def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int
     return "", set()
 
 
-def _looped_over(definition: ast.FunctionDef, itself: str) -> dict[str, set[str]]:
-    """Return loop variables over children: `linear`, in `for linear in (self.q, self.k, self.v)`."""
-    loops = [node for node in _nodes(definition) if isinstance(node, ast.For | ast.comprehension)]
-    return {
-        node.target.id: {entry.attr for entry in node.iter.elts if isinstance(entry, ast.Attribute)}
-        for node in loops
-        if isinstance(node.target, ast.Name)
-        and isinstance(node.iter, ast.Tuple | ast.List)
-        and all(isinstance(entry, ast.Attribute) and _is_named(entry.value, itself) for entry in node.iter.elts)
-    }
-
-
-def _children_called(called: ast.expr, itself: str, looped: Mapping[str, set[str]]) -> set[str]:
-    """Which children a call calls."""
-    if isinstance(called, ast.Name):
-        return looped.get(called.id, set())
-    return {called.attr} if isinstance(called, ast.Attribute) and _is_named(called.value, itself) else set()
+def _child_called(called: ast.expr, itself: str) -> str:
+    """Return NAME of the called expression `self.NAME`, or ""."""
+    return called.attr if isinstance(called, ast.Attribute) and _is_named(called.value, itself) else ""
 
 
 def _forward(module: nn.Module) -> ast.FunctionDef | None:

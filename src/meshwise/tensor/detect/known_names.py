@@ -8,7 +8,7 @@ installed needs no import.
 import re
 from collections.abc import Mapping
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads", "num_head", "h")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads", "num_head")
 """Names of the number of attention heads, on a module or on its configuration."""
 
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -77,6 +77,12 @@ DECLARED: Mapping[str, str | None] = {
 
 _BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
 """The name of a block, and of the module in it that is around all others of a pair."""
+
+
+def enclosing(name: str) -> list[str]:
+    """Return the names of the modules that hold `name`, innermost first; the last is "", the model."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
 
 
 def branch_around(name: str) -> str:

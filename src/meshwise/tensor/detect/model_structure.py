@@ -17,14 +17,12 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.sharded_multihead import UnnestedEncoder
-from meshwise.tensor.detect.attention_heads import by_rule
+from meshwise.tensor.detect.attention_heads import HeadSharing, by_rule
 from meshwise.tensor.detect.block_branch import BlockReading, stream_width
-from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs, FoundAttention
-from meshwise.tensor.detect.input_use import asks_for_last_size
+from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
+from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
 from meshwise.tensor.detect.norm_modules import as_norm, goes_feature_by_feature
-from meshwise.tensor.detect.pair_sharing import PairSharing
 
 _KNOWN = ("torch", "transformers", "meshwise")
 """Packages whose modules take what they make for each feature from parameters."""
@@ -36,6 +34,9 @@ class ModelStructure:
     | stated    the roles that someone else gave, by name of a module or parameter
     | options   the numbers that were given with them
     | sharing   how the plan shares heads out
+
+    `parts` has the part of every module, and parameter held by a module itself, that has one; `attentions` the
+    attentions that were found, with their heads.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ModelStructure:
         *,
         stated: Mapping[str, str],
         options: Mapping[str, Mapping[str, int]],
-        sharing: PairSharing,
+        sharing: HeadSharing,
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
@@ -56,7 +57,8 @@ class ModelStructure:
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
         self.width = stream_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
         self._vocabulary = self._find_vocabulary()
-        self._parts: dict[str, Part] = {}
+        self.parts: dict[str, Part] = {}
+        self.attentions = self._pairs.attentions
         for name, block in self._regions.items():
             self._read_block(block, name)
         for name, inner in self.modules.items():
@@ -66,29 +68,16 @@ class ModelStructure:
             self._state(name, role)
 
     @property
-    def parts(self) -> Mapping[str, Part]:
-        """The part of every module, and parameter held by a module itself, that has one."""
-        return self._parts
-
-    @property
-    def attentions(self) -> tuple[FoundAttention, ...]:
-        """The attentions that were found, with their heads."""
-        return tuple(self._pairs.attentions)
-
-    @property
     def counts_features(self) -> bool:
-        """True if code outside of the blocks uses all features of the hidden states: a buffer is that wide, or a
-        forward of the user's reads their number.
-        """
+        """True if a module of the user's outside of the blocks has a table, as a buffer, as wide as hidden states."""
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
         own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
-        wide = any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
-        return wide or any(map(asks_for_last_size, own))
+        return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
     def reason(self, name: str) -> str:
         """Why a parameter has no part, in brackets, where that is known."""
-        return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")
+        return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
         """Return whether it is a matrix in a block that makes something as wide as the hidden states."""
@@ -102,29 +91,29 @@ class ModelStructure:
         if name:
             for matrix in left:
                 self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with a second")
-            self._parts[name] = Part("block", stream=self.width)
+            self.parts[name] = Part("block", stream=self.width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
-                self._parts |= self._pairs.torch_attention(module, name=inner)
-        self._parts |= self._pairs.parts(branches, block=name)
+                self.parts |= self._pairs.torch_attention(module, name=inner)
+        self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
         """Give a part to a module that is in no pair, when what it is and where it is tell."""
-        around = self._parts[name].role if name in self._parts else ""
+        around = self.parts[name].role if name in self.parts else ""
         if around not in ("", "block", "pair", "attention"):
             return
         held = dict(module.named_parameters(recurse=False))
         norm = None if around else as_norm(module)
         if computes_as(module, kind=nn.TransformerEncoder):
-            self._parts[name] = Part("pair", becomes=UnnestedEncoder)
+            self.parts[name] = Part("pair")
         elif norm is not None and norm[0] == self.width:
-            self._parts[name] = Part("norm", norm=norm[1])
+            self.parts[name] = Part("norm", norm=norm[1])
         elif isinstance(module, BatchNorm) and not around and self._has_all_features(module, name):
-            self._parts[name] = Part("whole")
+            self.parts[name] = Part("whole")
         elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
-            self._parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
+            self.parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
         elif not any(True for _ in module.children()) and not goes_feature_by_feature(module):
             self._reasons[name] = _why_unknown(module)
         elif around or type(module).__module__.partition(".")[0] != "torch":
@@ -135,7 +124,7 @@ class ModelStructure:
         """Give a part to a parameter that a user's module holds itself: a vector as wide as the hidden states, or,
         outside of the blocks, a table of such vectors. What could be a matrix is left to the rules.
         """
-        if name in self._parts or parameter.shape[-1:] != (self.width,):
+        if name in self.parts or parameter.shape[-1:] != (self.width,):
             return
         table = not self._in_block(name) and parameter.shape[0] != self.width
         if not (table or parameter.numel() == self.width):
@@ -143,7 +132,7 @@ class ModelStructure:
         if in_attention:
             self._reasons[name] = "as wide as the stream and as all heads: rule 'vector', or 'inner grain=number'"
         else:
-            self._parts[name] = Part("vector")
+            self.parts[name] = Part("vector")
 
     def _role_outside(self, module: nn.Module, name: str) -> str | None:
         """Return the part of a module outside of the blocks, as far as torch's own layers go."""
@@ -189,18 +178,16 @@ class ModelStructure:
         module = self.modules.get(name)
         matrix = as_matrix(module, name=name) if module is not None else None
         if _replaces_own_forward(module, role):
-            plain = matrix is not None or (isinstance(module, nn.Embedding) and looks_up(module))
             raise ValueError(
-                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something "
-                f"{'else' if plain else 'of its own'}, which that part would replace; parts that keep it "
-                "are positions, vector, inner, each_head and whole"
+                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something else, which that part "
+                "would replace; parts that keep it are positions, vector, inner, each_head and whole"
             )
         given = self._options.get(name, {})
         if role == "attention":
-            if name not in self._parts or self._parts[name].role != "attention":
+            if name not in self.parts or self.parts[name].role != "attention":
                 raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
         elif role in ("colwise", "rowwise"):
-            if name in self._parts or name in self._reasons:
+            if name in self.parts or name in self._reasons:
                 return  # in a pair, with its heads; or in none, and then that is said
             cut = (
                 by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
@@ -208,24 +195,24 @@ class ModelStructure:
                 else ()
             )
             sections, grain = cut or ((), given.get("grain", 1))
-            self._parts[name] = Part(role, sections=sections, grain=grain, transposed=bool(matrix and matrix.flipped))
+            self.parts[name] = Part(role, sections=sections, grain=grain, transposed=bool(matrix and matrix.flipped))
         elif role == "norm":
             norm = as_norm(module) if module is not None else None
             if norm is None:
                 raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
-            self._parts[name] = Part("norm", norm=norm[1])
+            self.parts[name] = Part("norm", norm=norm[1])
         else:
-            self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
+            self.parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
 
     def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
         """Return whether a batch norm is given the hidden states, or something outside of the blocks."""
         return norm.num_features == self.width or not self._in_block(name)
 
     def _in_block(self, name: str) -> bool:
-        return any(holder in self.blocks for holder in _holders(name))
+        return any(holder in self.blocks for holder in (name, *enclosing(name)))
 
     def _is_kept_whole(self, name: str) -> bool:
-        return any(self._stated.get(holder) == "whole" for holder in _holders(name))
+        return any(self._stated.get(holder) == "whole" for holder in (name, *enclosing(name)))
 
 
 def _why_unknown(module: nn.Module) -> str:
@@ -243,12 +230,6 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
     if module is None or role not in ("colwise", "rowwise", "single", "head", "embedding"):
         return False
     return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
-
-
-def _holders(name: str) -> list[str]:
-    """Return a name and the names of all modules around it, innermost first."""
-    words = name.split(".")
-    return [".".join(words[:depth]) for depth in range(len(words), 0, -1)]
 
 
 def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:

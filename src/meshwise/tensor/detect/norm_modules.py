@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.tensor.core.part import Norm
+from meshwise.tensor.detect.matrix_modules import output_of, random_numbers
 
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
@@ -69,17 +70,12 @@ def goes_feature_by_feature(module: nn.Module) -> bool:
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     """Return numbers so small that an epsilon is no smaller than what it is added to."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") + 1) * 1e-3
+    return (random_numbers(*shape, seed=seed) + 1) * 1e-3
 
 
 def _answer(module: nn.Module, x: Tensor) -> Tensor | None:
     """Return the output of a module for `x` if that is a tensor of the same shape, or None."""
-    try:
-        with torch.no_grad():
-            answer = module(x)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None  # it takes something else
+    answer = output_of(module, x)
     return answer if isinstance(answer, Tensor) and answer.shape == x.shape else None
 
 

@@ -8,13 +8,13 @@ from torch import nn
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
+from meshwise.tensor.detect.attention_heads import HeadSharing
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
-from meshwise.tensor.detect.known_names import of_all_blocks
+from meshwise.tensor.detect.known_names import enclosing, of_all_blocks
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
-from meshwise.tensor.detect.pair_sharing import PairSharing
 
 
-def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: PairSharing) -> None:
+def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
     """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share its heads, or
     would count the tokens of a part.
     """
@@ -24,8 +24,7 @@ def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing:
             raise PlanError(
                 f"{attention.name} asks its input x for sizes, but under '{plan}' x has a part of the tokens. All "
                 "tokens are gathered for it only where its first matrices alone read x: call self.q(x), self.k(x), "
-                "self.v(x), or linear(x) for linear in (self.q, self.k, self.v), and read x nowhere else. "
-                "Nearest that works as it is: sequence_parallel=0"
+                "self.v(x), and read x nowhere else. Nearest that works as it is: sequence_parallel=0"
             )
         if not _fits(attention, ranks=ranks, sharing=sharing):
             heads = attention.heads
@@ -105,9 +104,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
 
 def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
     """Return whether a module, or one around it, is kept whole."""
-    words = name.split(".")
-    around = (parts.get(".".join(words[:depth])) for depth in range(len(words) + 1))
-    return any(part is not None and part.role == "whole" for part in around)
+    return any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))
 
 
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
@@ -143,11 +140,11 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
-def _fits(attention: FoundAttention, *, ranks: int, sharing: PairSharing) -> bool:
+def _fits(attention: FoundAttention, *, ranks: int, sharing: HeadSharing) -> bool:
     """Return whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
     keys = attention.heads.key_count
     if keys >= ranks:
-        return keys % ranks == 0 or not attention.even
+        return keys % ranks == 0 or not (attention.alike and attention.heads.group > 1)
     return sharing.rows_stay and not attention.alike and attention.heads.kv_replicas(ranks) > 0
 
 
@@ -159,7 +156,7 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
     return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if alike else names))
 
 
-def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: PairSharing) -> str:
+def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> str:
     most = max(attention.heads.count for attention in attentions)
     works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])

@@ -25,9 +25,9 @@ from torch import nn
 
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.known_names import DECLARED, branch_around, of_all_blocks
+from meshwise.tensor.detect.attention_heads import HeadSharing
+from meshwise.tensor.detect.known_names import DECLARED, branch_around, enclosing, of_all_blocks
 from meshwise.tensor.detect.model_structure import ModelStructure
-from meshwise.tensor.detect.pair_sharing import PairSharing
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_misfits, refuse_modes
 
 Rules: TypeAlias = Mapping[str, str]
@@ -62,11 +62,6 @@ class Rule:
     @classmethod
     def parse(cls, text: str, *, pattern: str) -> "Rule":
         """Return the rule that `text` states. Raises ValueError for an unknown word or option."""
-        if not isinstance(text, str):
-            raise ValueError(  # noqa: TRY004 - what a user states is a value
-                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'colwise sections=3'. "
-                "Leave out modules that meshwise should find"
-            )
         role, *words = text.split() or [""]
         if role not in _ALLOWED:
             near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
@@ -115,7 +110,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
         module,
         stated={**declared, **stated},
         options={name: rule.options for name, rule in given.items()},
-        sharing=PairSharing.of(plan),
+        sharing=HeadSharing.of(plan),
     )
     whole = {name for name, role in stated.items() if role == "whole"}
     parts = {
@@ -136,7 +131,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     """Return the parts as a plan has them. Raises PlanError where it has none."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_misfits(split, plan=plan, sharing=PairSharing.of(plan))
+    refuse_misfits(split, plan=plan, sharing=HeadSharing.of(plan))
     parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
@@ -144,8 +139,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
 
 def _lies_in(name: str, *, holders: Collection[str]) -> bool:
     """Return whether one of the modules around it is among `holders`."""
-    words = name.split(".")
-    return any(".".join(words[:depth]) in holders for depth in range(len(words)))
+    return any(holder in holders for holder in enclosing(name))
 
 
 def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
@@ -260,11 +254,10 @@ def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, st
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
     """Return whether a parameter has a part, directly or through the module that holds it."""
-    words = name.split(".")
-    around = [parts.get(".".join(words[:depth])) for depth in range(len(words))]
+    around = [parts.get(holder) for holder in enclosing(name)]
     if any(part is not None and part.role == "whole" for part in around):
         return True
-    holder = around[-1]
+    holder = around[0]
     return name in parts or (holder is not None and holder.role not in ("attention", "pair", "block"))
 
 
