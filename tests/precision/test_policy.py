@@ -37,7 +37,7 @@ def test_only_fp16_needs_a_loss_scale() -> None:
 
 
 def test_a_record_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"what was rounded is not computed in more; give parameters=torch\.float16"):
+    with pytest.raises(ValueError, match=r"computed in their own dtype; give parameters=torch\.float16"):
         Precision(parameters=BF16, compute=FP16)
     with pytest.raises(PlanError, match="Nearest that works: 'precision=bf16'"):
         Plan.parse("precision=bf6")

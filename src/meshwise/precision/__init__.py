@@ -1,1 +1,1 @@
-"""In which dtypes a model is kept, computed, summed and updated."""
+"""The dtypes that a model is stored, computed, reduced and updated in, and the loss scale of fp16."""

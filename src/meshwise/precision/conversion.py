@@ -5,7 +5,7 @@ norm that the author computes in fp32. Three measures together let a plain model
 
 - parameters are kept in the dtype. Parameters of a norm with running statistics keep their dtype: its kernel takes
   activations of another dtype, but only parameters with the dtype of the statistics;
-- a module that has such parameters of its own gets its inputs in their dtype (a door);
+- a module that has such parameters of its own gets its inputs in their dtype, by a hook;
 - between modules autocast is on, so that a product of an fp32 tensor (a query after an fp32 rotary table) and a bf16
   one is computed in bf16. As the products are in bf16 already, it converts nothing most of the time.
 
@@ -27,7 +27,7 @@ from meshwise.precision.dtype_policy import NARROW, Precision
 
 
 def convert(module: nn.Module, *, precision: Precision) -> None:
-    """Give the parameters of a model their dtype."""
+    """Convert the parameters of a model to the dtype of `precision`, in place."""
     dtype = precision.parameters
     if dtype is None:
         return
@@ -44,7 +44,7 @@ def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) 
 
 
 class CastHooks:
-    """The doors of one model; none when its parameters are as declared."""
+    """The hooks of one model that convert the inputs of its modules; none if its parameters are as declared."""
 
     def __init__(self, module: nn.Module, *, precision: Precision) -> None:
         self._handles: list[RemovableHandle] = []
@@ -52,7 +52,7 @@ class CastHooks:
             return
         for part in module.modules():
             if any(True for _ in _floating(part)) and not _has_statistics(part):
-                self._handles.append(part.register_forward_pre_hook(_door, with_kwargs=True))
+                self._handles.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -61,7 +61,7 @@ class CastHooks:
 
 
 def computing(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, products are computed in the record's dtype."""
+    """Return a context in which products are computed in the dtype of `precision`."""
     dtype = precision.computes
     if dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
@@ -78,13 +78,11 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the floating parameters of the module's own. Their values are not read, because they may be on another
-    tier.
-    """
+    """Return the floating parameters of a module itself. Values are not read: they may be on another tier."""
     return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
 
 
-def _door(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the inputs in the dtype of the module's parameters."""
     dtype = next((parameter.dtype for parameter in _floating(module)), None)
 

@@ -1,8 +1,7 @@
-"""The record of dtypes: what a model is kept, computed, accumulated, summed and updated in.
+"""The dtypes of a training: what a model is stored, computed, accumulated, reduced and updated in.
 
-The dtype of a training has seven parts. A framework that decides them in seven places (a cast here, an autocast there,
-a flag of the optimizer) cannot report what it did. Here the answers are one value, the same under every plan, and the
-trainer prints it beside what its tensors really are.
+Seven dtypes are decided here in one value, the same under every plan. The trainer prints it next to the dtypes that its
+tensors have.
 
     |                 fp32          bf16        fp16
     | parameters      as declared   bfloat16    float16      what the model uses; under zero=3 what is gathered
@@ -13,7 +12,7 @@ trainer prints it beside what its tensors really are.
     | optimizer state as updated                             torch's optimizers keep it in the dtype of what they update
     | buffers         as declared                            statistics and rotary tables lose too much when rounded
 
-The parameters are stored in the dtype of the computation, and fp32 masters are updated beside them, as in Megatron-LM
+The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them, as in Megatron-LM
 and FSDP2's mixed precision (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations
 are half as large, and no use of a parameter converts it. `conversion` says how activations get their dtype.
 """
@@ -44,8 +43,8 @@ class Precision:
     def __post_init__(self) -> None:
         if self.parameters in NARROW and self.compute not in (None, self.parameters):
             raise ValueError(
-                f"parameters={self.parameters} compute={self.compute}: what was rounded is not computed in more; give "
-                f"parameters={self.compute}"
+                f"parameters={self.parameters} compute={self.compute}: half-precision parameters are computed in "
+                f"their own dtype; give parameters={self.compute}"
             )
 
     @property
@@ -74,19 +73,19 @@ class Precision:
 
 
 NARROW = (torch.bfloat16, torch.float16)
-"""The dtypes that are computed in beside fp32 masters."""
+"""The half-precision dtypes, which need fp32 masters."""
 
 RECORDS: Mapping[str, Precision] = {
     "fp32": Precision(),
     "bf16": Precision(parameters=torch.bfloat16, compute=torch.bfloat16, reduction=torch.bfloat16),
     "fp16": Precision(parameters=torch.float16, compute=torch.float16, reduction=torch.float16),
 }
-"""By the word of the plan."""
+"""The dtypes of each `precision` of a plan."""
 
 WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def precision_of(plan: Plan) -> Precision:
-    """Return the record that a plan asks for."""
+    """Return the dtypes that a plan states."""
     record = RECORDS[plan.precision]
     return record if plan.wire == "auto" else replace(record, reduction=WIRES[plan.wire])

@@ -31,10 +31,10 @@ from meshwise.base.tensor_tree import tensors
 class LossScale:
     """A loss scale between two steps.
 
-    | value      what the mean loss is multiplied by
+    | value      factor of the mean loss
     | updates    since the scale last changed
     | overflows  in a row, up to now
-    | count      what a batch is taken to count, a power of two; 0 before the first
+    | count      approximate count of a batch, a power of two; 0 before the first
     """
 
     value: float = 2.0**13
@@ -44,7 +44,7 @@ class LossScale:
     count: float = 0.0
 
     LEAST = 2.0**-14
-    """An overflow below it is not the scale's fault: some gradient is not finite whatever it is multiplied by."""
+    """A gradient that overflows below this scale is not finite at any scale."""
     MOST = 2.0**24
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class LossScale:
         return self.value / (self.count or 1.0)
 
     def expecting(self, count: float) -> "LossScale":
-        """For batches that count about so much; as it was when that is nothing."""
+        """Return the scale for batches of about this `count`; unchanged if `count` is 0 or not finite."""
         return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
 
     @property
@@ -66,11 +66,11 @@ class LossScale:
         return self.overflowed().value < self.LEAST
 
     def overflowed(self) -> "LossScale":
-        """After a step whose gradient was not finite."""
+        """Return the scale after a step whose gradient was not finite."""
         return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
 
     def updated(self) -> "LossScale":
-        """After a step that was applied."""
+        """Return the scale after a step that was applied."""
         if self.updates + 1 < self.patience or self.value >= self.MOST:
             return replace(self, updates=self.updates + 1, overflows=0)
         return replace(self, value=self.value * 2, updates=0, overflows=0)
@@ -81,10 +81,10 @@ class LossScale:
 
     @classmethod
     def restored(cls, state: Mapping[str, float] | None) -> "LossScale":
-        """Return the scale that a checkpoint kept; a first one where it kept none."""
+        """Return the scale of a checkpoint, or a new one if it has none."""
         return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
 
 
 def likely_count(batch: Any) -> int:
-    """Return the elements of its smallest tensor."""
+    """Return the number of elements of the smallest tensor of a batch, usually its labels."""
     return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)

@@ -1,4 +1,4 @@
-"""Puts a plain model under tensor parallelism, from outside.
+"""Put a plain model under tensor parallelism, without changes to its code.
 
 A module that plays a part gets a class of its own: that part's behaviour in front of the class it has. So
 `isinstance`, names, hooks and `state_dict` stay what they are, and the user's forward runs unchanged over local rows
@@ -17,7 +17,7 @@ from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
-from meshwise.tensor.core import activation_reshard as region
+from meshwise.tensor.core import activation_reshard as reshard
 from meshwise.tensor.core.gathered_outputs import GatheredOutputs
 from meshwise.tensor.core.linear import Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.core.part import Part
@@ -54,7 +54,7 @@ def tensor_parallel(
 
 
 class _Split:
-    """A model on its way: its contexts inside and outside of the blocks, and the placements so far."""
+    """A model while it is split: its contexts inside and outside of the blocks, and the placements so far."""
 
     def __init__(
         self, module: nn.Module, parts: Mapping[str, Part], *, outside: SplitContext, inside: SplitContext
@@ -78,13 +78,13 @@ class _Split:
             **dict.fromkeys(("positions", "patches", "vector", "inner"), self._by_features),
             "norm": self._norm,
             **dict.fromkeys(("whole", "each_head"), self._whole),
-            **dict.fromkeys(("attention", "pair"), self._around),
+            **dict.fromkeys(("attention", "pair"), self._around_pair),
             "block": lambda _name, _part: None,  # what blocks are for is in `add_hooks`
         }
 
     def apply(self, name: str, part: Part) -> None:
-        """Let one module, or parameter, play its part. What another stage has returns the hidden states as it does
-        there.
+        """Give one module, or parameter, its part. A module whose parameters another stage has returns hidden states of
+        the same shape as there.
         """
         if part.elsewhere:
             if name in self._modules:
@@ -124,7 +124,7 @@ class _Split:
         module = self._modules[name]
         weight = _matrix(module, name)
         projection = Projection(context, part=part, shape=weight.shape)
-        _become(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
+        _set_sharded_class(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
             self._placed[f"{name}.bias"] = projection.bias_placement
@@ -135,18 +135,18 @@ class _Split:
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
-        _become(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
+        _set_sharded_class(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.placement
         self._put_together(module, part)
 
     def _put_together(self, module: nn.Module, part: Part) -> None:
-        """Gather the output of this module if hidden states have all features outside of the blocks."""
+        """Gather the output of a module if hidden states have all features outside of the blocks."""
         if part.whole_features and part.role in ("embedding", "single", "rowwise"):
-            region.leave_features(module, context=self._outside, features=self._width())
+            reshard.leave_features(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
-        """Parameters one of whose dims counts the features of the hidden states, or what lies within a pair."""
+        """Place parameters with a dim that counts features of the hidden states, or inner features of a pair."""
         context = self._context(name, part)
         scheme, inner = context.scheme, part.role == "inner"
         axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
@@ -156,14 +156,14 @@ class _Split:
         if isinstance(module, nn.Embedding):
             _require_plain_embedding(module, name)
         if isinstance(module, CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
-            region.share_channels(module, context=context, axes=axes)
+            reshard.share_channels(module, context=context, axes=axes)
         elif part.role == "patches" and module is not None and context.degree(axes) > 1:
-            region.share_input(module, context=context, axes=axes)
+            reshard.share_input(module, context=context, axes=axes)
         if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
-            _become(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
-        held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
-        for key, parameter in held.items():
+            _set_sharded_class(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
+        parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
+        for key, parameter in parameters.items():
             dim = _dim_of_features(part, parameter)
             splits = tuple(axes if other == dim else () for other in range(parameter.dim()))
             cuts = tuple(part.cut if inner and other == dim else ANYWHERE for other in range(parameter.dim()))
@@ -179,22 +179,22 @@ class _Split:
         assert part.norm is not None
         layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
         sizes = context.sizes(layout, size=_features_of_norm(module), axes=axes)
-        _become(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
+        _set_sharded_class(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
-        """Every rank has all of it. Heads differ from rank to rank, whole features do not."""
+        """Place a module or parameter whole on every rank. Heads differ from rank to rank, whole features do not."""
         scheme = self._context(name, part).scheme
         rows = (*scheme.inner_rows, *scheme.inner) if part.role == "each_head" else (*scheme.rows, *scheme.tokens)
         module = self._modules.get(name)
-        held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
-        for key, parameter in held.items():
+        parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
+        for key, parameter in parameters.items():
             placement = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
             self._kept_whole[key] = placement
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
-            region.gather_features(module, context=self._outside, features=module.in_features)
+            reshard.gather_features(module, context=self._outside, features=module.in_features)
 
-    def _around(self, name: str, part: Part) -> None:
-        """Wrap a module around a pair: its counts become this rank's."""
+    def _around_pair(self, name: str, part: Part) -> None:
+        """Set the counts of the module around a pair to this rank's, and align its arguments with its heads."""
         context, module = self._context(name, part), self._modules[name]
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in evaluation, nested tensors go to a kernel that reads whole weights
@@ -211,33 +211,31 @@ class _Split:
                 size = operator.attrgetter(attribute)(module)
                 set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))
         if part.becomes is None:
-            # of all heads, before those of others are left out
-            region.hand_over(module, context=context, widths=self._read_by_first(name))
+            # before the arguments are cut to this rank's heads
+            reshard.align_arguments(module, context=context, widths=self._read_by_first(name))
         if part.by_head and context.degree(inner) > 1:
             heads = Layout((inner,), cuts=(DimSplit(grain=part.grain),))
-            region.take_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
+            reshard.slice_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
         if part.gathers:
-            region.gather_stream(module, context=context, features=self._width(), readers=part.readers)
+            reshard.gather_stream(module, context=context, features=self._width(), readers=part.readers)
         if part.even_rows:
-            region.require_even_rows(module, name=name, context=context)
+            reshard.require_even_rows(module, name=name, context=context)
         if part.narrows:
             own = context.own(Layout((context.scheme.inner,), cuts=(DimSplit(grain=part.narrows),)), size=self._width())
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
-            region.show_narrow(module, readers=[m for m in module.children() if m in inside], features=own)
+            reshard.narrow_input(module, readers=[m for m in module.children() if m in inside], features=own)
         if part.becomes is None:
             return
-        held = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
+        own_parts = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
         projections = {
             key: Projection(context, part=own, shape=self._parameters[f"{name}.{key}"].shape)
-            for key, own in held.items()
+            for key, own in own_parts.items()
             if own is not None and own.role in ("colwise", "rowwise")
         }
-        _become(module, part.becomes, sharding=MultiheadSharding(context, projections))
+        _set_sharded_class(module, part.becomes, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
-        """Return the number of features the inputs of the first matrices in a module have, all of them and on this
-        rank.
-        """
+        """Return the numbers of features that colwise matrices in a module read: all of them, and this rank's part."""
         widths = set()
         for key, part in self._parts.items():
             if part.role == "colwise" and (key.startswith(f"{name}.") or not name):
@@ -252,7 +250,7 @@ class _Split:
         """Register the hooks that split hidden states along tokens or features and compare row counts. `whole`: one
         rank calls all blocks.
         """
-        region.watch_rows(self._root, context=self._outside)
+        reshard.exchange_row_counts(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}
         self._outside.origins.follow(self._root, placed=placed)
         stacks: dict[str, list[str]] = {}
@@ -261,17 +259,17 @@ class _Split:
         for names in stacks.values():
             first, last = self._modules[names[0]], self._modules[names[-1]]
             if self._inside.degree(self._inside.scheme.tokens) > 1:
-                region.enter_tokens(first, context=self._inside)
-                region.leave_tokens(last, context=self._inside)
+                reshard.enter_tokens(first, context=self._inside)
+                reshard.leave_tokens(last, context=self._inside)
             if self._parts[names[0]].whole_features:
-                region.enter_features(first, context=self._outside, features=self._width())
-                region.leave_features(last, context=self._outside, features=self._width())
+                reshard.enter_features(first, context=self._outside, features=self._width())
+                reshard.leave_features(last, context=self._outside, features=self._width())
         leaving = GatheredOutputs()
         leaving.follow(self._root)
         self._watch_what_leaves(leaving, whole=whole)
 
     def _watch_what_leaves(self, leaving: GatheredOutputs, *, whole: bool) -> None:
-        """Streams that are parts, and what attentions have for their own heads."""
+        """Register hooks that note partial hidden states, and the outputs of attentions for this rank's heads."""
         for name, part in self._parts.items():
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
@@ -309,7 +307,7 @@ class _Split:
 
 
 def _dim_of_features(part: Part, parameter: Tensor) -> int:
-    """Which dim of a parameter counts features, or what lies within a pair."""
+    """Return the dim of a parameter that counts features of the hidden states, or inner features of a pair."""
     if part.role == "patches":
         return 0
     if part.role != "inner":
@@ -319,7 +317,9 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
     return max((dim for dim, size in enumerate(parameter.shape) if size != 1), default=parameter.dim() - 1)
 
 
-def _become(module: nn.Module, front: type[nn.Module], *, sharding: BoundToRank, inside: bool = False) -> None:
+def _set_sharded_class(
+    module: nn.Module, front: type[nn.Module], *, sharding: BoundToRank, inside: bool = False
+) -> None:
     """Give a module the sharded class of its own, and its `sharding`. `inside`: as in `_sharded_class`."""
     module.__class__ = _sharded_class(type(module), front, inside)  # type: ignore[arg-type]  # a class is hashable
     module.sharding = sharding  # type: ignore[assignment]

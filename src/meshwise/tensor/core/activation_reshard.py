@@ -3,9 +3,9 @@
 With sequence parallelism the hidden states are cut along the tokens from the first repeated block to the last.
 Embeddings, position numbers, rotary tables and masks are made outside of it and see whole sequences.
 
-Under 3D the rows of the batch are split over (i, j) in the hidden states and over (i, l) within a pair. What a model
-hands to its attention besides the hidden states, and has a batch dim, has to follow. Where that has a gradient, under
-every scheme, each rank has what its own heads make of it, and those are summed.
+Under 3D the rows of the batch are split over (i, j) in the hidden states and over (i, l) within a pair. An argument of
+an attention with a batch dim, such as a mask, has to follow. If it has a gradient, each rank has the gradient of its
+own heads under every scheme, and these are summed.
 """
 
 import functools
@@ -29,8 +29,8 @@ _STREAM = "hidden_states"
 _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
 
-def watch_rows(module: nn.Module, *, context: SplitContext) -> None:
-    """Whenever the whole model runs, agree on how many rows of the batch each rank has (only where rows move)."""
+def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
+    """Exchange the ranks' numbers of rows whenever the whole model runs, if the scheme moves rows."""
     axes = context.scheme.colwise.x.axes
     if context.scheme.colwise.x.dim != "rows" or context.degree(axes) == 1:
         return
@@ -43,7 +43,7 @@ def watch_rows(module: nn.Module, *, context: SplitContext) -> None:
 
 
 def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
-    """Cut the hidden states along the tokens when it enters this block."""
+    """Cut the hidden states along the tokens when they enter this block."""
     axes, world = context.scheme.tokens, context.world
 
     def take(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
 
 
 def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
-    """Put the tokens of the hidden states together when it leaves this block."""
+    """Gather the tokens of the hidden states when they leave this block."""
 
     def replicate(x: Tensor) -> Tensor:
         scheme, sizes = context.scheme, context.extents.tokens
@@ -65,29 +65,29 @@ def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
 
 
 def enter_features(block: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Cut the hidden states along their features when it enters this block."""
-    _change_input(block, functools.partial(context.features_apart, sizes=context.stream_sizes(features)))
+    """Cut the hidden states along their features when they enter this block."""
+    _change_input(block, functools.partial(context.take_features, sizes=context.stream_sizes(features)))
 
 
 def leave_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Put the features of the hidden states together when it leaves this module."""
-    _change_output(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
+    """Gather the features of the hidden states when they leave this module."""
+    _change_output(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
 def gather_stream(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
-    """Gather the hidden states of `features` at the entry of a module, for so many linears inside that open a pair."""
+    """Gather the hidden states of `features` at the entry of a module, for `readers` colwise linears inside."""
     move = context.scheme.colwise.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
-        return context.arrive(x, moved=context.moved(move, features=sizes), readers=readers).value
+        return context.gather_shared(x, moved=context.moved(move, features=sizes), readers=readers).value
 
     if context.degree(move.axes) > 1:
         _change_input(module, gather)
 
 
 def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
-    """Refuse to run a module that reads the number of rows off its input where the rows inside of it are others."""
+    """Raise ValueError when ranks have different numbers of rows, before a module that takes them from its input."""
 
     def before(_module: nn.Module, _args: Any) -> None:
         rows = context.extents.rows
@@ -101,8 +101,8 @@ def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) ->
     module.register_forward_pre_hook(before)
 
 
-def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
-    """Let a module's forward see only so many features of its input, and its children `readers` all of them."""
+def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
+    """Give a module's forward only `features` features of its input, and its children `readers` all of them."""
     whole: list[Tensor] = []
 
     def narrow(x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: in
 
 def gather_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
     """Give a module that is computed whole all features of the hidden states."""
-    _change_input(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
+    _change_input(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
 def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
@@ -142,7 +142,7 @@ def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axe
 
 
 def share_input(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
-    """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
+    """Sum the gradients of a module's input over `axes`, whose ranks have the same input and other parameters."""
     _change_input(module, functools.partial(_copied, context=context, axes=axes))
 
 
@@ -151,30 +151,28 @@ def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
 
 
 def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a tensor with the hidden states' rows in dim 0, such as an attention mask, with the rows that a pair has
-    inside.
+    """Return a tensor with the rows of the hidden states in dim 0, such as a mask, with the rows inside of a pair.
 
-    The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
-    A replicated tensor is returned unchanged.
+    Dim 0 may be (rows · heads). The tensor is returned unchanged if both have the same rows, or if dim 0 has no rows.
     """
     there, back = context.scheme.colwise.x, context.scheme.colwise.y
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
         return x
     world, group = context.world, context.world.group(there.axes)
     rows = context.extents.rows or (x.size(0),) * group.size
-    held = (x.size(0),) * group.size
+    sizes = (x.size(0),) * group.size
     if min(rows) < max(rows):  # what is one size on all ranks may be a multiple of the rows on some
-        held = tuple(world.exchange(x.size(0), axes=there.axes))
-    each = max(held) // max(1, *rows)
-    if not each or held != tuple(each * count for count in rows):
+        sizes = tuple(world.exchange(x.size(0), axes=there.axes))
+    each = max(sizes) // max(1, *rows)
+    if not each or sizes != tuple(each * count for count in rows):
         return x
-    whole = gradient.all_gather(x, world=world, axes=there.axes, sizes=held).wait()
-    inner: Tensor = whole.split(held)[world.group(back.axes).index]
+    whole = gradient.all_gather(x, world=world, axes=there.axes, sizes=sizes).wait()
+    inner: Tensor = whole.split(sizes)[world.group(back.axes).index]
     return inner
 
 
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return the reverse move, for a tensor that is equal on all ranks with the same rows of a pair."""
+    """Return a tensor with the rows of a pair in dim 0, equal on all ranks that have these, with the rows outside."""
     there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.extents.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
@@ -182,23 +180,23 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     return gradient.take(whole, world=context.world, axes=there.axes, dim=0, sizes=rows).wait()
 
 
-def used_apart(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a tensor from outside of a pair, for each rank to use for its own heads or features. Its gradient is
-    summed, unless the gradients of its origins are summed later.
+def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
+    """Return a copy of a tensor that each rank uses for its own heads or features; their gradients are summed.
+
+    The tensor itself is returned if something behind it sums its gradient already; see `TensorOrigins`.
     """
-    axes = context.scheme.apart
+    axes = context.scheme.head_axes
     if not x.requires_grad or context.degree(axes) == 1:
         return x
     axes = context.origins.unsummed(x, axes=axes)
     return gradient.copy(x, world=context.world, axes=axes).wait() if context.degree(axes) > 1 else x
 
 
-def hand_over(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
-    """Bring what a module around a pair is handed besides the hidden states to the rows, and the use, that it has
-    inside.
+def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
+    """Give the arguments of a module around a pair the rows of the pair, and sum their gradients over the heads.
 
-    `widths`: of what the first matrices read, who bring it together themselves. That has as many dims as the hidden
-    states.
+    An argument that colwise matrices read is left to them: one with as many dims as the hidden states, and with one of
+    `widths` features.
     """
     dims = [0]
 
@@ -209,26 +207,26 @@ def hand_over(module: nn.Module, *, context: SplitContext, widths: Collection[in
         known = name in _POSITIONS or any(word in name for word in MASKS)
         if not known and x.is_floating_point() and x.dim() == (dims[0] or x.dim()) > 1 and x.size(-1) in widths:
             return x
-        return to_inner_rows(used_apart(x, context=context), context=context)
+        return to_inner_rows(sum_gradient_over_heads(x, context=context), context=context)
 
     module.register_forward_pre_hook(look, with_kwargs=True)
     _change_arguments(module, lambda name: None if name in BY_HEAD else functools.partial(change, name))
 
 
-def take_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
+def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
     """Slice the arguments with these names to this rank's heads; a mask may be the same for all heads."""
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def take(x: Tensor) -> Tensor:
-        """(heads, …), (rows · heads, …) or (rows, heads, …); what has the heads of a rank already is left."""
+        """Slice (heads, …), (rows · heads, …) or (rows, heads, …); return `x` if it has this rank's heads already."""
         apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
         if apart.size(1) != size:
             return x
-        kept = to_inner_rows(used_apart(apart, context=context), context=context)[:, own]
+        kept = to_inner_rows(sum_gradient_over_heads(apart, context=context), context=context)[:, own]
         return kept if x.dim() == 4 else kept.flatten(0, 1)
 
     def take_of_mask(x: Tensor) -> Tensor:
-        """(1 or rows, heads, …); `hand_over` moves its rows."""
+        """Slice (1 or rows, heads, …); `align_arguments` moves its rows."""
         return x[:, own] if x.dim() == 4 and x.size(1) == size else x
 
     changes = {name: take if name in BY_HEAD else take_of_mask for name in names}
@@ -261,15 +259,15 @@ def _change_output(block: nn.Module, change: Change) -> None:
         if isinstance(output, tuple) and isinstance(output[0], Tensor):
             return (change(output[0]), *output[1:])
         raise ValueError(
-            f"a block returned {type(output).__name__}; under tensor parallelism it returns the stream, or a tuple "
-            "that begins with it"
+            f"a block returned {type(output).__name__}; under tensor parallelism it returns the hidden states, or a "
+            "tuple that begins with them"
         )
 
     block.register_forward_hook(after)
 
 
 def _change_input(module: nn.Module, change: Change) -> None:
-    """Change the hidden states on its way into a module: its first tensor by position, or `hidden_states`."""
+    """Change the hidden states that enter a module: its first tensor by position, or `hidden_states`."""
 
     def before(
         hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
@@ -279,7 +277,7 @@ def _change_input(module: nn.Module, change: Change) -> None:
         if isinstance(given.get(_STREAM), Tensor):
             return args, {**given, _STREAM: change(given[_STREAM])}
         raise ValueError(
-            f"{type(hooked).__name__} was called without the stream: it comes as the first argument, or as {_STREAM}"
+            f"{type(hooked).__name__} was called without hidden states; pass them as first argument or as {_STREAM}"
         )
 
     module.register_forward_pre_hook(before, with_kwargs=True)

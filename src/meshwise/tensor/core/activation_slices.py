@@ -1,11 +1,11 @@
-"""Which slice of the whole model's activations a rank has, from one point of the forward to the next.
+"""Find the slice of the whole model's activations that a rank has, from one point of the forward to the next.
 
 Dropout draws the same masks under every plan, so it has to know which part of a mask a rank's tensor needs. Layouts
-know that: a linear that opens a pair leaves the inner features, or heads, of its own output layout; one that closes it,
-the hidden states. Under 3D a pair has other rows of the batch inside. With sequence parallelism the hidden states have
-a part of the tokens between the first block and the last.
+show it. After a colwise linear a rank has the inner features, or heads, of its output layout; after a rowwise one, the
+hidden states. Under 3D a pair has other rows of the batch inside. With sequence parallelism the hidden states have a
+part of the tokens between the first block and the last.
 
-    embedding ─ stream ─ block 0 ─ stream, tokens ─ first ─ inner ─ second ─ stream, tokens … last block ─ stream
+    embedding ─ hidden ─ block 0 ─ hidden, tokens ─ colwise ─ inner ─ rowwise ─ hidden, tokens … last block ─ hidden
 """
 
 import dataclasses
@@ -35,10 +35,11 @@ def slices(
     outside: SplitContext,
     absent: frozenset[str] = frozenset(),
 ) -> tuple[Points, Points]:
-    """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split into
-    `parts`, with the same `outside`. For a stage of a pipeline, `parts` are the parts of the whole model: the slices of
-    other stages follow the same rules. `absent`: the pieces of others, which do not run what is inside of them: they
-    are at an end where what was last inside would be.
+    """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split.
+
+    `parts` and `outside` are those that the model was split with; for a stage of a pipeline, `parts` are those of the
+    whole model. `absent`: the pieces of other stages. The modules inside of them do not run, so the region after such a
+    piece is that of its last module.
     """
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
@@ -82,18 +83,16 @@ def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> 
 
 
 def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:
-    """Yield the linears, and of a module that holds its matrices itself the one that opens its pair, by its own
-    name.
-    """
-    for name, held in module.named_modules():
-        if isinstance(held, ShardedLinear) and name in parts:
-            yield name, held.sharding
-        elif isinstance(held, ShardedMultiheadAttention):
-            yield name, next(own for own in held.sharding.projections.values() if own.part.role == "colwise")
+    """Yield the linears by name, and by the name of an attention that holds its matrices itself its colwise one."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, ShardedLinear) and name in parts:
+            yield name, inner.sharding
+        elif isinstance(inner, ShardedMultiheadAttention):
+            yield name, next(own for own in inner.sharding.projections.values() if own.part.role == "colwise")
 
 
 def _inner(projection: Projection) -> ActivationRegion:
-    """Behind a linear that opens a pair: the first of its sections, and the heads that are the same features."""
+    """Return the region after a colwise linear: the first of its sections, and the heads with the same features."""
     context = projection.context
     world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
     shares = world.group(inner).index - world.group(data).index if data != inner else 0
@@ -105,7 +104,7 @@ def _inner(projection: Projection) -> ActivationRegion:
 
 
 def _stream(context: SplitContext, width: int) -> ActivationRegion:
-    """On the hidden states of so many features."""
+    """Return the region of hidden states with `width` features."""
     world, features, axes = context.world, context.scheme.stream, context.scheme.tokens
     cuts = []
     if context.degree(features) > 1:

@@ -1,9 +1,8 @@
 """Gather the hidden states and attention weights that a model returns from inside of its blocks.
 
-The hidden states between two blocks is a part under most schemes, and an attention has the scores of its rank's heads.
-A model that returns such a tensor (hidden states, attentions) beside its result would hand out the part. So during a
-forward it is noted which tensors are parts, and of what, and those that are in the output are brought together, once,
-at the end.
+Under most schemes a rank has a part of the hidden states between two blocks, and the scores of its own heads. A model
+may return such tensors besides its result (hidden states, attentions). So a forward notes which tensors are parts, and
+at its end those in the output are gathered, each once.
 """
 
 import functools
@@ -22,21 +21,19 @@ from meshwise.tensor.core.split_context import SplitContext
 
 
 class GatheredOutputs:
-    """The parts of one model's forward under way."""
+    """The tensors of one model's forward under way that are parts, each with the function that gathers it."""
 
     def __init__(self) -> None:
         self._running = False
         self._parts: dict[int, tuple[weakref.ref[Tensor], Change]] = {}
 
     def follow(self, model: nn.Module) -> None:
-        """Bring together what this model returns, after hooks that are there."""
+        """Register hooks on a model that gather its output, after the hooks it has."""
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
-        """Register hooks that gather the hidden states which this module returns, before and after the user's own
-        hooks.
-        """
+        """Note the hidden states that a module returns, before the user's hooks; `given`: also those it receives."""
 
         def whole() -> Change:
             return functools.partial(_whole_stream, context=context, features=features, tokens=context.extents.tokens)
@@ -52,7 +49,7 @@ class GatheredOutputs:
             module.register_forward_pre_hook(before, with_kwargs=True)
 
     def watch_heads(self, attention: nn.Module, *, context: SplitContext, part: Part) -> None:
-        """Register hooks that gather the further outputs of an attention, (rows, heads, …), from this rank's heads."""
+        """Note the further outputs of an attention, (rows, heads, …), which have this rank's heads."""
         inner = context.scheme.inner
         sizes = context.sizes(Layout((inner,), cuts=(DimSplit(grain=part.grain),)), size=part.heads, axes=inner)
         own = sizes[context.world.group(inner).index]
@@ -75,7 +72,7 @@ class GatheredOutputs:
 
     def _end(self, _model: nn.Module, _args: Any, output: Any) -> Any:
         self._running = False
-        parts = {key: whole for key, (held, whole) in self._parts.items() if held() is not None}
+        parts = {key: whole for key, (reference, whole) in self._parts.items() if reference() is not None}
         self._parts.clear()
         if not any(id(x) in parts for x in tensors(output)):
             return output
@@ -96,10 +93,10 @@ def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tu
     axes = context.scheme.tokens
     if context.degree(axes) > 1 and tokens is not None:
         x = gradient.replicate(x, world=context.world, axes=axes, dim=-2, sizes=tokens).wait()
-    return context.features_together(x, sizes=context.stream_sizes(features))
+    return context.gather_features_of(x, sizes=context.stream_sizes(features))
 
 
 def _all_heads(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
-    """(inner rows, own heads, …) to (rows of the hidden states, all heads, …)."""
+    """Return (rows of the hidden states, all heads, …) from (inner rows, own heads, …)."""
     x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
     return to_stream_rows(x, context=context)

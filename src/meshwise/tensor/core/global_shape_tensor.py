@@ -1,7 +1,7 @@
 """A tensor that holds this rank's part and reports the global shape.
 
-What a user's code is handed of the vocabulary, logits and the table's weight, is split over the ranks, and that code
-was written for all of it. So it gets a tensor with the full shape, which says what each function makes of the part.
+Logits and the weight of the vocabulary's table are split over the ranks, and a user's code was written for all of them.
+So it gets a tensor with the full shape, which decides what each function computes from the part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _ABOUT = frozenset(
         *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device")),
     }
 )
-"""What tells of a tensor and computes nothing."""
+"""Functions that return shape, dtype or device, and compute nothing."""
 
 OF_THE_PART = frozenset(
     {
@@ -31,12 +31,12 @@ OF_THE_PART = frozenset(
         *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),
     }
 )
-"""What is asked of the part."""
+"""Functions that are answered by the part."""
 
 
 class GlobalShapeTensor(Tensor):
-    """A tensor without memory of its own; `local` is this rank's part. `too_late` is said of {}, a function that torch
-    calls below autograd.
+    """A tensor without memory of its own; `local` is this rank's part. `too_late` is the error for a function, {}, that
+    torch calls below autograd.
     """
 
     local: Tensor
@@ -62,7 +62,7 @@ class GlobalShapeTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer questions about shape and dtype for the whole tensor."""
+        """Return shape, dtype and device of the whole tensor, and `answer` for any other function."""
         given = dict(kwargs or {})
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -73,5 +73,5 @@ class GlobalShapeTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Raise RuntimeError: the local part cannot be substituted any more. Raises RuntimeError."""
+        """Raise RuntimeError: below autograd the local part cannot take the tensor's place."""
         raise RuntimeError(cls.too_late.format(func))

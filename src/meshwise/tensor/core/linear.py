@@ -58,13 +58,13 @@ class Projection(BoundToRank):
         return Placement(self.bias_layout, (*self.context.scheme.replicas, *self.product.rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(…, local in) to (…, local out), rows and tokens moved as the scheme says."""
+        """Return the product, (…, local in) to (…, local out), rows and tokens moved as the scheme says."""
         context, product = self.context, self.product
         if self.part.role != "rowwise" and not self.part.gathered:
-            x = context.features_apart(x, sizes=self._stream)
-        apart = context.apart(x, product=product)
-        if apart is not x:
-            return self(apart, weight, bias).flatten(0, 1)
+            x = context.take_features(x, sizes=self._stream)
+        unflattened = context.unflatten(x, product=product)
+        if unflattened is not x:
+            return self(unflattened, weight, bias).flatten(0, 1)
         operation = MatmulCollectives(
             world=context.world,
             x=OperandMove() if self._shares else context.moved(product.x, features=self._x),
@@ -81,7 +81,7 @@ class Projection(BoundToRank):
         return y
 
     def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the same for a head: logits that are left split over the vocabulary; see `SplitLogits`."""
+        """Return the product of a head: logits that stay split over the vocabulary; see `SplitLogits`."""
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
@@ -91,10 +91,11 @@ class Projection(BoundToRank):
     def _operand(self, x: Tensor) -> MatmulInput:
         """Return the operand to multiply for the input `x`; modules with the same input share one gather."""
         context = self.context
-        arrived = context.arrival.take(x) if self._shares or self.part.gathered else None
+        arrived = context.shared_gather.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
             return arrived or MatmulInput(x)
-        return context.arrive(x, moved=context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
+        moved = context.moved(self.product.x, features=self._x)
+        return context.gather_shared(x, moved=moved, readers=self.part.readers - 1)
 
     def _weight_moves(self, shape: tuple[int, ...]) -> tuple[OperandMove, int]:
         """Return how the weight is gathered, and the number of input features multiplied then."""

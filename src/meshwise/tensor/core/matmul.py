@@ -103,12 +103,12 @@ class MatmulCollectives:
 
     @property
     def adds_bias(self) -> bool:
-        """True if this rank's Y has the bias in it: one summand of a sum has."""
+        """True if this rank adds the bias to its Y: one rank of a sum does."""
         return not self.y.axes or self.world.group(self.y.axes).index == 0
 
 
 class InputGather:
-    """An X that several products read, brought together once for all their backwards."""
+    """An X that several products read, gathered once for the backwards of all of them."""
 
     def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
@@ -122,7 +122,7 @@ class InputGather:
         self._readers += 1
 
     def again(self, stored: Tensor) -> Finish:
-        """For one of the products: the first starts to gather what is `stored`, the last lets go of the result."""
+        """Return the gather of `stored` for one of the products; the first one starts it, the last one releases it."""
         if self._arriving is None:
             self._arriving = _gather(_there(stored), self._moved, world=self._world)
             self._left = self._readers
@@ -256,8 +256,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
-    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. None marks an
-    operand that is not needed.
+    """Yield X and W, (out, in), panel by panel; the next panel is gathered while one is used. None marks an operand
+    that is not needed.
     """
     world, within = operation.world, operation.within
 
@@ -288,14 +288,14 @@ def _there(x: Tensor) -> Finish:
 
 
 def _gather(part: Finish, moved: OperandMove, *, world: World) -> Finish:
-    """Start to bring the parts of an operand together."""
+    """Start the gather of an operand's parts."""
     if not moved.axes or moved.dim is None:
         return part
     return gradient.all_gather(part(), world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
 
 
 def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: OperandMove, world: World) -> Tensor:
-    """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
+    """Return X·W plus the bias, for W (…, out, in), from `World.empty_for_reduce` if ranks sum it."""
     experts = w.dim() == 3
     if not summed.axes or summed.dim is not None:
         if experts:
@@ -325,13 +325,13 @@ def _rows_of(x: Tensor, *, experts: bool) -> Tensor:
     return x if experts else x.flatten(0, -2)
 
 
-def _reduce(summand: Tensor, moved: OperandMove, *, world: World) -> Finish:
+def _reduce(partial: Tensor, moved: OperandMove, *, world: World) -> Finish:
     """Start to sum a tensor that has no other use; a rank gets the part that it would contribute to a gather."""
     if not moved.axes:
-        return lambda: summand
+        return lambda: partial
     if moved.dim is not None:
-        return gradient.reduce_scatter(summand, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
-    total = summand.contiguous()
+        return gradient.reduce_scatter(partial, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
+    total = partial.contiguous()
     work = world.all_reduce(total, axes=moved.axes)
 
     def finish() -> Tensor:
@@ -342,13 +342,13 @@ def _reduce(summand: Tensor, moved: OperandMove, *, world: World) -> Finish:
 
 
 def _outer(x: Tensor, dy: Tensor, *, within: int, experts: bool) -> Tensor:
-    """Xᵀ · dY, as the weight is stored."""
+    """Return Xᵀ · dY, in the layout of the stored weight."""
     one, other = (dy, x) if within == -1 else (x, dy)
     return _rows_of(one, experts=experts).mT @ _rows_of(other, experts=experts)
 
 
 def _together(parts: list[Finish], *, dim: int) -> Tensor | None:
-    """Return the gradient that arrived in panels; None of none."""
+    """Return the gradient that arrived in panels, or None if there are none."""
     arrived = [finish() for finish in parts]
     if len(arrived) < 2:
         return arrived[0] if arrived else None

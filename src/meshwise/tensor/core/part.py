@@ -1,6 +1,6 @@
-"""Parts: the role of a module in tensor parallelism.
+"""The part of a module: its role in tensor parallelism, with the sizes that its split needs.
 
-A scheme knows parts, not models: which linear opens a pair, which closes it, which embedding is the vocabulary's.
+A scheme knows parts, not models: which linear is colwise, which is rowwise, which embedding is the vocabulary's.
 `detect` finds the part of each module, by rules or by the model's structure; `core` and `schemes` split it.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
@@ -61,13 +61,13 @@ class Part:
     role: str
 
     sections: tuple[int, ...] = ()
-    """first, inner: the sizes of what is fused along the inner dim, such as q, k and v; () is one."""
+    """colwise, inner: the sizes of what is fused along the inner dim, such as q, k and v; () is one."""
     grain: int = 1
-    """first, second, inner, norm: inner features that stay together: the width of a head (of all that share a key)."""
+    """colwise, rowwise, inner, norm: inner features that stay together: those of a head (of all that share a key)."""
     dim: int | None = None
     """inner: the dim of a parameter that counts, from the end (-1); None is the last that is not 1."""
     transposed: bool = False
-    """first, second, single, head: the weight is stored (in, out), not (out, in)."""
+    """colwise, rowwise, single, head: the weight is stored (in, out), not (out, in)."""
     readers: int = 1
     """colwise: how many matrices read the same input, this one and others, so that it is gathered once. With
     `gathers`: how many there are inside."""
@@ -77,10 +77,10 @@ class Part:
     """attention, pair: gather the hidden states at its entry, for all linears that open it, and for a forward that asks
     its input for sizes."""
     narrows: int = 0
-    """attention with `gathers`: its forward takes the features of its heads from the last size of its input. It is
-    shown an input as wide as this rank's heads, which its linears read whole; so many features stay together."""
+    """attention with `gathers`: how many features stay together, if its forward takes the features of its heads from
+    the last size of its input. Then the forward gets an input as wide as this rank's heads, its linears a whole one."""
     even_rows: bool = False
-    """attention: its forward takes the number of rows from its input, so that it has to be that of what lies within."""
+    """attention: its forward takes the number of rows from its input, so the pair must have as many rows inside."""
     whole_tokens: bool = False
     """colwise: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
     counts: tuple[tuple[str, int], ...] = ()
@@ -91,8 +91,8 @@ class Part:
     group_counts: tuple[str, ...] = ()
     """attention: attributes that count the heads that share a key head."""
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that hold something for every head, of which `grain` stay together; and
-    masks, which may."""
+    """attention: arguments of its forward that have, or like masks may have, values for every head; `grain` heads stay
+    together."""
     heads: int = 0
     """attention with `by_head`: how many heads there are."""
     kv_replicas: int = 1
@@ -106,7 +106,7 @@ class Part:
     norm: Norm | None = None
     """norm: how it normalises."""
     stream: int = 0
-    """block: how many features the hidden states has; 0 where a matrix that reads it tells."""
+    """block: how many features the hidden states have; 0 if a matrix that reads them shows it."""
     whole_features: bool = False
     """block, embedding, single, rowwise: outside of the blocks hidden states have all features; see `detect.rules`.
     head: it returns whole logits, as those are that cross to another stage of a pipeline."""
@@ -117,7 +117,7 @@ class Part:
 
     @property
     def returns_scores(self) -> bool:
-        """True if it may return something for each of its heads beside the hidden states."""
+        """True if the module may return something for each of its heads besides the hidden states."""
         return self.role == "attention" and self.becomes is None
 
     @property

@@ -1,8 +1,7 @@
-"""Derive what a stage of a pipeline must know of parts whose parameters other stages have.
+"""Derive the parts of a pipeline stage, and the sizes of hidden states, when other stages have the parameters.
 
-A stage runs the whole model's forward, in which the pieces of others return what was received, or nothing. How those
-cut the hidden states stays: what an embedding returns is a part on every stage, and what was to be done with it there
-is.
+A stage runs the whole model's forward, in which the pieces of other stages return what was received, or nothing. Their
+layout stays: what an embedding returns is split in the same way on every stage.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 
 def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
-    """Return the number of features of the hidden states this rank has between blocks, and how many there are; 0
-    without blocks.
+    """Return how many features of the hidden states this rank has between blocks, and how many there are; 0, 0 without
+    blocks.
     """
     whole = max((part.stream for part in parts.values()), default=0)
     if not whole:
@@ -32,8 +31,8 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
 
 
 def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
-    """Return a function that returns how many tokens this rank has between blocks and how many there are (0: not
-    split).
+    """Return a function for the forward under way: how many tokens this rank has between blocks, and how many there
+    are; 0, 0 if they are not split.
     """
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 
@@ -45,9 +44,7 @@ def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[
 
 
 def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """Return the modules of a model that make hidden states from something else, and those around them, each with the
-    feature dim of its output.
-    """
+    """Return the feature dim of the output of each module that makes hidden states, and of each module around one."""
     found: dict[str, int] = {}
     for name, part in parts.items():
         if part.role in ("embedding", "positions", "patches") and not part.whole_features:
@@ -58,13 +55,14 @@ def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
-    """Return the parts of a model as a stage has them: those whose parameters other stages have are marked. Logits are
-    split on the `last` stage only, for a loss: others send them.
+    """Return the parts of a model for a stage: those whose parameters other stages have are marked `elsewhere`.
+
+    Logits are split on the `last` stage only, which computes the loss. Other stages send them whole.
     """
-    held, had = _around_parameters(module), _around_parameters(model)
+    here, everywhere = _around_parameters(module), _around_parameters(model)
     found = {}
     for name, part in parts.items():
-        changed = dataclasses.replace(part, elsewhere=True) if name in had and name not in held else part
+        changed = dataclasses.replace(part, elsewhere=True) if name in everywhere and name not in here else part
         found[name] = dataclasses.replace(changed, whole_features=True) if part.role == "head" and not last else changed
     return found
 

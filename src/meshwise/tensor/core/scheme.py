@@ -21,12 +21,12 @@ class OperandLayoutMove:
 
     | axes   over which; () moves nothing
     | dim    which dim it gathers or scatters: `rows` (dim 0), `tokens` (dim -2), `features` (dim -1) of an activation,
-    |        `out` or `in` of a weight. `alike`: none is split. Every rank has the same X (and the backward sums its
+    |        `out` or `in` of a weight. `none`: none is split. Every rank has the same X (and the backward sums its
     |        gradients), or all get the whole sum Y (and the backward passes its gradient on)
     """
 
     axes: Axes = ()
-    dim: str = "alike"
+    dim: str = "none"
 
 
 NOTHING = OperandLayoutMove()
@@ -94,8 +94,6 @@ class Scheme:
     experts: Axes = ()
 
     @property
-    def apart(self) -> Axes:
-        """Return the axes whose ranks have different heads or hidden features, and hold equal copies of outside
-        tensors.
-        """
+    def head_axes(self) -> Axes:
+        """The axes whose ranks have different heads or inner features, and equal copies of tensors from outside."""
         return tuple(axis for axis in (*self.inner, *self.inner_rows) if axis not in self.rows)

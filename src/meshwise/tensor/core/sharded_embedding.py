@@ -37,8 +37,8 @@ class SplitTable(BoundToRank):
         self.layout = Layout((lookup.vocabulary, lookup.features))
         own = self.layout.local(shape, mesh=world.mesh, rank=world.rank)
         self._first, self._count = own.offsets[0], own.sizes[0]
-        held = padding_idx is not None and self._first <= padding_idx < self._first + self._count
-        self._padding = padding_idx - self._first if held and padding_idx is not None else None
+        stored_here = padding_idx is not None and self._first <= padding_idx < self._first + self._count
+        self._padding = padding_idx - self._first if stored_here and padding_idx is not None else None
         self._w = OperandMove()
         if context.degree(lookup.w.axes) > 1:
             features = Layout((lookup.w.axes,))
@@ -54,12 +54,12 @@ class SplitTable(BoundToRank):
         )
 
     def follow(self, model: nn.Module) -> None:
-        """Know when this model is running."""
+        """Register hooks that set `running` while a model runs."""
         model.register_forward_pre_hook(lambda *_: setattr(self, "running", True), prepend=True)
         model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
 
     def as_matrix(self, table: Tensor) -> Tensor:
-        """Return the table for a forward that multiplies with it."""
+        """Return the table as a weight that a forward may multiply with."""
         return TableWeight(table, size=self.shape, head=lambda x, part: self._head.logits(x, weight=part))
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class SplitTable(BoundToRank):
         return Projection(self.context, part=Part("head"), shape=self.shape)
 
     def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
-        """(…) integers, this rank's rows, to (…, local features). Raises IndexError for one outside the vocabulary."""
+        """Return the embedding, (…, local features), of (…) integers. Raises IndexError outside of the vocabulary."""
         world, w = self.context.world, self._w
         if w.axes:
             arriving = gradient.all_gather(table, world=world, axes=w.axes, dim=1, sizes=w.sizes)
@@ -91,7 +91,7 @@ class SplitTable(BoundToRank):
         world = self.context.world
         if self.context.degree(move.axes) == 1:
             return parts
-        if move.dim == "alike":
+        if move.dim == "none":
             return gradient.all_reduce(parts, world=world, axes=move.axes).wait()
         moved = self.context.moved(move, features=self._y)
         assert moved.dim is not None
@@ -105,9 +105,9 @@ class ShardedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The parameter; while the model runs, or runs again in a backward, as a forward may use it."""
-        held: Tensor = self._parameters["weight"]  # type: ignore[assignment]
-        return self.sharding.as_matrix(held) if self.sharding.running or in_backward() else held
+        """The parameter; while the model runs, or runs again in a backward, a `TableWeight`."""
+        parameter: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        return self.sharding.as_matrix(parameter) if self.sharding.running or in_backward() else parameter
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Compute as the original class does, on this rank's part."""

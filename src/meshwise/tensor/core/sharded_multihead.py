@@ -4,7 +4,7 @@ It keeps q, k and v as its own parameters instead of linear layers, hands all of
 mode to a fused kernel. None of the three knows about ranks. So its forward is written again over two projections, with
 the same arguments, masks and results:
 
-    query, key, value ── in_proj (first) ── heads of this rank ── out_proj (second)
+    query, key, value ── in_proj (colwise) ── heads of this rank ── out_proj (rowwise)
 
 L and S are the lengths of queries and keys, N the rows, E this rank's features, H its heads, D the width of a head.
 """
@@ -20,14 +20,14 @@ from torch.nn import functional
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
-from meshwise.tensor.core.activation_reshard import to_inner_rows, to_stream_rows, used_apart
+from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_inner_rows, to_stream_rows
 from meshwise.tensor.core.linear import Projection
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 
 
 @dataclass(frozen=True)
 class MultiheadSharding(BoundToRank):
-    """State that the module needs of its rank: its place, and the projections of its matrices by name."""
+    """The state of an attention on this rank: its context, and the projections of its matrices by name."""
 
     context: SplitContext
     projections: Mapping[str, Projection]
@@ -52,7 +52,7 @@ class _Call:
 
 
 class ShardedMultiheadAttention(nn.MultiheadAttention):
-    """Stands in front of the module's class; `num_heads` counts the heads of this rank."""
+    """torch's attention on the heads of this rank, which `num_heads` counts; a base in front of the module's class."""
 
     sharding: MultiheadSharding
 
@@ -110,7 +110,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values, (N, S, E), with what the module appends to every sequence, and how many that are."""
+        """Return keys and values, (N, S, E), with what the module appends to each sequence, and how many it appends."""
         length = k.size(1)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat((k, self.bias_k.expand(k.size(0), 1, -1)), dim=1)
@@ -125,7 +125,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """
         masks, context = [], self.sharding.context
         given, padding = (
-            None if mask is None else used_apart(mask, context=context)
+            None if mask is None else sum_gradient_over_heads(mask, context=context)
             for mask in (call.attn_mask, call.key_padding_mask)
         )
         if given is not None and given.dim() == 3:  # (N * all heads, L, S)
@@ -163,7 +163,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Attention that returns its weights too."""
+    """Return the output of attention and its weights."""
     scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)
     weights = functional.softmax(scores if mask is None else scores + mask, dim=-1)
     weights = functional.dropout(weights, dropout) if dropout else weights
@@ -171,7 +171,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: fl
 
 
 def _added(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to scores: -inf where a mask of truth values says that nothing is to be looked at."""
+    """Return a mask to add to scores: -inf where a boolean mask is true."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

@@ -38,7 +38,7 @@ class SplitNorm(BoundToRank):
         if wide.dtype == x.dtype or self.norm.centred:
             result: Tensor = _Normalise.apply(wide, weight, bias, self)
             return result.to(x.dtype)
-        # Those that widen explicitly round what is normalised before they scale it.
+        # An RMSNorm that computes in float32 rounds the result before it multiplies by the gain.
         normalised: Tensor = _Normalise.apply(wide, None, None, self)
         return normalised.to(x.dtype) if weight is None else weight * normalised.to(x.dtype)
 
@@ -98,7 +98,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
-    """Return the formula at the top of the file: starts the means."""
+    """Start the means of the backward (formula at the top of the file), and return a function that returns dx."""
     sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
     means = torch.stack(sums)
     reducing = split.world.all_reduce(means, axes=split.axes)

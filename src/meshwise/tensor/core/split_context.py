@@ -1,4 +1,4 @@
-"""State that all parts of one split model share."""
+"""The state that all modules of one split model share: world, scheme, sizes and gathers of the forward under way."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ class ShardSizes:
 
     @contextlib.contextmanager
     def at(self, place: "ShardSizes") -> Iterator[None]:
-        """Inside, a part of that forward is repeated."""
+        """Restore the sizes of `place` inside the block, while a part of that forward is repeated."""
         left = self.here()
         self.rows, self.tokens = place.rows, place.tokens
         try:
@@ -82,14 +82,15 @@ class SharedGather:
 
 @dataclass(frozen=True)
 class SplitContext:
-    """The world, the scheme, the extents and the arrival of the forward under way, how operands stream, and whose
-    gradients are summed in the end.
+    """The world and the scheme of a split model, and the sizes and shared gathers of the forward under way.
+
+    `streaming`: how operands are gathered. `origins`: whose gradients are summed at the end of the step.
     """
 
     world: World
     scheme: Scheme
     extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
-    arrival: SharedGather = dataclasses.field(default_factory=SharedGather)
+    shared_gather: SharedGather = dataclasses.field(default_factory=SharedGather)
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
     origins: TensorOrigins = dataclasses.field(default_factory=TensorOrigins)
@@ -108,20 +109,16 @@ class SplitContext:
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 
     def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
-        """Return an activation after a scheme's move, with its current sizes; `features`: the sizes of the parts of
-        that dim.
-        """
+        """Return the collective of a scheme's move on an activation; `features`: each rank's, if it moves features."""
         if self.degree(move.axes) == 1:
             return OperandMove()
-        if move.dim == "alike":
+        if move.dim == "none":
             return OperandMove(move.axes)
         sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
         return OperandMove(move.axes, DIMS[move.dim], sizes)
 
-    def apart(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
-        """Return the X of a product whose rows or tokens move, with a dim for each, of a model that flattens them into
-        one.
-        """
+    def unflatten(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
+        """Return `x` with a dim for rows and one for tokens, if the model flattened them and the product moves one."""
         if x.dim() != 2:
             return x
         if product.x.dim == "rows" and (rows := self.extents.rows) is not None:
@@ -132,24 +129,24 @@ class SplitContext:
             return x if x.size(0) == own else x.unflatten(0, (-1, own))
         return x
 
-    def features_apart(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+    def take_features(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
         """Return this rank's features of hidden states `x` that have all of them; `sizes`: features per rank."""
         if len(sizes) == 1 or x.size(-1) != sum(sizes):
             return x
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
-    def features_together(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+    def gather_features_of(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
         """Return all features of the hidden states `x`, for equal use on every rank."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def stream_sizes(self, features: int) -> tuple[int, ...]:
-        """Return the number of of the features of the hidden states each rank along the axes that split them has."""
+        """Return how many features of the hidden states each rank has along the axes that split them."""
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
-    def arrive(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
-        """Return `x` gathered, for so many matrices to read besides this call."""
+    def gather_shared(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
+        """Return `x` gathered, and keep it for `readers` more matrices."""
         if not moved.axes:
             return MatmulInput(x)
         sent, gathering = travelling(x), None
@@ -161,5 +158,5 @@ class SplitContext:
             ).wait()
             gathering = None if self.streaming.keep else InputGather(self.world, moved=moved)
         operand = MatmulInput(whole, None if gathering is None else sent.detach(), gathering)
-        self.arrival.put(x, operand=operand, readers=readers)
+        self.shared_gather.put(x, operand=operand, readers=readers)
         return operand

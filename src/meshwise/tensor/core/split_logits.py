@@ -109,7 +109,7 @@ def _element_by_element(x: SplitLogits, func: Any, args: tuple[Any, ...], given:
 
 
 def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
-    """To a shape whose last dim is the vocabulary as before."""
+    """Return logits of a shape whose last dim is the vocabulary as before."""
     shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
         return None

@@ -103,7 +103,7 @@ def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(…, local classes) logits, (…) classes and their scales (0: ignored) to (…) losses."""
+    """The losses (…) of logits (…, local classes), for (…) classes and their scales (0: ignored)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, classes: Tensor, scale: Tensor, how: _How) -> Tensor:
@@ -162,9 +162,7 @@ def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Slices of rows small enough to stay in a CPU's cache between one operation and the next; a GPU needs larger ones
-    to be filled.
-    """
+    """Return slices of rows that stay in a CPU's cache between two operations; a GPU needs larger ones to be filled."""
     step = max(1, (_BLOCK if rows.is_cpu else _GPU_BLOCK) // max(1, rows.size(1)))
     return [slice(start, start + step) for start in range(0, rows.size(0), step)]
 

@@ -1,1 +1,1 @@
-"""Reading a model's structure: matrices, the pairs they form, heads, norms."""
+"""What finds the part of each module of a plain model: matrices, the pairs they form, heads, norms."""

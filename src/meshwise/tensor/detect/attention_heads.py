@@ -1,6 +1,6 @@
-"""The heads of an attention: how many there are, how wide, and where the module keeps count of them.
+"""Find the heads of an attention: how many there are, how wide they are, and which attributes count them.
 
-Ranks share out whole heads. So for every matrix of an attention three things must be known: how many features stay
+Ranks share whole heads. So for every matrix of an attention three things must be known: how many features stay
 together, the order of q, k and v in a fused one, and the numbers in the forward that count heads. After the split, a
 forward with `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
 
@@ -61,9 +61,7 @@ class AttentionHeads:
         return self.count // self.key_count
 
     def kv_replicas(self, degree: int) -> int:
-        """Return the number of of `degree` ranks have to hold the same key head; 0 when they cannot share the heads
-        out.
-        """
+        """Return how many of `degree` ranks hold the same key head; 0 when they cannot share the heads evenly."""
         if self.key_count >= degree:
             return 1
         ranks, left = divmod(degree, self.key_count)
@@ -75,7 +73,7 @@ class HeadSharing:
     """How the ranks of a plan share the heads of an attention."""
 
     ranks: int
-    """How many ranks share out the heads."""
+    """The number of ranks that share the heads."""
     rows_stay: bool
     """True if ranks have the rows of the hidden states inside a pair too. Under 3d they have other rows: the input is
     not gathered for all linears at once, and ranks cannot hold the same key head, because their axis splits rows."""
@@ -96,9 +94,10 @@ def counts_heads(module: nn.Module) -> bool:
 def find_heads(
     homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
 ) -> AttentionHeads | None:
-    """Return the heads of a branch whose first matrices write `firsts` features and whose second reads `features`. They
-    come from the first module that counts heads: of `homes`, which hold the matrices, then of the modules `around`
-    them. Return None when the sizes do not fit an attention with these heads.
+    """Return the heads of a branch: its colwise matrices write `firsts` features, its rowwise one reads `features`.
+
+    The first module that counts heads decides: one of `homes`, which hold the matrices, then one `around` them. Return
+    None when the sizes do not fit an attention with these heads.
     """
     for module in (*homes, *around):
         own, read = vars(module), _numbers(module)
@@ -133,20 +132,20 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
-    return "sections" if child in set(_split_at_once(type(owner))) else None
+    return "sections" if child in set(_split_children(type(owner))) else None
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
-    """Return the sizes of what an attention's first matrix writes, when they lie one after the other."""
+    """Return the sizes of the sections that a colwise matrix of an attention writes, if they follow each other."""
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
     return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
 
 
-def by_rule(
+def cut_by_rule(
     matrix: MatrixModule, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
+    """Return the sections and the grain that a rule states. Raises ValueError when they do not fit the matrix."""
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
     if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
@@ -156,9 +155,10 @@ def by_rule(
     return (sizes if number > 1 else ()), grain
 
 
-def counted(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
-    """Return the attributes of a module that count query heads or their features, each with how many of those stay
-    together, when `group` query heads do. `config.num_heads` is one of the configuration that it reads when it runs.
+def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
+    """Return the attributes of a module that count query heads or their features, each with how many stay together.
+
+    `group` query heads stay together. An attribute of a configuration that the forward reads is "config.num_heads".
     """
     found = []
     for name, value in _numbers(module).items():
@@ -182,7 +182,7 @@ def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, 
 
 
 def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
-    """Let a module count something else. Of a configuration, which others read as well, the module gets a copy."""
+    """Set an attribute of a module to `count`. If it is in a configuration, the module gets a copy of that."""
     holder, _, name = attribute.rpartition(".")
     owner: Any = module
     if holder:
@@ -199,7 +199,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
-    """Return the number of of the things that a number counts stay together; 0 when it counts something else."""
+    """Return how many of the heads or features that `number` counts stay together; 0 when it counts something else."""
     if type(number) is not int:
         return 0
     if name in HEADS and number == heads.count:
@@ -223,7 +223,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the first count under one of the names; of a tuple, such as (heads, key_heads, key_heads), its first."""
+    """Return the first count under one of the names, or of a tuple (heads, key_heads, key_heads) its first number."""
     for name in names:
         value = source.get(name)
         if isinstance(value, tuple | int) and _is_count(value):
@@ -246,48 +246,49 @@ def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
 
 
 def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
-    """Return whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what
-    it gates) may add up to the same. So fewer than three matrices must have the usual three's sizes, or heads must be
-    `sure`.
+    """Return whether matrices of these sizes are the q, k and v of these heads.
+
+    The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must add up to three times
+    the features, unless the heads are `sure`.
     """
     adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
 
 
-def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
-    """Yield names of children whose output is taken apart: in the same expression, or under the name it is given."""
+def _split_children(kind: type[nn.Module]) -> Iterator[str]:
+    """Yield the names of children whose output a forward splits, in the same expression or by a name it gave it."""
     try:
         tree = source_of(inspect.unwrap(kind.forward))
     except (OSError, SyntaxError, TypeError):
         return
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
     given: dict[str, str | None] = {}
-    for node in sorted(nodes, key=_when):
+    for node in sorted(nodes, key=_order_key):
         if isinstance(node, ast.Assign):
-            child = _comes_from(node.value, given)
+            child = _child_behind(node.value, given)
             names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
             given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
-        elif (source := _taken_apart(node)) and (child := _comes_from(source, given)):
+        elif (source := _split_expression(node)) and (child := _child_behind(source, given)):
             yield child
 
 
-def _when(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
+def _order_key(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
     """Return a sort key of a statement's place in a forward without branches; an assignment comes after its value."""
     return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
 
 
-def _comes_from(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
-    """NAME of an expression `self.NAME(...)`, of a name it was given, or of the same numbers in another form."""
+def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
+    """Return NAME of an expression `self.NAME(...)`, also behind a variable or a conversion, or None."""
     if isinstance(node, ast.Name):
         return given.get(node.id)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
         return node.func.attr
-    return _comes_from(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+    return _child_behind(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
 
 
-def _taken_apart(node: ast.Call | ast.Subscript) -> ast.expr | None:
+def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
     """Return the expression that is split into sections or heads, by `.split`, `.chunk`, a view or `[..., start:stop]`,
     or None.
     """

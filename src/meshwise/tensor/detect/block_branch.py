@@ -1,24 +1,24 @@
-"""Which matrices of a block form a pair.
+"""Find the matrices of a block that form a pair.
 
-A transformer block adds branches to hidden states of features of one width:
+A transformer block adds branches to hidden states of one width:
 
-    stream (width) ──┬── first ──┬── (heads, activation: between the two nothing mixes features) ── second ──┬── +
-                     └── first ──┘                                                                           │
-    stream ──────────────────────────────────────────────────────────────────────────────────────────────────┘
+    hidden states ──┬── colwise ──┬── (heads, activation: between the two nothing mixes features) ── rowwise ──┬── +
+                    └── colwise ──┘                                                                            │
+    hidden states ─────────────────────────────────────────────────────────────────────────────────────────────┘
 
-The first matrices of a branch read the hidden states, its second writes them, and between them every feature (or every
-head) is independent. So ranks can share the features and communicate only at the end. Sizes tell most matrices: one
-that reads the width and writes another size is a first, the reverse is a second. A square one can be either (the
-queries and the output of an attention usually are). Then the order of registration decides: a branch is closed by
+The colwise matrices of a branch read the hidden states, the rowwise one writes them, and between them every feature,
+or every head, is independent. So ranks can share the features and communicate only at the end. Sizes show the role of
+most matrices: one that reads the width and writes another size is colwise, the reverse is rowwise. A square one can be
+either: the queries and the output of an attention usually are. Then the order of registration decides: a branch ends at
 
-    | a second that sizes tell                        expansion 8x32, projection 32x8
-    | a square after a first that sizes tell          qkv 8x24, output 8x8
-    | the fourth of four squares, in attention        q, k, v, output
-    | the second of two squares, elsewhere            an MLP whose hidden size is the width
+    | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
+    | a square after one that is colwise by its sizes    qkv 8x24, output 8x8
+    | the fourth of four squares, in attention           q, k, v, output
+    | the second of two squares, elsewhere               an MLP whose hidden size is the width
 
 at the end of the module that holds them (q, k and v may be in one module and the output in the next), or where another
-branch begins. A gate may be registered behind the second, if that is all that its module holds. What someone declares,
-the user or the model, goes before all that.
+branch begins. A gate may be registered behind the rowwise matrix, if its module holds nothing else. What the user or
+the model declares takes precedence.
 """
 
 from collections import Counter
@@ -36,21 +36,21 @@ _SQUARES_OF_MLP = 2
 
 @dataclass(frozen=True)
 class BlockBranch:
-    """Matrices that read the hidden states, and the one that writes it."""
+    """The matrices that read the hidden states, and the one that writes them."""
 
-    firsts: tuple[MatrixModule, ...]
-    second: MatrixModule
+    colwise: tuple[MatrixModule, ...]
+    rowwise: MatrixModule
 
     @property
     def names(self) -> list[str]:
         """Names of its matrices."""
-        return [matrix.name for matrix in (*self.firsts, self.second)]
+        return [matrix.name for matrix in (*self.colwise, self.rowwise)]
 
     @property
     def looks_like_attention(self) -> bool:
         """True if the sizes fit an attention and little else."""
-        writes = [matrix.outputs for matrix in self.firsts]
-        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.second.inputs)
+        writes = [matrix.outputs for matrix in self.colwise]
+        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
 
 
 def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
@@ -76,14 +76,14 @@ def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 @dataclass(frozen=True)
 class BlockReading:
-    """Reading of a block: its matrices and branches."""
+    """What is known of a model before its blocks are searched for branches."""
 
     width: int
 
     declared: Mapping[str, str]
     """By name: "colwise", "rowwise", or any other word for a matrix that is in no branch; "attention" for a module."""
     names: Collection[str]
-    """The first names of the model's modules. What has been read under one is not read again under another."""
+    """The first name of each module of the model. A module with several names is read once."""
 
     def branches(self, block: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[MatrixModule]]:
         """Return the branches of a block called `name`, and the matrices that belong to none."""
@@ -141,7 +141,7 @@ class _Item:
 
 
 def _ends(items: Sequence[_Item]) -> bool:
-    """Return whether the last of these matrices can only be a second."""
+    """Return whether the last of these matrices can only be rowwise."""
     if not items or items[-1].role or any(item.role == "rowwise" for item in items):
         return False
     if any(item.role == "colwise" for item in items):
@@ -151,20 +151,20 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return the only branch of a module that registers matrices behind its second one which write what that reads: w1,
-    w2, w3 of a gated MLP, where w2 closes it.
+    """Return the only branch of a module with the colwise matrices that are registered behind its rowwise one: w1, w2,
+    w3 of a gated MLP, where w2 is rowwise.
     """
     if len(branches) != 1 or not items:
         return None
-    hidden = branches[0].second.inputs
-    held = [*(item.matrix for item in items), *branches[0].firsts, branches[0].second]
-    if hidden == branches[0].second.outputs or any(matrix.name.rpartition(".")[0] != holder for matrix in held):
+    hidden = branches[0].rowwise.inputs
+    all_matrices = [*(item.matrix for item in items), *branches[0].colwise, branches[0].rowwise]
+    if hidden == branches[0].rowwise.outputs or any(matrix.home != holder for matrix in all_matrices):
         return None
     if any(item.role != "colwise" or item.matrix.outputs != hidden for item in items):
         return None
-    return BlockBranch((*branches[0].firsts, *(item.matrix for item in items)), branches[0].second)
+    return BlockBranch((*branches[0].colwise, *(item.matrix for item in items)), branches[0].rowwise)
 
 
 def _branch(items: Sequence[_Item]) -> BlockBranch:
-    *firsts, second = (item.matrix for item in items)
-    return BlockBranch(tuple(firsts), second)
+    *colwise, rowwise = (item.matrix for item in items)
+    return BlockBranch(tuple(colwise), rowwise)

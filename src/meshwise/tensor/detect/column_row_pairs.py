@@ -1,4 +1,4 @@
-"""The parts of a pair: its matrices, the heads between them, and what else lies there.
+"""Give a part to each module of a pair: its matrices, and the norms, tables and parameters between them.
 
     attention   q, k, v (or one fused matrix) ── heads ── output        whole heads to a rank
     mlp         up (and gate, or both in one) ── hidden ── down         any features to a rank
@@ -19,11 +19,11 @@ from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
     HeadSharing,
-    by_rule,
-    counted,
     counts_heads,
     counts_of_groups,
     counts_of_keys,
+    counts_of_queries,
+    cut_by_rule,
     find_heads,
     order_of_fused,
     sections_of,
@@ -45,10 +45,10 @@ class FoundAttention:
     name: str
     heads: AttentionHeads
 
-    alike: bool
-    """Whether one rule cuts q, k and v, so that no two ranks can hold the same key head."""
+    cut_as_one: bool
+    """True if q, k and v are cut by the same numbers, so that two ranks cannot hold the same key head."""
     enters_whole: bool
-    """Whether its forward sees its input as its first matrices read it, so that sizes it takes from there are right."""
+    """True if its forward gets the input that its colwise matrices read, so that sizes read from it are right."""
 
 
 class ColumnRowPairs:
@@ -75,8 +75,8 @@ class ColumnRowPairs:
         self._sharing = sharing
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
-        """Return the parts of a block's branches. Of two attentions, the second reads what comes from outside of the
-        blocks: an encoder's output.
+        """Return the parts of a block's branches. The second of two attentions takes keys and values from outside of
+        the blocks: from an encoder's output.
         """
         found: dict[str, Part] = {}
         before = 0
@@ -92,11 +92,11 @@ class ColumnRowPairs:
         return found
 
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
-        """Why what looks like attention has no heads, with the rule that would say."""
-        home = branch.firsts[0].home
+        """Return why a branch that looks like attention has no heads, with a rule that states them."""
+        home = branch.colwise[0].home
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
-        if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
+        if len(branch.colwise) > 3 and counts_heads(self._modules[home]):
             return f"attention, it seems, with more matrices than q, k and v; {whole or 'no part has them'}"
         why = f"attention, it seems, but {home} counts no heads that fit"
         return (
@@ -104,20 +104,20 @@ class ColumnRowPairs:
         )
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
-        homes = list(dict.fromkeys(matrix.home for matrix in (*branch.firsts, branch.second)))
+        homes = list(dict.fromkeys(matrix.home for matrix in (*branch.colwise, branch.rowwise)))
         around = [name for name in enclosing(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
-        features = branch.second.inputs
+        features = branch.rowwise.inputs
         for name in (*homes, *around):
             given = self._options.get(name, {})
             if "heads" in given:
                 count, keys = given["heads"], given.get("kv_heads", given["heads"])
                 if features % count or count % keys:
                     raise ValueError(
-                        f"{name}: heads={count} kv_heads={keys}, but {branch.second} reads {features} features; heads "
+                        f"{name}: heads={count} kv_heads={keys}, but {branch.rowwise} reads {features} features; heads "
                         "has to divide them, and kv_heads the heads"
                     )
                 heads = AttentionHeads(count, keys, features // count)
-                for matrix in branch.firsts:
+                for matrix in branch.colwise:
                     if matrix.outputs < heads.keys:
                         raise ValueError(
                             f"{name}: heads={count} kv_heads={keys} are {heads.keys} features of keys, but {matrix} "
@@ -125,31 +125,31 @@ class ColumnRowPairs:
                         )
                 return heads
         modules = [self._modules[name] for name in homes]
-        firsts = [matrix.outputs for matrix in branch.firsts]
+        firsts = [matrix.outputs for matrix in branch.colwise]
         return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
-        home = branch.firsts[0].home
+        home = branch.colwise[0].home
         owner = self._modules[home]
-        alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
-        kv_replicas = 1 if alike or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
-        group = 1 if alike else heads.group // kv_replicas
+        cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
+        kv_replicas = 1 if cut_as_one or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
+        group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
         # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
-        alone = len(branch.firsts) == 1 and sizes_unused(owner)
-        outside = [matrix for matrix in branch.firsts if cross and "q" not in matrix.child.lower()]
+        alone = len(branch.colwise) == 1 and sizes_unused(owner)
+        outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.child.lower()]
         gathers = not alone and self._share_input(branch, outside)
-        narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
+        narrows = gathers and heads.features == branch.colwise[0].inputs and splits_by_width(owner)
         whole = gathers or sizes_unused(owner)
         found = {
             home: Part(
                 "attention",
-                counts=counted(owner, heads=heads, group=group),
+                counts=counts_of_queries(owner, heads=heads, group=group),
                 key_counts=counts_of_keys(owner, heads=heads),
                 group_counts=counts_of_groups(owner, heads=heads),
                 kv_replicas=kv_replicas,
                 even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
-                readers=len(branch.firsts) - len(outside) if gathers else 1,
+                readers=len(branch.colwise) - len(outside) if gathers else 1,
                 gathers=gathers,
                 narrows=grain if narrows else 0,
                 by_head=tuple(
@@ -158,10 +158,10 @@ class ColumnRowPairs:
                 heads=heads.count,
                 grain=group,
             ),
-            branch.second.name: Part("rowwise", grain=grain, transposed=branch.second.flipped),
+            branch.rowwise.name: Part("rowwise", grain=grain, transposed=branch.rowwise.flipped),
         }
-        for matrix in branch.firsts:
-            keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
+        for matrix in branch.colwise:
+            keys = len(branch.colwise) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
             cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
@@ -170,45 +170,43 @@ class ColumnRowPairs:
                     grain=cut[1],
                     transposed=matrix.flipped,
                     whole_tokens=matrix in outside,
-                    readers=len(outside) if matrix in outside else len(branch.firsts) - len(outside),
+                    readers=len(outside) if matrix in outside else len(branch.colwise) - len(outside),
                     gathered=gathers and matrix not in outside,
                     shared=keys and kv_replicas > 1,
                 )
-        inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
+        inner, unclear = parts_between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
         self._reasons |= unclear
         found |= inner
-        self.attentions.append(FoundAttention(home, heads, alike=alike, enters_whole=whole))
+        self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, enters_whole=whole))
         return found
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
-        hidden = branch.second.inputs
-        found = {branch.second.name: Part("rowwise", transposed=branch.second.flipped)}
-        if hidden != branch.second.outputs:
-            inside = self._modules[branch.second.home].named_modules(prefix=branch.second.home)
+        hidden = branch.rowwise.inputs
+        found = {branch.rowwise.name: Part("rowwise", transposed=branch.rowwise.flipped)}
+        if hidden != branch.rowwise.outputs:
+            inside = self._modules[branch.rowwise.home].named_modules(prefix=branch.rowwise.home)
             norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
             found |= dict.fromkeys(norms, Part("inner"))
-        gathers = len(branch.firsts) > 1 and self._share_input(branch)
+        gathers = len(branch.colwise) > 1 and self._share_input(branch)
         if gathers:
-            found[branch.firsts[0].home] = Part("pair", gathers=True, readers=len(branch.firsts))
-        for matrix in branch.firsts:
+            found[branch.colwise[0].home] = Part("pair", gathers=True, readers=len(branch.colwise))
+        for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
-                self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
+                self._reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
                 found[matrix.name] = Part(
                     "colwise",
                     sections=cut[0],
                     transposed=matrix.flipped,
-                    readers=len(branch.firsts),
+                    readers=len(branch.colwise),
                     gathered=gathers,
                 )
         return found
 
     def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule] = ()) -> bool:
-        """Return whether the first matrices, but those that read what comes from `outside`, read one and the same
-        tensor, the input of the module that holds them.
-        """
-        homes = {matrix.home for matrix in branch.firsts}
-        inside = [matrix.child for matrix in branch.firsts if matrix not in outside]
+        """Return whether all colwise matrices except `outside` read the input of the module that holds them."""
+        homes = {matrix.home for matrix in branch.colwise}
+        inside = [matrix.child for matrix in branch.colwise if matrix not in outside]
         return (
             self._sharing.rows_stay
             and len(homes) == 1
@@ -218,12 +216,12 @@ class ColumnRowPairs:
     def _cut(
         self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
     ) -> tuple[tuple[int, ...], int] | None:
-        """Return the sections and the grain of a first matrix; None, with the reason noted, when its order is not
-        known.
+        """Return the sections and the grain of a colwise matrix. Note the reason and return None if its order is
+        unknown.
         """
         given = self._options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
-            return by_rule(matrix, sections=sections, given=given, default=grain)
+            return cut_by_rule(matrix, sections=sections, given=given, default=grain)
         if len(sections) == 1:
             return (), grain
         width = heads.width if heads else 1
@@ -233,7 +231,7 @@ class ColumnRowPairs:
         if order == "interleaved" and heads:
             return (), matrix.outputs // heads.key_count
         self._reasons[matrix.name] = (
-            f"{matrix} looks fused of {len(sections)}, in an order that its module does not tell; "
+            f"{matrix} looks fused of {len(sections)}, in an order that its module does not show; "
             f"rule: 'colwise sections={len(sections)}' when they lie one after the other"
             + (f", 'colwise grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")
         )
@@ -243,7 +241,7 @@ class ColumnRowPairs:
         """Return the parts of torch's own attention, whose matrices are parameters that it holds itself."""
         width = module.head_dim
         heads = AttentionHeads(module.num_heads, module.num_heads, width)
-        self.attentions.append(FoundAttention(name, heads, alike=True, enters_whole=True))
+        self.attentions.append(FoundAttention(name, heads, cut_as_one=True, enters_whole=True))
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
             "in_proj_weight": Part("colwise", sections=fused, grain=width),
@@ -251,10 +249,10 @@ class ColumnRowPairs:
             **{f"{which}_proj_weight": Part("colwise", grain=width) for which in "qkv"},
             **{f"bias_{which}": Part("inner", grain=width) for which in "kv"},
         }
-        held = dict(module.named_parameters(recurse=False))
+        own = dict(module.named_parameters(recurse=False))
         return {
             name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
-            **{f"{below}{key}": part for key, part in found.items() if key in held},
+            **{f"{below}{key}": part for key, part in found.items() if key in own},
             f"{below}out_proj": Part("rowwise", grain=width),
         }
 
@@ -262,11 +260,11 @@ class ColumnRowPairs:
 _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 
 
-def between(
+def parts_between(
     owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
 ) -> tuple[dict[str, Part], dict[str, str]]:
-    """Return the parts of what the module with that name holds beside its matrices, and why something gets none, by
-    name.
+    """Return the parts of the norms, tables and parameters of an attention called `name`, and the reason of each
+    parameter without one, by name.
 
     `grain`: features that stay on one rank; `shared`: two ranks may hold the same key head.
     """

@@ -2,8 +2,8 @@
 
 Three linears that read one tensor may gather it once, at the entry of the module around them, if that tensor goes to
 them alone. Any other reader (a norm, a residual) needs the part that the rank has. The source of the forward shows it.
-Where it does not, every linear gathers separately, which only costs traffic. An exception is a forward that reads sizes
-of its input, which should be the gathered input's.
+If it does not, every linear gathers separately, which only costs traffic. A forward that reads sizes of its input is an
+exception: it needs the sizes of the gathered input.
 """
 
 import ast
@@ -20,13 +20,14 @@ _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
-    """Return whether the first argument of a module's forward is read by each of the children called by these names,
-    and besides only asked for its sizes.
+    """Return whether each of these children reads the first argument of a module's forward, and nothing else does.
+
+    The forward may ask the argument for its sizes.
 
         q, k, v = self.q(x), self.k(x), self.v(x)
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
-    `others`: children that read it under such a second name, if at all, and in the calls at hand something else.
+    `others`: children that read such a second name (`source`), if at all; they get another tensor.
     """
     definition = _forward(module)
     if definition is None:
@@ -47,8 +48,9 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 
 
 def sizes_unused(module: nn.Module) -> bool:
-    """Return whether a module's forward is known not to ask its first argument for its sizes. A method of its own that
-    it hands that on to may.
+    """Return whether a module's forward never asks its first argument for its sizes.
+
+    A method of the module that gets the argument may ask: then the result is False.
     """
     definition = _forward(module)
     if definition is None:
@@ -97,7 +99,7 @@ def _is_sizes_of(node: ast.expr, name: str) -> bool:
 
 
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
-    """Return the name of what is `given` or something else, as the forward decides; and where it says so."""
+    """Return the variable that a forward sets to `given` or to another value, and the ids of these nodes."""
     for node in _nodes(definition):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
             either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
@@ -112,7 +114,7 @@ def _child_called(called: ast.expr, itself: str) -> str:
 
 
 def _forward(module: nn.Module) -> ast.FunctionDef | None:
-    """Return the source of a module's forward, when it is there and takes an argument."""
+    """Return the syntax tree of a module's forward, or None without source or arguments."""
     try:
         definition = source_of(inspect.unwrap(type(module).forward)).body[0]
     except (OSError, SyntaxError, TypeError):
@@ -122,7 +124,7 @@ def _forward(module: nn.Module) -> ast.FunctionDef | None:
 
 @lru_cache(256)
 def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
-    """Return all of a definition. A model has many modules of one class."""
+    """Return all nodes of a definition, cached because a model has many modules of one class."""
     return tuple(ast.walk(definition))
 
 

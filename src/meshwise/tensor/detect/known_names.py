@@ -1,8 +1,8 @@
-"""Facts that shapes do not show: attribute names for counts of heads, and the few classes that need an entry.
+"""Known names of attributes that count heads, and of the few classes that need an entry; and dotted names of modules.
 
-Data only. A name here is a convention that several libraries share. A class is here because its forward arranges a
-fused matrix in a way that no attribute shows. Classes are named by their full name, so that a library that is not
-installed needs no import.
+A name here is a convention that several libraries share. A class is here because its forward arranges a fused matrix in
+a way that no attribute shows. Classes are written by their full name, so a library that is not installed needs no
+import.
 """
 
 import re
@@ -48,8 +48,8 @@ BY_HEAD = ("alibi", "position_bias")
 (1 or rows, heads, …) with four."""
 
 MASKS = ("mask", "bias")
-"""What names of masks, and of what is added to scores, contain. One with four dims, (1 or rows, 1 or heads, …), may
-hold something for every head."""
+"""Words in the names of masks, and of arguments that are added to scores. One with four dims, (1 or rows, 1 or heads,
+…), may hold something for every head."""
 
 STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 """Matrices whose weight is (inputs, outputs), and that are otherwise linear layers."""
@@ -60,8 +60,8 @@ INTERLEAVED: Mapping[str, str] = {
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
     "transformers.models.persimmon.modeling_persimmon.PersimmonAttention": "query_key_value",
 }
-"""Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other
-fused matrix is all of q, then all of k, then all of v, when the module says so (see `heads`)."""
+"""Attention classes whose fused matrix goes head by head (q, k and v of each head), and the name of that matrix. Any
+other fused matrix is all of q, then all of k, then all of v, if its module shows it; see `order_of_fused`."""
 
 DECLARED: Mapping[str, str | None] = {
     "colwise": "colwise",
@@ -72,7 +72,7 @@ DECLARED: Mapping[str, str | None] = {
     "colwise_gather_output": None,
     "embedding_rowwise": None,
 }
-"""The words of a plan that a transformers model declares, and the parts they are here; None: what structure tells."""
+"""The words of a plan that a transformers model declares, and the parts they are here; None: found by structure."""
 
 
 _BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
@@ -86,7 +86,7 @@ def enclosing(name: str) -> list[str]:
 
 
 def branch_around(name: str) -> str:
-    """Return the module in a block that is around what has this name, or all that there is of the name."""
+    """Return the name of the child of a block that holds `name`; `name` itself if it is in no block."""
     return match[0] if (match := _BRANCH.match(name)) else name
 
 

@@ -1,8 +1,7 @@
-"""Which modules are matrices: they multiply the last dim of what they are given, and do nothing else.
+"""Find the modules that are matrices: they multiply the last dim of their input, and do nothing else.
 
-A part replaces the forward of the module that plays it. So a subclass of a torch class that computes something else (an
-embedding that scales, a linear with adapters) is not taken for torch's. A linear that computes the same by other code
-is.
+A part replaces the forward of a module. So a subclass of a torch class that computes something else (a linear with
+adapters) is not treated as torch's. A linear that computes the same by other code is: it is run with random numbers.
 """
 
 import copy
@@ -28,16 +27,16 @@ class MatrixModule:
     outputs: int
 
     flipped: bool = False
-    """Whether its weight is (inputs, outputs), where a linear layer's is (outputs, inputs)."""
+    """True if the weight is (inputs, outputs), where a linear layer's is (outputs, inputs)."""
 
     @property
     def home(self) -> str:
-        """The name of the module that holds it."""
+        """Name of the module that holds the matrix."""
         return self.name.rpartition(".")[0]
 
     @property
     def child(self) -> str:
-        """Its name there."""
+        """Name of the matrix in that module."""
         return self.name.rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -55,9 +54,7 @@ def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
 
 
 def _multiplies(module: nn.Linear) -> bool:
-    """Return whether a linear with a forward of its own computes what torch's does: it is asked, with small random
-    numbers.
-    """
+    """Return whether a linear with a forward of its own returns what torch's does, for small random numbers."""
     if module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}:
         return False
     x, weight, bias = random_numbers(4, 3), random_numbers(2, 3, seed=1), random_numbers(2, seed=2)
@@ -94,7 +91,7 @@ def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Return whether a module is an embedding, or scales what an embedding gives: it is asked, with random numbers."""
+    """Return whether a module returns what torch's embedding does, or a multiple of it, for random numbers."""
     if not isinstance(module, nn.Embedding) or computes_as(module, kind=nn.Embedding):
         return isinstance(module, nn.Embedding)
     own = type(module)

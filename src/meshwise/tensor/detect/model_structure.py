@@ -4,7 +4,7 @@ GPT
 ├── embedding            an embedding as wide as the hidden states, the first of them: the vocabulary's
 ├── positions            another: positions
 ├── blocks               a list of modules with pairs
-│   └── 0                block: its branches are read by `branch`, its heads by `heads`
+│   └── 0                block: `block_branch` reads its branches, `attention_heads` its heads
 │       ├── norm         agrees with a norm's formula, over the hidden states: norm
 │       └── …
 ├── norm                 the same, outside of the blocks
@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.attention_heads import HeadSharing, by_rule
+from meshwise.tensor.detect.attention_heads import HeadSharing, cut_by_rule
 from meshwise.tensor.detect.block_branch import BlockReading, stream_width
 from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
 from meshwise.tensor.detect.known_names import enclosing
@@ -25,7 +25,7 @@ from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, compu
 from meshwise.tensor.detect.norm_modules import as_norm, goes_feature_by_feature
 
 _KNOWN = ("torch", "transformers", "meshwise")
-"""Packages whose modules take what they make for each feature from parameters."""
+"""Packages whose modules have no tables of all features in buffers."""
 
 
 class ModelStructure:
@@ -35,7 +35,7 @@ class ModelStructure:
     | options   the numbers that were given with them
     | sharing   how the plan shares heads out
 
-    `parts` has the part of every module, and parameter held by a module itself, that has one; `attentions` the
+    `parts` has the part of every module, and parameter of a module, that has one; `attentions` the
     attentions that were found, with their heads.
     """
 
@@ -76,11 +76,11 @@ class ModelStructure:
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
     def reason(self, name: str) -> str:
-        """Why a parameter has no part, in brackets, where that is known."""
+        """Return why a parameter has no part, in brackets, or "" if that is unknown."""
         return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
-        """Return whether it is a matrix in a block that makes something as wide as the hidden states."""
+        """Return whether `name` is a matrix in a block whose output is as wide as the hidden states."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
         return matrix is not None and matrix.outputs == self.width and self._in_block(name)
 
@@ -99,11 +99,11 @@ class ModelStructure:
         self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
-        """Give a part to a module that is in no pair, when what it is and where it is tell."""
+        """Give a part to a module that is in no pair, if its kind and its place show the part."""
         around = self.parts[name].role if name in self.parts else ""
         if around not in ("", "block", "pair", "attention"):
             return
-        held = dict(module.named_parameters(recurse=False))
+        parameters = dict(module.named_parameters(recurse=False))
         norm = None if around else as_norm(module)
         if computes_as(module, kind=nn.TransformerEncoder):
             self.parts[name] = Part("pair")
@@ -111,13 +111,13 @@ class ModelStructure:
             self.parts[name] = Part("norm", norm=norm[1])
         elif isinstance(module, BatchNorm) and not around and self._has_all_features(module, name):
             self.parts[name] = Part("whole")
-        elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
+        elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
         elif not any(True for _ in module.children()) and not goes_feature_by_feature(module):
             self._reasons[name] = _why_unknown(module)
         elif around or type(module).__module__.partition(".")[0] != "torch":
-            for key, parameter in held.items():
+            for key, parameter in parameters.items():
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
@@ -188,9 +188,9 @@ class ModelStructure:
                 raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
         elif role in ("colwise", "rowwise"):
             if name in self.parts or name in self._reasons:
-                return  # in a pair, with its heads; or in none, and then that is said
+                return  # it has its part in a pair, or a reason why it has none
             cut = (
-                by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
+                cut_by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
                 if matrix and role == "colwise"
                 else ()
             )
@@ -216,7 +216,7 @@ class ModelStructure:
 
 
 def _why_unknown(module: nn.Module) -> str:
-    """Why a module that holds parameters and no other modules gets no part."""
+    """Return why a module with parameters and without children gets no part."""
     name = type(module).__name__
     for kind in (nn.Linear, nn.Embedding):
         if isinstance(module, kind):
@@ -226,7 +226,7 @@ def _why_unknown(module: nn.Module) -> str:
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
-    """Return whether the part would replace what a class computes that derives from one of torch's."""
+    """Return whether a part would replace the forward of a class that derives from one of torch's."""
     if module is None or role not in ("colwise", "rowwise", "single", "head", "embedding"):
         return False
     return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None

@@ -1,14 +1,14 @@
-"""Which modules normalise over the features, and by which formula.
+"""Find the modules that normalise over the features, and their formula.
 
 A split norm has to be computed by parts, so its formula must be known. Every library has a class of its own for the
-same two formulas, and a class's name is no proof of what it computes. So the module itself is asked: a copy of it, with
-random gains, is given random numbers, and is what it agrees with:
+same two formulas, and the name of a class proves nothing. So a copy of the module, with random gains, is run with
+random numbers, and its output is compared with both:
 
     | (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
     | x / sqrt(mean of squares + epsilon) · gain                  RMSNorm, Zhang & Sennrich, 2019
 
 with the gain as it is stored or 1 more, in float64 or less exactly: then its statistics are taken in float32. In the
-same way, a module that scales or shifts is asked whether it does so feature by feature.
+same way, a module that scales or shifts is run to see whether it does so feature by feature.
 """
 
 import copy
@@ -25,8 +25,7 @@ from meshwise.tensor.detect.matrix_modules import output_of, random_numbers
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
 _USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
-"""Epsilons that a forward may name without keeping them; the last is as good as none, which is what
-`functional.normalize` has."""
+"""Epsilons that a forward may use without an attribute; the last stands for none, as in `functional.normalize`."""
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
@@ -54,9 +53,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
 
 
 def goes_feature_by_feature(module: nn.Module) -> bool:
-    """Return whether a module without children gives, for some of the features, what it gives for all: nothing mixes
-    them.
-    """
+    """Return whether a module without children mixes no features: half of them give half of the output."""
     width = _width(module)
     if width is None or width < 2:
         return False
@@ -106,15 +103,15 @@ def _candidates(module: nn.Module) -> list[Norm]:
     """Return both formulas with every small positive number that the module keeps, and the usual ones; a gain and a
     bias by any names.
     """
-    held = [name for name, parameter in module._parameters.items() if parameter is not None]
-    usual = set(held) <= {"weight", "bias"}
-    names = [("weight", "bias")] if usual else list(itertools.permutations([*held, ""], 2))
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    usual = set(names) <= {"weight", "bias"}
+    pairs = [("weight", "bias")] if usual else list(itertools.permutations([*names, ""], 2))
     return [
         Norm(centred, epsilon, offset=offset, gain=gain, bias=bias)
         for epsilon in dict.fromkeys([*_kept(module), None, *_USUAL])
         for centred in (True, False)
         for offset in (0.0, 1.0)
-        for gain, bias in names
+        for gain, bias in pairs
     ]
 
 

@@ -60,18 +60,18 @@ def refuse_compiled(module: nn.Module) -> None:
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
     """Raise PlanError for a part that a scheme does not have, other than 1d where the hidden states are whole."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
-    for name, held in modules.items():
-        if plan.sequence_parallel and isinstance(held, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
+    for name, module in modules.items():
+        if plan.sequence_parallel and isinstance(module, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
             rule = f'keep it whole on every rank, as in {{"{of_all_blocks(name)}": "whole"}}, or take '
             others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
             raise PlanError(
-                f"{name} ({type(held).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
+                f"{name} ({type(module).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
                 f"reads hidden states, and '{plan}' gives a rank a part of these. Nearest that works: "
                 f"{rule if others else ''}sequence_parallel=0"
             )
-        if plan.tp_mode != "1d" and isinstance(held, nn.Transformer):
+        if plan.tp_mode != "1d" and isinstance(module, nn.Transformer):
             raise PlanError(
-                f"{name or 'the model'} ({type(held).__name__}) asks for all features of its input, and "
+                f"{name or 'the model'} ({type(module).__name__}) asks for all features of its input, and "
                 f"tp_mode={plan.tp_mode} splits them. Nearest that works: tp_mode=1d"
             )
     if plan.sequence_parallel:
@@ -88,8 +88,8 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
     for name, part in parts.items():
         if whole and not name.startswith(inside):
             continue  # what is there has all features
-        module = modules.get(name)
-        if module is not None and (reason := _only_1d(module, part, width, rows_move=plan.tp_mode == "3d")):
+        own = modules.get(name)
+        if own is not None and (reason := _only_1d(own, part, width, rows_move=plan.tp_mode == "3d")):
             raise PlanError(
                 f"{name}: {reason}, which tp_mode={plan.tp_mode} has no part for. Nearest that works: tp_mode=1d"
             )
@@ -141,19 +141,19 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
 
 
 def _fits(attention: FoundAttention, *, ranks: int, sharing: HeadSharing) -> bool:
-    """Return whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
+    """Return whether `ranks` ranks can share the heads, each with whole groups of queries and their key."""
     keys = attention.heads.key_count
     if keys >= ranks:
-        return keys % ranks == 0 or not (attention.alike and attention.heads.group > 1)
-    return sharing.rows_stay and not attention.alike and attention.heads.kv_replicas(ranks) > 0
+        return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
+    return sharing.rows_stay and not attention.cut_as_one and attention.heads.kv_replicas(ranks) > 0
 
 
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
-    """Return rules that keep attentions whole, and the blocks' other ones as they are."""
+    """Return rules that keep the `unfit` attentions whole, and the other attentions of the blocks as they are."""
     names = [attention.name for attention in unfit]
     patterns = {of_all_blocks(name) for name in names}
-    alike = all(attention.name in names for attention in attentions if of_all_blocks(attention.name) in patterns)
-    return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if alike else names))
+    all_unfit = all(attention.name in names for attention in attentions if of_all_blocks(attention.name) in patterns)
+    return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if all_unfit else names))
 
 
 def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> str:

@@ -1,15 +1,13 @@
-"""Which module of a plain model plays which part.
+"""Find the part of each module of a plain model.
 
-A model is not written for tensor parallelism and never learns of it. So from outside it has to be found which linears
-form a pair, where heads are counted, which embedding is the vocabulary's. Three sources say so, the first that speaks
-about a module counts:
+A model is not written for tensor parallelism. So the linears that form a pair, the attributes that count heads and the
+embedding of the vocabulary must be found. There are three sources; for each module the first one that knows it counts:
 
     | 1. rules        {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}        what the user states
     | 2. declared     the plan that a transformers model carries for its matrices
     | 3. structure    sizes, names of counts, the order of registration (`detect`)
 
-Whatever the source, nothing is passed over: a rule that matches nothing and a parameter that got no part are errors
-that list what comes near.
+A rule that matches nothing and a parameter without a part are errors, which list near names and rules to copy.
 """
 
 import dataclasses
@@ -79,7 +77,7 @@ class Rule:
 
 
 def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
-    """Return the part that each module, or parameter held by a module itself, plays under a plan; see `part.Part`.
+    """Return the part of each module, or parameter of a module, under a plan; see `part.Part`.
 
     The module is only looked at; it may be on the meta device. Raises ValueError for a rule that matches nothing or
     contradicts the sizes, and for parameters without a part. Raises PlanError, with the nearest degrees that work, when
@@ -94,7 +92,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
 
 @dataclass(frozen=True)
 class _Found:
-    """Findings of all sources: the parts, the modules kept whole by a rule, and the parameters without a part."""
+    """The parts from all sources, the modules kept whole by a rule, and the parameters without a part (`left`)."""
 
     structure: ModelStructure
     parts: Mapping[str, Part]
@@ -138,7 +136,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
 
 
 def _lies_in(name: str, *, holders: Collection[str]) -> bool:
-    """Return whether one of the modules around it is among `holders`."""
+    """Return whether one of the modules around `name` is among `holders`."""
     return any(holder in holders for holder in enclosing(name))
 
 
@@ -197,19 +195,19 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 
 
 def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
-    """Return a message about parameters without a part, with rules to copy that were tried, or ""."""
+    """Return a message about parameters without a part, with rules to copy that were tried."""
     structure = found.structure
     general = _first_of_each(found.left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    told = dict(_example(module, name, reason=structure.reason(name)) for name in found.left)
-    kept = dict(_example(module, name, reason="") for name in found.left)
+    from_reasons = dict(_rule_to_copy(module, name, reason=structure.reason(name)) for name in found.left)
+    kept = dict(_rule_to_copy(module, name, reason="") for name in found.left)
     branches = {of_all_blocks(branch_around(name)): "whole" for name in found.left}
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    for examples, under in itertools.product((told, kept, branches), dict.fromkeys((plan, plainer))):
+    for examples, under in itertools.product((from_reasons, kept, branches), dict.fromkeys((plan, plainer))):
         whole = {name for name, role in examples.items() if role == "whole"}
         examples = {name: role for name, role in examples.items() if not _lies_in(name, holders=whole)}
-        if _work(module, plan=under, rules={**rules, **examples}):
+        if _rules_work(module, plan=under, rules={**rules, **examples}):
             shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
             instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
             where = "Options(tensor_rules=…), model.tensor_rules of a job"
@@ -222,7 +220,7 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
     ) + " ".join(["", *_ALLOWED])
 
 
-def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
+def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
     """Return whether these rules give every parameter a part that the plan has. A matrix that is kept whole in a block
     writes all features, which only 1d supports.
     """
@@ -235,21 +233,21 @@ def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
         return False
 
 
-def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
+def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
     """Return a rule to copy (name and part) for a parameter without one: from its reason, or one that its module can
     have. It is for all blocks where it names modules of one class.
     """
     name = parameter.rpartition(".")[0]
-    told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
-    if told and told[1]:
-        name = told[1]
+    stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
+    if stated and stated[1]:
+        name = stated[1]
     elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (  # which computes with all it holds
         not name or next(module.get_submodule(name).children(), None) is not None
     ):
         return of_all_blocks(parameter), "whole"
     pattern, kind = of_all_blocks(name), type(module.get_submodule(name))
-    alike = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))
-    return pattern if alike else name, told[2] if told else "whole"
+    one_class = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))
+    return pattern if one_class else name, stated[2] if stated else "whole"
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
@@ -262,7 +260,7 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
 
 
 def _first_of_each(names: Iterable[str]) -> list[str]:
-    """Return one name of those that differ in numbers only."""
+    """Return one of the names that differ in numbers only."""
     return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]
 
 
@@ -271,8 +269,8 @@ _SMALL = ("norm", "positions", "patches", "vector")
 
 
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
-    """Return the parts of a model, with all features outside of its blocks where it has no head, or `counts` them
-    there.
+    """Return the parts of a model. Outside of its blocks hidden states have all features if it has no head, or if code
+    there `counts` features.
     """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts

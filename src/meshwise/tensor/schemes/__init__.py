@@ -1,4 +1,4 @@
-"""The schemes, a page of layouts each."""
+"""The schemes 1D, 2D, 2.5D and 3D of tensor parallelism: the layouts of each, as data."""
 
 import dataclasses
 

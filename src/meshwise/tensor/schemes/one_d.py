@@ -20,12 +20,12 @@ _TP = ("tp",)
 
 def one_d(*, sequence: bool) -> Scheme:
     """`sequence`: the tokens of the hidden states are split over tp."""
-    stream = OperandLayoutMove(_TP, "tokens" if sequence else "alike")
+    stream = OperandLayoutMove(_TP, "tokens" if sequence else "none")
     return Scheme(
         colwise=SchemeProduct(out=_TP, within=(), x=stream),
         rowwise=SchemeProduct(out=(), within=_TP, y=stream, rows=_TP if sequence else ()),
-        head=SchemeProduct(out=_TP, within=(), x=OperandLayoutMove(_TP, "alike")),
-        embedding=SchemeLookup(vocabulary=_TP, features=(), w=OperandLayoutMove(), y=OperandLayoutMove(_TP, "alike")),
+        head=SchemeProduct(out=_TP, within=(), x=OperandLayoutMove(_TP, "none")),
+        embedding=SchemeLookup(vocabulary=_TP, features=(), w=OperandLayoutMove(), y=OperandLayoutMove(_TP, "none")),
         stream=(),
         inner=_TP,
         tokens=_TP if sequence else (),
