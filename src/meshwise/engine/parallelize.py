@@ -53,10 +53,10 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.conversion import CastHooks, computing, convert, for_loss, place_buffer
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
-from meshwise.tensor.core.activation_slices import slices
+from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.remote_parts import makers, parts_of_stage, stream_tokens, stream_width
+from meshwise.tensor.core.remote_parts import feature_dims, parts_of_stage, stream_tokens, stream_width
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.rules import Rules, find_parts
 from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas, scheme_on
@@ -312,7 +312,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         extents = ShardSizes()
         stage.crossing.width = FeatureWidth(
             *stream_width(parts, plan=plan, world=world),
-            made=makers(parts, module=source.module),
+            made=feature_dims(parts, module=source.module),
             tokens=stream_tokens(extents, plan=plan, world=world),
             blocks=[name for name, part in parts.items() if part.role == "block"],
         )
@@ -363,7 +363,7 @@ def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomD
     local = setting.plan.random == "local"
     if local and parts and isinstance(shared.world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
-    before, after = slices(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
+    before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
     return RandomDraws(module, seed=setting.options.seed, before=before, after=after, local=local)
 
 

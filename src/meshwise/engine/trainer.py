@@ -31,7 +31,7 @@ from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.plan import Plan
-from meshwise.precision.live_dtypes import KINDS, live
+from meshwise.precision.dtype_policy import KINDS, dtype_names
 
 
 class Trainer:
@@ -105,7 +105,7 @@ class Trainer:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         if made := {value.dtype for value in states if isinstance(value, Tensor) and value.dim()}:
             found["optimizer_state"] = made
-        return live(found)
+        return dtype_names(found)
 
     @property
     def table(self) -> ParameterTable:

@@ -17,7 +17,7 @@ and FSDP2's mixed precision (Micikevicius et al., "Mixed Precision Training", ar
 are half as large, and no use of a parameter converts it. `conversion` says how activations get their dtype.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,12 @@ RECORDS: Mapping[str, Precision] = {
 }
 """The dtypes of each `precision` of a plan."""
 
+KINDS = ("parameters", "compute", "reduction", "accumulation", "master", "optimizer_state", "buffers")
+"""The kinds of tensors that `Trainer.precision` reports the dtypes of."""
+
+NO_DTYPE = "none"
+"""In place of a dtype, for a rank without tensors of a kind."""
+
 WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -89,3 +95,9 @@ def precision_of(plan: Plan) -> Precision:
     """Return the dtypes that a plan states."""
     record = RECORDS[plan.precision]
     return record if plan.wire == "auto" else replace(record, reduction=WIRES[plan.wire])
+
+
+def dtype_names(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:
+    """Return the names of the dtypes of every kind, or NO_DTYPE."""
+    names = {kind: sorted({str(dtype).removeprefix("torch.") for dtype in found.get(kind, ())}) for kind in KINDS}
+    return {kind: " ".join(dtypes) or NO_DTYPE for kind, dtypes in names.items()}

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.rule import Rule
 from rich.text import Text
 
-from meshwise.precision.live_dtypes import NOTHING
+from meshwise.precision.dtype_policy import NO_DTYPE
 from meshwise.train.events import (
     Budgeted,
     Compared,
@@ -232,7 +232,7 @@ def _dtypes(precision: Mapping[str, str]) -> str:
     """Return the kinds of state by dtype, without those that the rank does not have."""
     kinds: dict[str, list[str]] = {}
     for kind, dtype in precision.items():
-        if dtype != NOTHING:
+        if dtype != NO_DTYPE:
             kinds.setdefault(dtype, []).append(kind.replace("_", " "))
     return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in kinds.items())
 

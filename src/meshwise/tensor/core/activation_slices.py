@@ -27,7 +27,7 @@ from meshwise.tensor.schemes.kv_replicas import scheme_on
 _TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")
 
 
-def slices(
+def activation_regions(
     module: nn.Module,
     *,
     plan: Plan,
@@ -37,9 +37,9 @@ def slices(
 ) -> tuple[Points, Points]:
     """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split.
 
-    `parts` and `outside` are those that the model was split with; for a stage of a pipeline, `parts` are those of the
-    whole model. `absent`: the pieces of other stages. The modules inside of them do not run, so the region after such a
-    piece is that of its last module.
+    `parts` and `outside`: what the model was split with; for a stage of a pipeline, the parts of the whole model.
+    `absent`: the pieces of other stages. Modules inside of such a piece do not run, so the region of its last module
+    begins after the piece.
     """
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)

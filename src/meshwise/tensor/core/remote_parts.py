@@ -43,7 +43,7 @@ def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[
     return counts
 
 
-def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
+def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
     """Return the feature dim of the output of each module that makes hidden states, and of each module around one."""
     found: dict[str, int] = {}
     for name, part in parts.items():
