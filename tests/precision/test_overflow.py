@@ -1,4 +1,4 @@
-"""The loss scale of fp16 in training: found at once, lowered by all ranks alike, kept in checkpoints."""
+"""The loss scale of fp16 in training: found at once, lowered on all ranks, kept in checkpoints."""
 
 import math
 from pathlib import Path

@@ -9,7 +9,7 @@ import torch
 from meshwise.precision.loss_scale import LossScale, likely_count
 
 
-def drawn(events: str, scale: LossScale) -> list[float]:
+def scales(events: str, scale: LossScale) -> list[float]:
     """The scale of each step; `.` is an update, `x` an overflow."""
     values = []
     for event in events.replace(" ", ""):
@@ -29,7 +29,7 @@ def drawn(events: str, scale: LossScale) -> list[float]:
 def test_overflows_in_a_row_shrink_the_scale_faster_and_updates_let_it_grow(
     events: str, patience: int, values: list[float]
 ) -> None:
-    assert drawn(events, LossScale(64.0, patience=patience)) == values
+    assert scales(events, LossScale(64.0, patience=patience)) == values
 
 
 def test_the_scale_stays_between_its_bounds() -> None:

@@ -186,7 +186,7 @@ RECORDS: dict[str, tuple[dict[str, Any], float, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_agrees_with_one_process_to_what_the_dtype_explains_and_keeps_its_record(
+def test_every_plan_agrees_with_one_process_to_what_the_dtype_explains(
     plan: str, alone: dict[str, dict[str, Any]]
 ) -> None:
     for record, (options, eps, plans) in RECORDS.items():
@@ -221,15 +221,15 @@ def test_the_wire_alone_may_be_narrow(plan: str) -> None:
         assert found["before"] == found["after"] == HALF | {"parameters": "float32", "compute": "float32"}
 
 
-def test_a_record_of_ones_own_is_kept() -> None:
+def test_a_given_precision_is_kept() -> None:
     own = Precision(parameters=BF16, compute=BF16, reduction=FP32, accumulation=BF16, master=FP64, buffers=BF16)
     found = on("dp=2 zero=2 microbatches=2", precision=own)[0]
-    told = {"reduction": "float32", "accumulation": "bfloat16", "master": "float64", "buffers": "bfloat16"}
-    assert found["after"] == HALF | told | {"optimizer_state": "float64"}
+    given = {"reduction": "float32", "accumulation": "bfloat16", "master": "float64", "buffers": "bfloat16"}
+    assert found["after"] == HALF | given | {"optimizer_state": "float64"}
     assert all(math.isfinite(result.loss) for result in found["results"])
 
 
-def test_autocast_alone_is_a_record_too() -> None:
+def test_autocast_alone_is_a_precision() -> None:
     found = on("dp=2", precision=Precision(compute=BF16))[0]
     assert found["after"] == HALF | {"parameters": "float32", "reduction": "float32"}
 

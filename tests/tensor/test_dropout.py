@@ -166,7 +166,7 @@ def test_a_split_model_with_dropout_trains_as_on_one_process(build: Build, plan:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["dp=4 zero=3", "dp=2 tp=2 sequence_parallel=1"])
-def test_on_real_processes_too(processes: Processes, plan: str) -> None:
+def test_processes_draw_as_threads_do(processes: Processes, plan: str) -> None:
     for steps in run(4, trained, args=(plan, existing(gpt)), on=processes):
         agree(steps, expected(gpt), bound=1e-9)
 
@@ -208,7 +208,7 @@ def resumed(world: World, plan: str, folder: str) -> Any:
     return outcome(trainer, batches=batches()[1:])
 
 
-def test_a_training_taken_up_under_another_plan_draws_what_it_would_have(tmp_path: Path) -> None:
+def test_a_training_resumed_under_another_plan_draws_the_same(tmp_path: Path) -> None:
     folder = str(tmp_path / "step-1")
     run(2, begun, args=("dp=2 zero=1", folder))
     for steps in run(2, resumed, args=("tp=2", folder)):

@@ -147,9 +147,7 @@ def test_a_step_is_that_of_one_process(family: str, form: int, plan: str) -> Non
     "family, form, plan",
     [("T5", 2, "pp=2 tp=4 tp_mode=2d virtual_stages=2 schedule=interleaved microbatches=2"), ("ViT", 1, "pp=2 tp=2")],
 )
-def test_stages_ask_each_others_pieces_for_shapes_and_know_parameters_by_themselves(
-    family: str, form: int, plan: str
-) -> None:
+def test_stages_derive_shapes_of_other_stages_pieces(family: str, form: int, plan: str) -> None:
     """Blocks that return more than the stream; tokens that a module holds beside its embeddings."""
     torch.manual_seed(1)
     check(build(family, form, layers=3), plan)
@@ -260,7 +258,7 @@ def test_rows_and_tokens_in_one_dim_are_taken_apart_where_the_tokens_are_split()
     check(opt(), "tp=2 sequence_parallel=1", bound=1e-6)
 
 
-def test_stages_ask_pieces_that_are_handed_something_for_all_tokens_for_shapes() -> None:
+def test_stages_derive_shapes_of_pieces_with_arguments_for_all_tokens() -> None:
     """In the blocks a rank has 2 or 1 tokens, and their rotary tables are for all 6."""
     torch.manual_seed(1)
     settings = {name: value for name, value in GPT2.items() if name != "num_labels"}

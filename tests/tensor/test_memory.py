@@ -73,13 +73,13 @@ def test_parameters_and_activations_fall_by_the_factor_of_the_scheme(plan: str) 
         assert before / after == pytest.approx(factor, rel=LOOSE)
 
 
-def test_1d_divides_what_lies_within_pairs_and_leaves_the_stream() -> None:
+def test_1d_divides_inner_activations_and_keeps_hidden_states_whole() -> None:
     one, four, sixteen = (traced(plan)[1] for plan in ("tp=1", "tp=4", "tp=16"))
     assert (one - four) / (one - sixteen) == pytest.approx((1 - 1 / 4) / (1 - 1 / 16), rel=0.01)
     assert traced("tp=1")[0] / traced("tp=16")[0] == pytest.approx(16, rel=LOOSE)
 
 
 @pytest.mark.processes
-def test_real_processes_store_what_the_trace_says(processes: Processes) -> None:
+def test_processes_store_what_the_trace_says(processes: Processes) -> None:
     for plan in ("tp=4", "tp=4 sequence_parallel=1", "tp=4 tp_mode=2d"):
         assert run(4, stored, on=processes, args=(plan,)) == [traced(plan)] * 4

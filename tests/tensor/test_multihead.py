@@ -105,7 +105,7 @@ class Translator(nn.Module):
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_decoder_beside_a_stream_of_tokens_works_by_the_rule_that_is_shown(together: bool) -> None:
+def test_a_decoder_works_under_sequence_parallelism_by_the_rule_that_is_shown(together: bool) -> None:
     """The encoder's layers have parts of the tokens, the decoder's are whole."""
     model, plan = Translator(together=together).double(), Plan.parse("tp=2 sequence_parallel=1")
     with pytest.raises(PlanError, match=r"TransformerDecoderLayer\) reads an encoder's output") as raised:

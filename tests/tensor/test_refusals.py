@@ -17,7 +17,7 @@ from tensor.plain import Attention, Block, gpt, stack
 
 
 class Mlp(nn.Module):
-    """An MLP with a say in what lies between its matrices."""
+    """An MLP with any module between its matrices."""
 
     def __init__(self, between: nn.Module, *, fused: bool = False) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_a_model_without_a_head_has_all_features_outside_of_its_blocks() -> None
         assert find_parts(model, plan=Plan.parse("tp=2"), rules=rules)["norm"].role == "norm"
 
 
-def test_a_model_without_blocks_has_no_place_for_a_stream_in_parts() -> None:
+def test_a_model_without_blocks_cannot_split_hidden_states() -> None:
     model = Block(Attention(16, 4, kv_heads=4), width=16, hidden=48)
     find_parts(model, plan=Plan.parse("tp=2"))
     with pytest.raises(
@@ -217,7 +217,7 @@ class InTwoSteps(Attention):
         return output
 
 
-def test_a_method_that_is_handed_the_input_may_ask_for_sizes() -> None:
+def test_a_method_that_gets_the_input_may_ask_for_sizes() -> None:
     model = stack()
     model[1].attention = InTwoSteps(16, 4, kv_heads=4)
     with pytest.raises(PlanError, match=r"1.attention asks its input x.*sequence_parallel=0"):
@@ -253,7 +253,7 @@ class Translator(nn.Module):
         ("tp=4 tp_mode=2d", "asks for all features of its input.*Nearest that works: tp_mode=1d"),
     ],
 )
-def test_torchs_encoder_and_decoder_together_go_under_1d_only(plan: str, message: str) -> None:
+def test_torchs_encoder_and_decoder_together_need_1d(plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         find_parts(Translator(), plan=Plan.parse(plan))
 
@@ -274,7 +274,7 @@ def test_a_matrix_that_is_made_of_parameters_under_other_names_is_named() -> Non
         run(2, lambda world: parallelize(build, "tp=2", loss=lambda _y, _x: (_y, 1), world=world))
 
 
-def test_a_model_without_a_pair_is_told_where_rules_go() -> None:
+def test_a_model_without_a_pair_is_refused_with_the_place_of_rules() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
     with pytest.raises(ValueError, match=r"no matrix opens a pair.*Options\(tensor_rules=…\), model\.tensor_rules"):
         run(2, lambda world: parallelize(model, "tp=2", loss=lambda y, _: (y.sum(), 1), world=world))
@@ -299,7 +299,7 @@ class Around(nn.Module):
         return output
 
 
-def test_a_constant_where_a_rank_has_a_part_is_told_what_to_do() -> None:
+def test_a_constant_where_a_rank_has_a_part_is_refused_with_what_to_change() -> None:
     def main(world: World) -> None:
         model = nn.Sequential(nn.Embedding(24, 16), Around(), Around(), nn.Linear(16, 24))
         parallelize(model, "tp=2", loss=next_token_loss, world=world).step((torch.zeros(2, 3, dtype=torch.long),) * 2)

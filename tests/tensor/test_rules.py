@@ -1,4 +1,4 @@
-"""Which module plays which part is found from outside, or said; what cannot be found, or cannot work, is named."""
+"""The part of each module is found, or stated by a rule; a module without a part is named."""
 
 import re
 import textwrap
@@ -37,7 +37,7 @@ def check(module: nn.Module, expected: str, *, plan: str = "dp=1", rules: Rules 
     assert table(drawn(module, plan=plan, rules=rules)) == table(expected)
 
 
-# ---- what structure tells --------------------------------------------------------------------------------------------
+# ---- what structure shows --------------------------------------------------------------------------------------------
 
 
 def test_the_reference_gpt() -> None:
@@ -88,7 +88,7 @@ def test_torch_encoder(batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("hidden", [48, 16])
-def test_square_matrices_are_told_by_their_order(hidden: int) -> None:
+def test_square_matrices_have_roles_by_their_order(hidden: int) -> None:
     parts = find_parts(stack(hidden=hidden), plan=Plan())
     roles = {name: part.role for name, part in parts.items() if name.startswith("1.") and part.role != "norm"}
     firsts = ["attention.q", "attention.k", "attention.v", "up"]
@@ -124,7 +124,7 @@ def test_queries_of_one_key_stay_together() -> None:
     assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [8, 4, 4, 8]
 
 
-def test_only_the_looks_of_the_model_count_so_it_may_have_no_values() -> None:
+def test_a_model_on_the_meta_device_has_the_same_parts() -> None:
     expected = drawn(gpt())
     with torch.device("meta"):
         assert drawn(gpt()) == expected
@@ -214,7 +214,7 @@ def test_a_parameter_without_dims_is_left_to_the_rules() -> None:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_goes_before_what_structure_tells() -> None:
+def test_a_rule_takes_precedence_over_structure() -> None:
     parts = find_parts(gpt(), plan=Plan(), rules={"head": "whole", "positions": "embedding"})
     assert (parts["head"].role, parts["positions"].role) == ("whole", "embedding")
 

@@ -1,4 +1,4 @@
-"""A pair whose sizes and order do not tell it is known by what it computes; rules that an error shows work as shown."""
+"""Rules that an error shows work as they are shown."""
 
 import copy
 import functools
@@ -101,7 +101,7 @@ def test_the_rule_shown_for_an_attention_outside_of_the_blocks_keeps_all_of_it_w
     split_agrees(model, plan=plan, parts=parts, batch=((tokens,), lambda model, batch: model(batch[0]).exp().sum()))
 
 
-def test_a_table_with_as_many_rows_as_there_are_features_reads_no_stream() -> None:
+def test_a_table_with_as_many_rows_as_features_is_not_a_reader_of_hidden_states() -> None:
     model = with_blocks(*(Parts("gud", hidden=48) for _ in range(2)))
     model.add_module("far", nn.Embedding(16, 4))
     assert find_parts(model, plan=Plan(tp=4, tp_mode="2d"))["far"].role == "whole"

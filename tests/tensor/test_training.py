@@ -1,7 +1,7 @@
 """Training under tp is the training of one process: three steps of AdamW with clipping, float64, to 1e-9.
 
 `test_grid` has the product of schemes, models and ZeRO; here are sizes and batches that do not divide, micro-batches,
-models that are born under the plan, and real processes. The batch of step 1 has fewer rows than some plans have ranks
+models that are initialized under the plan, and processes. The batch of step 1 has fewer rows than some plans have ranks
 to give them to.
 """
 
@@ -92,14 +92,14 @@ def test_a_split_model_trains_as_on_one_process(plan: str, ties: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["tp=2 sequence_parallel=1", "tp=4 tp_mode=2d zero=3", "dp=2 tp=2 zero=1"])
-def test_on_real_processes_too(processes: Processes, plan: str) -> None:
+def test_processes_train_as_one(processes: Processes, plan: str) -> None:
     case = Case(tied=True)
     for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(case)), on=processes):
         agree(steps, expected(case), bound=1e-9)
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])
-def test_a_model_born_under_the_plan_is_the_same_model(plan: str) -> None:
+def test_a_model_initialized_under_the_plan_is_the_same_model(plan: str) -> None:
     build = Case(tied=False).build
     for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, build)):
         agree(steps, single(build), bound=1e-9)
@@ -112,7 +112,7 @@ def traffic_of_tp(world: World, plan: str, model: nn.Module) -> dict[str, tuple[
     return {name: row for name, row in count(stamps).items() if name.endswith("[tp]")}
 
 
-def test_zero_3_asks_nothing_of_split_logits_that_would_bring_them_together() -> None:
+def test_zero_3_does_not_gather_split_logits() -> None:
     model = existing(Case(tied=False))
     plain, spread = (run(4, traffic_of_tp, args=(f"dp=2 tp=2 zero={zero}", model)) for zero in (2, 3))
     assert "all_reduce[tp]" in plain[0]
@@ -127,7 +127,7 @@ class Reluctant(GPT):
         return super().forward(tokens)
 
 
-def test_ranks_that_have_no_rows_of_their_own_run_one_of_others() -> None:
+def test_ranks_without_rows_run_a_row_of_another_rank() -> None:
     """As `meshwise train` does where a validation ends with one row."""
     model = existing(Case(tied=False))
     assert isinstance(model, GPT)

@@ -1,4 +1,4 @@
-"""The gradient of what an attention is handed is summed over its heads once, wherever that was trained."""
+"""The gradient of an argument of an attention is summed over its heads once, wherever the argument is trained."""
 
 import copy
 import sys
@@ -126,7 +126,9 @@ def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind:
     "plan, tokens",
     [*((plan, WIDTH) for plan in ("tp=2", "tp=2 sequence_parallel=1")), *((plan, 6) for plan in (*GRIDS, SCHEMES[-1]))],
 )
-def test_a_table_as_wide_as_the_stream_is_no_stream(monkeypatch: pytest.MonkeyPatch, plan: str, tokens: int) -> None:
+def test_a_table_as_wide_as_hidden_states_is_another_argument(
+    monkeypatch: pytest.MonkeyPatch, plan: str, tokens: int
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "TOKENS", tokens)
     model, rules, batches = _given("plain")
     parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
@@ -134,14 +136,14 @@ def test_a_table_as_wide_as_the_stream_is_no_stream(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 sequence_parallel=1"])
-def test_a_table_that_scores_and_stream_have_in_common_gets_the_gradients_of_both(plan: str) -> None:
+def test_a_table_used_by_scores_and_hidden_states_gets_the_gradients_of_both(plan: str) -> None:
     model, rules, batches = _given("stream")
     parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 
 @pytest.mark.parametrize("plan", TRAINED)
-def test_so_it_does_in_training(plan: str) -> None:
+def test_a_table_of_a_block_trains_as_on_one_process(plan: str) -> None:
     model, rules, batches = _given("own")
     given: dict[str, Any] = {"loss": _counted, "optimizer": torch.optim.AdamW, "lr": 1e-2}
     expected = alone(copy.deepcopy(model), batches=batches, **given)

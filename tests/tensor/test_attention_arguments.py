@@ -1,4 +1,4 @@
-"""What an attention is handed besides the stream: masks of rows under any name, and what is learned outside of it."""
+"""Arguments of an attention besides hidden states, as masks and tables, have the rows and gradients of one process."""
 
 from collections.abc import Sequence
 
@@ -37,8 +37,8 @@ class Layer(nn.Module):
         self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
         self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
 
-    def forward(self, x: Tensor, *handed: Tensor) -> Tensor:
-        x = x + self.mixer(self.norm(x), *handed)
+    def forward(self, x: Tensor, *arguments: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm(x), *arguments)
         output: Tensor = x + self.down(functional.gelu(self.up(x)))
         return output
 
@@ -70,7 +70,7 @@ def _loss(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_is_handed_to_an_attention_is_that_of_its_rows_and_gets_the_gradient_of_all_heads(plan: str) -> None:
+def test_arguments_have_the_rows_of_the_attention_and_the_gradient_of_all_heads(plan: str) -> None:
     torch.manual_seed(1)
     model = Model().double()
     tokens, targets = torch.randint(1, WORDS, (2, 8, TOKENS)).unbind()

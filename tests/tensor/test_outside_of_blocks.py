@@ -1,4 +1,4 @@
-"""What a model does with the stream outside of its blocks: a head tied by use, tables of its own, detours."""
+"""Code outside of the blocks works on hidden states: a head tied by use, tables of its own, other widths."""
 
 import copy
 from collections.abc import Callable
@@ -73,7 +73,7 @@ GRIDS = [Model(positions="buffer"), Model(detour=True), Model(positions="buffer"
         ("tp=4 tp_mode=2d pp=2 microbatches=2", Model(positions="parameter")),
     ],
 )
-def test_the_model_is_the_same(plan: str, model: Model) -> None:
+def test_a_step_is_that_of_one_process(plan: str, model: Model) -> None:
     model = copy.deepcopy(model).double()
     tokens = torch.randint(0, WORDS, (8, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     batches = [(tokens[:, :-1], tokens[:, 1:])]

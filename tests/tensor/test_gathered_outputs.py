@@ -1,4 +1,4 @@
-"""What a model returns from inside of its blocks, streams and scores of attention, is whole, and may be trained on."""
+"""Hidden states and attention scores that a model returns from its blocks are whole, and may be trained on."""
 
 import copy
 from typing import Any
@@ -55,9 +55,9 @@ class Model(nn.Module):
         x: Tensor = self.embedding(tokens)
         hidden, scores = [x], []
         for block in self.blocks:
-            x, seen = block(x)
+            x, weights = block(x)
             hidden.append(x)
-            scores.append(seen)
+            scores.append(weights)
         x = self.norm(x)
         return {"logits": self.head(x), "hidden": (*hidden, x), "scores": tuple(scores)}
 
@@ -84,7 +84,7 @@ PLANS = [
 
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
-def test_parts_that_are_returned_are_made_whole(plan: str, head: bool) -> None:
+def test_hidden_states_and_scores_are_returned_whole(plan: str, head: bool) -> None:
     model = Model(head=head).double()
     rows = 5 if plan != "tp=8 tp_mode=3d" else 8
     batches = [torch.randint(0, WORDS, (rows, TOKENS), generator=torch.Generator().manual_seed(1))]
