@@ -139,7 +139,7 @@ def test_shared_key_heads_need_numbers_that_divide() -> None:
     "options, plan, message",
     [
         ({}, "tp=8 tp_mode=3d", "batch_first=False puts the rows of the batch into dim 1.*Nearest.*tp_mode=1d"),
-        ({"kdim": 7, "vdim": 7}, "tp=4 tp_mode=2d", "keys and values have another width than the stream"),
+        ({"kdim": 7, "vdim": 7}, "tp=4 tp_mode=2d", "keys and values have another width than the hidden states"),
     ],
 )
 def test_a_part_that_a_scheme_does_not_have_is_refused(options: dict[str, int], plan: str, message: str) -> None:

@@ -1,1 +1,1 @@
-"""What runs a split model: the sharded matmul, modules on this rank's part, and the resharding between them."""
+"""The running split model: the sharded matmul, modules on this rank's part, the resharding between them."""

@@ -234,7 +234,7 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
 
 
 def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:
-    """Change the tensors in arguments of a module's forward, by their names, however they are handed over."""
+    """Change the tensors in arguments of a module's forward, by their names, passed by position or by name."""
     order = list(inspect.signature(module.forward).parameters)
 
     def changed(name: str, argument: Any) -> Any:

@@ -1,8 +1,8 @@
 """torch's MultiheadAttention on the heads of one rank.
 
-It keeps q, k and v as its own parameters instead of linear layers, hands all of them to one functional, and in eval
-mode to a fused kernel. None of the three knows about ranks. So its forward is written again over two projections, with
-the same arguments, masks and results:
+It keeps q, k and v as its own parameters instead of linear layers, and passes all of them to one functional, in eval
+mode to a fused kernel. None of these knows about ranks. So its forward is written again over two projections, with the
+same arguments, masks and results:
 
     query, key, value ── in_proj (colwise) ── heads of this rank ── out_proj (rowwise)
 
@@ -58,7 +58,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, so that torch's encoder layer does not hand all weights to a fused kernel."""
+        """False, so that torch's encoder layer does not pass all weights to a fused kernel."""
         return False
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Find the heads of an attention: how many there are, how wide they are, and which attributes count them.
+"""Find the heads of an attention: their number, their width, and the attributes that count them.
 
 Ranks share whole heads. So for every matrix of an attention three things must be known: how many features stay
 together, the order of q, k and v in a fused one, and the numbers in the forward that count heads. After the split, a
@@ -70,7 +70,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """How the ranks of a plan share the heads of an attention."""
+    """Sharing of the heads of an attention by the ranks of a plan."""
 
     ranks: int
     """The number of ranks that share the heads."""

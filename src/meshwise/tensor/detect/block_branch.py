@@ -54,9 +54,10 @@ class BlockBranch:
 
 
 def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
-    """Return the size that most matrices of the blocks read or write, among those that are both read and written; None
-    when there is none. Of several, as in blocks of one MLP each, take a width that parameters `outside` of them have in
-    their last dim, and of those the first that is read.
+    """Return the width of hidden states: the size that most matrices of the blocks use, and that is read and written.
+
+    Among equals, as in blocks of one MLP each, prefer a size that is the last dim of parameters `outside` of the
+    blocks, then the first that is read. Return None if no size is both read and written.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -76,12 +77,13 @@ def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 @dataclass(frozen=True)
 class BlockReading:
-    """What is known of a model before its blocks are searched for branches."""
+    """The facts about a model by which its blocks are searched for branches."""
 
     width: int
 
     declared: Mapping[str, str]
-    """By name: "colwise", "rowwise", or any other word for a matrix that is in no branch; "attention" for a module."""
+    """Stated roles by name: of matrices ("colwise", "rowwise", any other word for one in no branch) and of modules
+    ("attention", "whole")."""
     names: Collection[str]
     """The first name of each module of the model. A module with several names is read once."""
 
@@ -118,6 +120,9 @@ class BlockReading:
                     left = []
         if _ends(left):
             found.append(_branch(left))
+            left = []
+        elif len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
+            found.append(_branch([*left[1:], left[0]]))  # Phi-3 registers the output before q, k and v
             left = []
         elif late := _late(left, branches=found[before:], holder=name):
             found[-1], left = late, []

@@ -35,7 +35,7 @@ from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
 
 _GATED = 2
-"""How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
+"""Most hidden features that one matrix of an MLP writes, in multiples of what the next one reads: gate and value."""
 
 
 @dataclass(frozen=True)

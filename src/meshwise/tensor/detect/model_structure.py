@@ -90,7 +90,7 @@ class ModelStructure:
         branches, left = BlockReading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
             for matrix in left:
-                self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with a second")
+                self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with another matrix")
             self.parts[name] = Part("block", stream=self.width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
@@ -130,7 +130,9 @@ class ModelStructure:
         if not (table or parameter.numel() == self.width):
             return
         if in_attention:
-            self._reasons[name] = "as wide as the stream and as all heads: rule 'vector', or 'inner grain=number'"
+            self._reasons[name] = (
+                "as wide as the hidden states and as all heads: rule 'vector', or 'inner grain=number'"
+            )
         else:
             self.parts[name] = Part("vector")
 
@@ -221,7 +223,7 @@ def _why_unknown(module: nn.Module) -> str:
     for kind in (nn.Linear, nn.Embedding):
         if isinstance(module, kind):
             own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
-            return f"{name} in a block, beside its pairs{own}"
+            return f"{name} in a block, outside of its pairs{own}"
     return f"{name} is neither a known norm nor goes feature by feature"
 
 

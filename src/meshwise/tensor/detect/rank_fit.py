@@ -119,7 +119,7 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         return f"{type(module).__name__} has groups of channels, and they become features, which are split"
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None:
-            return "its keys and values have another width than the stream"
+            return "its keys and values have another width than the hidden states"
         if rows_move and not module.batch_first:
             return "batch_first=False puts the rows of the batch into dim 1"
     return ""
