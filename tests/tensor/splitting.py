@@ -62,9 +62,9 @@ def install(
         part = part_of(parameter.detach(), placements[name], world=world)
         made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for owner in module.modules():
-        for key, parameter in list(owner._parameters.items()):
-            if parameter is not None:
-                setattr(owner, key, made[parameter])
+        for key, value in list(owner._parameters.items()):
+            if value is not None:
+                setattr(owner, key, made[value])
     return placements
 
 

@@ -62,7 +62,7 @@ def _multiplies(module: nn.Linear) -> bool:
     asked = copy.copy(module)
     asked.training, asked.in_features, asked.out_features = True, 3, 2
     asked._parameters = {"weight": nn.Parameter(weight), "bias": None if given is None else nn.Parameter(given)}
-    output, expected = output_of(asked, x), functional.linear(x, weight, given)
+    output, expected = output_of(asked, x=x), functional.linear(x, weight, given)
     return _same_shape(output, expected) and torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -72,7 +72,7 @@ def random_numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def output_of(module: nn.Module, x: Tensor) -> Any:
+def output_of(module: nn.Module, *, x: Tensor) -> Any:
     """Return the output of a module's class for `x`, without hooks; None when it takes something else."""
     try:
         with torch.no_grad():
@@ -97,7 +97,7 @@ def looks_up(module: nn.Module) -> bool:
     own = type(module)
     asked = copy.copy(module)
     asked.__class__ = type(own.__name__, (own, _ConstantEmbedding), {})
-    output, rows = output_of(asked, torch.zeros(2, 3, dtype=torch.long)), random_numbers(2, 3, 4)
+    output, rows = output_of(asked, x=torch.zeros(2, 3, dtype=torch.long)), random_numbers(2, 3, 4)
     return _same_shape(output, rows) and torch.allclose(output, rows * (output / rows).mean(), rtol=1e-12, atol=0)
 
 

@@ -72,7 +72,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 def _answer(module: nn.Module, x: Tensor) -> Tensor | None:
     """Return the output of a module for `x` if that is a tensor of the same shape, or None."""
-    answer = output_of(module, x)
+    answer = output_of(module, x=x)
     return answer if isinstance(answer, Tensor) and answer.shape == x.shape else None
 
 
