@@ -60,15 +60,25 @@ def test_what_is_saved_is_the_state_at_the_call_however_far_training_goes_on(tmp
 
 def test_an_update_waits_until_what_it_changes_has_been_read(tmp_path: Path) -> None:
     big = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
-    stream = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
-    assert not stream._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
-    writer = threading.Thread(target=stream.write)
+    writing = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
+    assert not writing._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
+    writer = threading.Thread(target=writing.write)
     writer.start()
-    stream.wait_staged()
+    writing.wait_staged()
     big.zero_()
     writer.join()
     written = torch.from_file(str(tmp_path / "file"), size=big.numel() + 1, dtype=torch.float32)
     assert torch.equal(written[1:], torch.arange(6 * CHUNK // 4, dtype=torch.float32))
+
+
+def test_a_disk_that_fails_as_it_flushes_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    writing = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[torch.ones(3)])
+    with pytest.raises(OSError, match="No space left on device"):
+        writing.write()
 
 
 class Counting(nn.Module):

@@ -13,12 +13,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.base.atomic_file import flush
+from meshwise.base.atomic_file import flush, write_whole
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import is_valid
@@ -41,7 +40,8 @@ class CheckpointSearch:
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     """Return the checkpoints of a root with their indexes, newest first; those with a damaged index last."""
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
-    for path in sorted(_folders(root), reverse=True):
+    folders = filter(is_checkpoint, root.iterdir()) if root.is_dir() else ()
+    for path in sorted(folders, reverse=True):
         try:
             found.append((path, read_index(path)))
         except DamageError as error:
@@ -50,8 +50,9 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
 
 
 def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
-    """Return the newest checkpoint, of all `but` some, whose index and file sizes are right. Its bytes are compared
-    while they are loaded.
+    """Return the newest checkpoint whose index and file sizes are right, without those in `but`.
+
+    Loading it compares its bytes with their checksums.
     """
     damaged = []
     path = None
@@ -66,22 +67,19 @@ def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
 
 
 def make_partial_folder(folder: Path) -> Path:
-    """Return a new folder beside `folder`, to write into. Raises OSError, also where something else is under that
-    name.
+    """Return a new folder to write into, in the same root as `folder`.
+
+    Raises OSError, FileExistsError too when `folder` is neither a checkpoint nor an empty folder.
     """
     if folder.name == LATEST:
         raise FileExistsError(errno.EEXIST, "this name is reserved for the newest checkpoint's name", str(folder))
-    if not _may_be_replaced(folder):
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if os.path.lexists(folder) and not is_checkpoint(folder) and not is_empty:
         raise FileExistsError(errno.EEXIST, "it exists and is no checkpoint, so it is not replaced", str(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
     partial.mkdir()
     return partial
-
-
-def _may_be_replaced(folder: Path) -> bool:
-    """Return whether the path may be replaced: nothing is there, or an older checkpoint of this name."""
-    return not os.path.lexists(folder) or is_checkpoint(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def move_into_place(partial: Path, *, folder: Path) -> None:
@@ -93,35 +91,14 @@ def move_into_place(partial: Path, *, folder: Path) -> None:
         folder.rename(replaced)
     partial.rename(folder)
     flush(folder.parent)
-    point_latest(folder)
+    write_whole(folder.with_name(LATEST), write=lambda path: path.write_text(f"{folder.name}\n", encoding="utf-8"))
+    flush(folder.parent)
     if replaced is not None:
         remove(replaced)
 
 
-def point_latest(folder: Path) -> None:
-    """Write the checkpoint's name into `latest`. Raises OSError."""
-    partial = folder.with_name(f"{LATEST}{_PARTIAL}{secrets.token_hex(4)}")
-    write_flushed(partial, text=f"{folder.name}\n")
-    partial.replace(folder.with_name(LATEST))
-    flush(folder.parent)
-
-
-def write_flushed(path: Path, *, text: str) -> None:
-    """Write a new file and return when the disk has it. Raises OSError."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def leftovers(root: Path) -> Iterator[Path]:
-    """Yield the folders in `root` that unfinished saves have left."""
-    if root.is_dir():
-        yield from (path for path in root.iterdir() if _PARTIAL in path.name)
-
-
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover; renamed to a partial name first, so that half of it is never loaded."""
+    """Remove a checkpoint or what a failed save has left. A first rename prevents that half of it is ever loaded."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return
@@ -131,7 +108,7 @@ def remove(path: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether this is a checkpoint, or one that has lost its index."""
+    """Return whether the path is a checkpoint, also one that has lost its index."""
     return path.is_dir() and _PARTIAL not in path.name and ((path / INDEX).exists() or any(path.glob(DATA)))
 
 
@@ -139,17 +116,6 @@ def next_sequence(root: Path) -> int:
     """Return a number larger than the sequence number of every checkpoint in the root."""
     numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, CheckpointIndex)]
     return max(numbers, default=0) + 1
-
-
-def remove_quietly(path: Path) -> None:
-    """Remove a path if it still exists, ignoring errors of its disk."""
-    with suppress(OSError):
-        remove(path)
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    if root.is_dir():
-        yield from (path for path in root.iterdir() if is_checkpoint(path))
 
 
 def prune(root: Path, *, keep_last: int) -> list[Path]:
@@ -160,17 +126,16 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")
-    found = [path for path, _ in checkpoints(root)]
     valid: list[Path] = []
     removed: list[Path] = []
-    for path in found:
+    for path, _ in checkpoints(root):
         if len(valid) == keep_last:
             removed.append(path)
         elif is_valid(path):
             valid.append(path)
     if valid:
         newest = (valid[0] / INDEX).stat().st_mtime_ns
-        removed += [path for path in leftovers(root) if path.stat().st_mtime_ns < newest]
+        removed += [path for path in root.iterdir() if _PARTIAL in path.name and path.stat().st_mtime_ns < newest]
     for path in removed:
         remove(path)
     return removed

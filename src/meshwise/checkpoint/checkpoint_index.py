@@ -10,7 +10,7 @@
      "extra": {…},                                       whatever else was saved, as JSON
      "checksum": "5d41402a"}                             crc32 of the text before this key
 
-It is the last file to be written, so that where there is one, there is all of it. A crc32 finds torn and altered bytes;
+The index is the last file that a save writes: a folder with an index is complete. A crc32 finds torn and altered bytes;
 it does not protect against deliberate changes of data and checksum.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.safetensors_format import DTYPES, dtype_name
+from meshwise.checkpoint.safetensors_format import DTYPES
 from meshwise.layout.rectangles import Rectangle
 
 INDEX = "checkpoint.json"
@@ -42,7 +42,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class StoredRectangle:
-    """A rectangle of a logical tensor, and the entry of a file that holds it."""
+    """A rectangle of a logical tensor, and the entry of the safetensors file that holds it."""
 
     file: str
     entry: str
@@ -65,7 +65,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """Expected file: its size and the crc32 of every block, or none where no checksums were made."""
+    """A data file as it was written: its size in bytes and the crc32 of every block (empty: none were computed)."""
 
     size: int
     checksums: tuple[int, ...]
@@ -87,18 +87,11 @@ class CheckpointIndex:
         """Bytes of all data files."""
         return sum(file.size for file in self.files.values())
 
-    def text(self) -> str:
-        """Return the text of the index file."""
-        body = {
-            "format": FORMAT,
-            "sequence": self.sequence,
-            "files": {name: file_row(file) for name, file in self.files.items()},
-            "tensors": {name: _tensor_row(stored) for name, stored in self.tensors.items()},
-            "aliases": dict(self.aliases),
-            "extra": dict(self.extra),
-        }
-        text = json.dumps(body, allow_nan=False)[:-1]
-        return f'{text}{_CHECKSUM}{zlib.crc32(text.encode()):08x}"}}\n'
+
+def index_text(body: Mapping[str, Any]) -> str:
+    """Return the text of an index file: `body`, and its checksum."""
+    text = json.dumps(body, allow_nan=False)[:-1]
+    return f'{text}{_CHECKSUM}{zlib.crc32(text.encode()):08x}"}}\n'
 
 
 def read_index(folder: Path) -> CheckpointIndex:
@@ -125,30 +118,6 @@ def read_index(folder: Path) -> CheckpointIndex:
     if wrong := list(_sizes(index)):
         raise DamageError(wrong)
     return index
-
-
-def tensors_of(index: CheckpointIndex, *, file: str) -> Iterator[tuple[str, StoredRectangle]]:
-    """Yield the logical tensors that have a part in a file, with that part."""
-    for name, stored in index.tensors.items():
-        for part in stored.parts:
-            if part.file == file:
-                yield name, part
-
-
-def file_row(file: CheckpointFile) -> dict[str, Any]:
-    """Return the row of a file in the index, as JSON values."""
-    return {"bytes": file.size, "crc32": [f"{checksum:08x}" for checksum in file.checksums]}
-
-
-def part_row(part: StoredRectangle) -> dict[str, Any]:
-    """Return the row of a rectangle in the index, as JSON values."""
-    offsets, sizes = list(part.rectangle.offsets), list(part.rectangle.sizes)
-    return {"file": part.file, "entry": part.entry, "offsets": offsets, "sizes": sizes}
-
-
-def _tensor_row(stored: StoredTensor) -> dict[str, Any]:
-    parts = [part_row(part) for part in stored.parts]
-    return {"dtype": dtype_name(stored.dtype), "shape": list(stored.shape), "parts": parts}
 
 
 def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
@@ -201,7 +170,7 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
 
 
 def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
-    """Files that are missing, are not plain files, or are longer or shorter than they were written."""
+    """Yield damage of files that are missing, are not plain files, or have another size than was written."""
     for name, file in index.files.items():
         path = index.folder / name
         try:
@@ -212,5 +181,5 @@ def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
             if stat.S_ISREG(found.st_mode) and found.st_size == file.size:
                 continue
             what = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "something that is not a plain file"
-        tensors = dict.fromkeys(tensor for tensor, _ in tensors_of(index, file=name))
-        yield Damage(str(path), f"a file of {file.size} bytes", what, tuple(tensors))
+        tensors = tuple(key for key, row in index.tensors.items() if any(part.file == name for part in row.parts))
+        yield Damage(str(path), f"a file of {file.size} bytes", what, tensors)

@@ -13,7 +13,7 @@ writes a folder; `export` also compares the logits of the written and the saved 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,12 @@ from meshwise.checkpoint.checkpoint_index import (
 from meshwise.checkpoint.load_state import CheckpointReader
 from meshwise.checkpoint.safetensors_format import DTYPES, TensorSpec, header, read_header
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers
-from meshwise.layout.rectangles import Rectangle, rectangles
+from meshwise.layout.rectangles import Rectangle
 
 PARTS = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 _PART_BYTES = 5 * 10**9
 """Bytes of a part; a tensor is never divided."""
-
-_PIECE_ELEMENTS = 1 << 20
 
 
 def read_pretrained(folder: Path) -> CheckpointIndex:
@@ -67,8 +65,9 @@ def read_pretrained(folder: Path) -> CheckpointIndex:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the files that hold the tensors. Raises DamageError when the folder does not say so, or names others'
-    files.
+    """Return the names of the files that hold the tensors.
+
+    Raises DamageError when the folder does not name them, or names a file outside of it.
     """
     if not (folder / PARTS).is_file():
         if not (folder / WHOLE).is_file():
@@ -98,27 +97,19 @@ def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], b
 
 
 def unused(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
-    """Return the entries of a folder that stand under none of a model's names."""
+    """Return the entries of a folder whose names the model does not have."""
     known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
     entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
     return sorted(entries - known)
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Return whether a folder is a model's, and no checkpoint."""
+    """Return whether a folder holds a model in the layout of Hugging Face, and no checkpoint."""
     return not (folder / INDEX).exists() and any((folder / name).is_file() for name in (WHOLE, PARTS))
 
 
 def _variants(name: str, base: str) -> tuple[str, ...]:
     return (name, name.removeprefix(f"{base}."), f"{base}.{name}") if base else (name,)
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file to be written: its name, and the tensors in it."""
-
-    name: str
-    specs: tuple[TensorSpec, ...]
 
 
 def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
@@ -128,7 +119,8 @@ def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[st
     memory. Returns the files. Raises DamageError, or OSError (FileExistsError: the folder holds a model already);
     partly written files are removed.
     """
-    stored = {_split(key)[1]: key for key in reader.index.tensors if _split(key)[0] in ("parameter", "buffer")}
+    split = {key: key.partition("/") for key in reader.index.tensors}
+    stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
     specs = [
         TensorSpec(name, dtypes.get(name, reader.index.tensors[key].dtype), reader.index.tensors[key].shape)
         for name, key in stored.items()
@@ -136,33 +128,28 @@ def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[st
     files = _divide(specs)
     into.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as undoing:
-        for file in files:
-            with (into / file.name).open("xb") as out:
-                undoing.callback((into / file.name).unlink)
-                out.write(header(file.specs, metadata={}))
-                for spec in file.specs:
-                    for piece in _pieces(reader, stored[spec.name]):
-                        out.write(piece.to(spec.dtype).reshape(-1).view(torch.uint8).numpy().data)
+        for file, group in files.items():
+            with (into / file).open("xb") as out:
+                undoing.callback((into / file).unlink)
+                out.write(header(group, metadata={}))
+                for spec in group:
+                    for piece in reader.pieces(stored[spec.name]):
+                        out.write(piece.to(spec.dtype).view(torch.uint8).numpy().data)
                 out.flush()
                 os.fsync(out.fileno())
         if len(files) > 1:
             table = {
                 "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-                "weight_map": {spec.name: file.name for file in files for spec in file.specs},
+                "weight_map": {spec.name: file for file, group in files.items() for spec in group},
             }
             undoing.callback((into / PARTS).unlink, missing_ok=True)
             (into / PARTS).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
         undoing.pop_all()
-    return [into / file.name for file in files]
+    return [into / file for file in files]
 
 
-def _split(key: str) -> tuple[str, str]:
-    slot, _, name = key.partition("/")
-    return slot, name
-
-
-def _divide(specs: Iterable[TensorSpec]) -> list[_File]:
-    """Return tensors in the order given, a new file whenever the next would make one too large."""
+def _divide(specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    """Return the tensors of each file by its name, in the order given; a file has at most `_PART_BYTES`."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -172,31 +159,15 @@ def _divide(specs: Iterable[TensorSpec]) -> list[_File]:
         groups[-1].append(spec)
         size += spec.nbytes
     if len(groups) == 1:
-        return [_File(WHOLE, tuple(groups[0]))]
-    return [
-        _File(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
-        for number, group in enumerate(groups, start=1)
-    ]
-
-
-def _pieces(reader: CheckpointReader, key: str) -> Iterator[Tensor]:
-    """Yield the elements of a logical tensor in order."""
-    stored = reader.index.tensors[key]
-    slot, name = _split(key)
-    size = torch.Size(stored.shape).numel()
-    for start in range(0, size, _PIECE_ELEMENTS):
-        for part in rectangles(stored.shape, start=start, stop=min(size, start + _PIECE_ELEMENTS)):
-            piece = torch.empty(part.sizes, dtype=stored.dtype)
-            reader.fill([StoredSlice(name, slot, stored.shape, part, piece)])
-            yield piece
-
-
-def dtypes_of(extra: Mapping[str, Mapping[str, str]]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the parameters that are updated in a wider one, as `TrainingState` has noted them."""
-    return {name: DTYPES[word] for name, word in extra.get("dtypes", {}).items()}
+        return {WHOLE: groups[0]}
+    names = (f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1))
+    return dict(zip(names, groups, strict=True))
 
 
 _TOKENS = (4, 8)
+"""Rows and length of the random tokens that an export is checked with."""
+_BOUND = 1e-5
+"""The largest difference of logits that reordered sums can explain, relative to the largest logit."""
 
 
 class ExportError(RuntimeError):
@@ -205,7 +176,7 @@ class ExportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Exported:
-    """The files of a folder that has been checked, and the largest difference between the logits of both."""
+    """Result of an export: the written files, and the largest difference between the logits of both models."""
 
     files: Sequence[Path]
     difference: float
@@ -222,17 +193,17 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     """
     reader = CheckpointReader(read_index(folder))
     saved = build().eval()
-    tokens = torch.randint(_vocabulary(saved), _TOKENS, generator=torch.Generator().manual_seed(0))
-    dtypes = dtypes_of(reader.index.extra)
     _fill(saved, reader)
-    expected = _first_logits(saved, tokens)
+    tokens, expected = _random_test(saved)
+    # Parameters whose masters are wider: TrainingState has noted their own dtypes.
+    dtypes = {name: DTYPES[word] for name, word in reader.index.extra.get("dtypes", {}).items()}
     files = write_pretrained(reader, into=into, dtypes=dtypes)
     config = getattr(saved, "config", None)
     if _is_transformers(saved) and config is not None:
         config.save_pretrained(into)
         files += sorted(into.glob("*config.json"))
     difference = float((_logits(_read_back(saved, into, build), tokens) - expected).abs().max())
-    if not difference <= _bound(expected):
+    if not difference <= _BOUND * float(expected.abs().max()):
         raise ExportError(
             f"the logits of {into} and {folder} differ by up to {difference:.3g} on random tokens; delete the export"
         )
@@ -245,11 +216,11 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> None:
         StoredSlice.whole(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
     ]
-    reader.fill([*parameters, *(held for held in buffers([module]) if held.key in reader.index.tensors)])
+    reader.fill([*parameters, *(buffer for buffer in buffers([module]) if buffer.key in reader.index.tensors)])
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that is in a folder, read in the way that others would."""
+    """Return the model that is in a folder: read by transformers, if its class comes from there."""
     if _is_transformers(saved):
         dtype = next(saved.parameters()).dtype
         model: nn.Module = type(saved).from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
@@ -264,23 +235,17 @@ def _is_transformers(module: nn.Module) -> bool:
     return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(module).__mro__)
 
 
-def _vocabulary(module: nn.Module) -> int:
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            return part.num_embeddings
-    raise _uncheckable(module, "it has no embedding, so it takes no tokens")
-
-
-def _first_logits(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits of a model that may fail in any way. Raises ValueError where tokens alone give none."""
-    try:
-        return _logits(module, tokens)
-    except Exception as error:
-        raise _uncheckable(module, f"of tokens alone it makes {type(error).__name__}: {error}") from error
-
-
-def _uncheckable(module: nn.Module, why: str) -> ValueError:
-    return ValueError(
+def _random_test(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return random tokens and the logits of a model for them. Raises ValueError when tokens alone give no logits."""
+    why = "it has no embedding, so it takes no tokens"
+    embedding = next((part for part in module.modules() if isinstance(part, nn.Embedding)), None)
+    if embedding is not None:
+        tokens = torch.randint(embedding.num_embeddings, _TOKENS, generator=torch.Generator().manual_seed(0))
+        try:
+            return tokens, _logits(module, tokens)
+        except Exception as error:  # noqa: BLE001 - a user's model may fail in any way
+            why = f"of tokens alone it makes {type(error).__name__}: {error}"
+    raise ValueError(
         f"the export of {type(module).__name__} could not be checked, so nothing was written: {why}. Its parameters "
         "are in parameters.safetensors of the run, under its own names"
     )
@@ -296,8 +261,3 @@ def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ValueError(f"{type(module).__name__} returns a {type(logits).__name__}, not logits")  # noqa: TRY004
     return logits.double()
-
-
-def _bound(logits: Tensor) -> float:
-    """Return the largest difference that reordered sums can explain."""
-    return 1e-5 * float(logits.abs().max())

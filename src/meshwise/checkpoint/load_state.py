@@ -1,10 +1,12 @@
 """Load a checkpoint: every rank reads the rectangles it needs, under any plan (`load`, `fill`, `CheckpointReader`)."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex, StoredRectangle, StoredTensor, read_index
@@ -12,7 +14,9 @@ from meshwise.checkpoint.read_rectangles import ByteSpan, SourceFile, read, span
 from meshwise.checkpoint.safetensors_format import read_header
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.layout.rectangles import rectangles
 
+_PIECE_ELEMENTS = 1 << 20
 _T = TypeVar("_T")
 
 
@@ -31,6 +35,17 @@ class CheckpointReader:
         """
         read([span for holding in holdings for span in self._spans(holding)])
 
+    def pieces(self, key: str) -> Iterator[Tensor]:
+        """Yield the elements of a logical tensor in order, as flat tensors of at most 2²⁰. Raises as `fill` does."""
+        stored = self.index.tensors[key]
+        slot, _, name = key.partition("/")
+        size = math.prod(stored.shape)
+        for start in range(0, size, _PIECE_ELEMENTS):
+            for part in rectangles(stored.shape, start=start, stop=min(size, start + _PIECE_ELEMENTS)):
+                piece = torch.empty(part.sizes, dtype=stored.dtype)
+                self.fill([StoredSlice(name, slot, stored.shape, part, piece)])
+                yield piece.reshape(-1)
+
     def stored(self, holding: StoredSlice) -> StoredTensor:
         """Return the stored tensor that `holding` is a slice of. Raises ValueError as `fill` does."""
         tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
@@ -48,9 +63,9 @@ class CheckpointReader:
 
     def _spans(self, holding: StoredSlice) -> Iterator[ByteSpan]:
         for part in self.stored(holding).parts:
-            if common := part.rectangle.overlap(holding.rectangle):
-                target = holding.tensor[common.seen_from(holding.rectangle.offsets).slices]
-                inside = common.seen_from(part.rectangle.offsets)
+            if overlap := part.rectangle.overlap(holding.rectangle):
+                target = holding.tensor[overlap.seen_from(holding.rectangle.offsets).slices]
+                inside = overlap.seen_from(part.rectangle.offsets)
                 yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
 
     def _source(self, part: StoredRectangle) -> SourceFile:
@@ -108,9 +123,7 @@ def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
 
 
 def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
-    """Return whether the values of a dtype can be loaded: exactly, or by rounding an fp32 parameter to its narrower
-    use.
-    """
+    """Return whether values of a dtype can be loaded: exactly, or fp32 masters into narrower parameters."""
     wanted = holding.tensor.dtype
     rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)
     return stored == wanted or rounded or torch.promote_types(stored, wanted) == wanted

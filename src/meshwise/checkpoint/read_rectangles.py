@@ -30,7 +30,7 @@ _SPAN = WINDOW - 2 * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A file to read: its expected form, if known, and the content that its header announces."""
+    """A file to read: its size and checksums, if known, and the entries of its header."""
 
     path: Path
     expected: CheckpointFile | None
@@ -39,9 +39,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ByteSpan:
-    """Some elements of an entry, and where they go: bytes `start` to `stop` of the file hold them, and perhaps others
-    between them.
-    """
+    """Elements of an entry, within bytes `start` to `stop` of the file, and the tensor that they are copied to."""
 
     source: SourceFile
     start: int
@@ -78,14 +76,14 @@ def read(wanted: Iterable[ByteSpan]) -> None:
     buffer = torch.empty(WINDOW, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda span: (span.source.path, span.start))
     for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):
-        descriptor = os.open(source.path, os.O_RDONLY)
-        try:
-            for start, stop, group in _windows(list(of_file), size=os.fstat(descriptor).st_size):
-                read_verified(source, descriptor=descriptor, start=start, into=buffer[: stop - start])
+        with source.path.open("rb") as file:
+            for start, stop, group in _windows(list(of_file), size=os.fstat(file.fileno()).st_size):
+                read_verified(source, descriptor=file.fileno(), start=start, into=buffer[: stop - start])
                 for span in group:
-                    _deliver(span, buffer, start)
-        finally:
-            os.close(descriptor)
+                    data = buffer[span.start - start : span.stop - start]
+                    if data.storage_offset() % span.entry.dtype.itemsize:
+                        data = data.clone()
+                    span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, _strides(span.entry.shape)))
 
 
 def read_verified(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
@@ -113,7 +111,7 @@ def _damage(source: SourceFile, at: tuple[int, int], expected: str, found: str) 
 
 
 def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, int, list[ByteSpan]]]:
-    """Neighbouring spans that are read together: the bytes, in whole blocks, and the spans."""
+    """Yield neighbouring spans that are read together: their first byte and last, in whole blocks, and the spans."""
     group: list[ByteSpan] = []
     start = stop = 0
     for span in ordered:
@@ -127,13 +125,6 @@ def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, i
         stop = max(stop, end)
     if group:
         yield start, stop, group
-
-
-def _deliver(span: ByteSpan, buffer: Tensor, origin: int) -> None:
-    data = buffer[span.start - origin : span.stop - origin]
-    if data.storage_offset() % span.entry.dtype.itemsize:
-        data = data.clone()
-    span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, _strides(span.entry.shape)))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

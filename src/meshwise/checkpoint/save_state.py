@@ -10,6 +10,7 @@ While training runs, the ranks wait for each other's files in the folder: collec
 import contextlib
 import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,16 +20,15 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwise.base.atomic_file import write_whole
 from meshwise.checkpoint.checkpoint_errors import SaveError
 from meshwise.checkpoint.checkpoint_folder import (
     make_partial_folder,
     move_into_place,
     next_sequence,
     prune,
-    remove_quietly,
-    write_flushed,
 )
-from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, StoredRectangle, file_row, parse_index, part_row
+from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, index_text, parse_index
 from meshwise.checkpoint.safetensors_format import TensorSpec, dtype_name, header
 from meshwise.checkpoint.staged_write import CHUNK, STAGING, StagedWriter
 from meshwise.comm.api.world import World
@@ -56,7 +56,7 @@ class SaveContent:
 
 
 def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
-    """Begin to save; every rank calls it. With `keep_last`, older checkpoints beside it are removed afterwards.
+    """Begin to save; every rank calls it. With `keep_last`, older checkpoints of its root are removed afterwards.
 
     Returns when all tensors that may change before the next optimizer step are staged. Raises SaveError on every rank
     if one rank cannot begin: the folder cannot be made, or content has a value that a checkpoint cannot store.
@@ -71,7 +71,7 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
     partial = outcomes[0][0]
     if problems := _by_rank(problem for _, problem in outcomes):
         if world.rank == 0 and partial:
-            remove_quietly(Path(partial))
+            shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"{folder} was not saved: {'; '.join(problems)}")
     assert rank_file is not None
     return PendingSave(
@@ -169,7 +169,7 @@ class PendingSave:
             if problems:
                 if self._world.rank == 0:
                     self.cancel()
-                    remove_quietly(self._partial)
+                    shutil.rmtree(self._partial, ignore_errors=True)
                 self._exchange(None)  # the partial folder is removed before any rank raises
             self.finished = True
         if self._problem is not None:
@@ -198,10 +198,9 @@ class PendingSave:
     def _run(self) -> None:
         try:
             file = self._writer.write()
-            text = json.dumps({"files": {self._rank_file.name: file_row(file)}, "tensors": self._rank_file.rows})
-            writing = self._partial / f"{self._rank_file.name}.writing"
-            write_flushed(writing, text=text)
-            writing.replace(self._row(self._world.rank))
+            row = {"bytes": file.size, "crc32": [f"{checksum:08x}" for checksum in file.checksums]}
+            text = json.dumps({"files": {self._rank_file.name: row}, "tensors": self._rank_file.rows})
+            _write(self._row(self._world.rank), text)
         except Exception as error:  # noqa: BLE001 - `wait` raises it on every rank
             self._problem = _message(error)
         finally:
@@ -224,8 +223,8 @@ class PendingSave:
             "aliases": dict(self._content.aliases),
             "extra": dict(self._content.extra),
         }
-        index = parse_index(self._partial, body=body)
-        write_flushed(self._partial / INDEX, text=index.text())
+        parse_index(self._partial, body=body)  # raises where the parts of the ranks do not make up the tensors
+        _write(self._partial / INDEX, index_text(body))
         for row in rows:
             row.unlink()
         move_into_place(self._partial, folder=self.folder)
@@ -251,6 +250,11 @@ class PendingSave:
         return self._partial / f"rank-{rank:05}.json"
 
 
+def _write(path: Path, text: str) -> None:
+    """Write a file that appears whole, when the disk has it. Raises OSError."""
+    write_whole(path, write=lambda place: place.write_text(text, encoding="utf-8"))
+
+
 def _entry(part: StoredSlice) -> str:
     """Return the name of a rectangle within its file."""
     return f"{part.key}@{','.join(map(str, part.rectangle.offsets))}"
@@ -264,7 +268,8 @@ def _rows(parts: Iterable[StoredSlice], file: str) -> dict[str, Any]:
             part.key, {"dtype": dtype_name(part.tensor.dtype), "shape": list(part.shape), "parts": []}
         )
         if part.rectangle.numel:
-            row["parts"].append(part_row(StoredRectangle(file, _entry(part), part.rectangle)))
+            offsets, sizes = list(part.rectangle.offsets), list(part.rectangle.sizes)
+            row["parts"].append({"file": file, "entry": _entry(part), "offsets": offsets, "sizes": sizes})
     return rows
 
 

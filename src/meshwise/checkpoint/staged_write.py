@@ -4,8 +4,8 @@
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-Training may change the tensors as soon as the last of them is in a chunk: at once if the rank's file fits the buffer,
-else after the disk has taken the rest. A full copy would need twice the memory.
+Training may change the tensors as soon as the last of them is in a chunk: at once, if the rank's file fits the buffer.
+A larger file has to be written first, except for what the buffer takes. A full copy would need twice the memory.
 """
 
 import os
@@ -57,32 +57,27 @@ class StagedWriter:
         checksums: list[int] = []
         size = 0
         try:
-            # O_EXCL: never write to an existing file or through a link.
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
+            with self._path.open("xb") as file:  # x: never write to an existing file or through a link
                 while (item := self._full.get()) is not None:
                     chunk, length = item
                     data = chunk.numpy().data[:length]
                     checksums += [zlib.crc32(data[start : start + BLOCK]) for start in range(0, length, BLOCK)]
-                    _write_all(descriptor, data)
+                    file.write(data)
                     size += length
                     self._free.put(chunk)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                self._full.put(None)  # for the loop below, when the flush fails
+                file.flush()
+                os.fsync(file.fileno())
         except OSError:
-            self._drain()
+            # The copier ends only if it gets all chunks back.
+            while (item := self._full.get()) is not None:
+                self._free.put(item[0])
             raise
         finally:
             self._copier.join()
         if self._errors:
             raise self._errors[0]
         return CheckpointFile(size, tuple(checksums))
-
-    def _drain(self) -> None:
-        """Drain the queue of the copier thread so that it ends."""
-        while (item := self._full.get()) is not None:
-            self._free.put(item[0])
 
     def _copy(self) -> None:
         try:
@@ -107,22 +102,4 @@ class StagedWriter:
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         for tensor in self._tensors:
-            for run in _runs(tensor.detach()):
-                yield run.view(torch.uint8)
-
-
-def _runs(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in order as flat tensors; for a tensor with gaps, copies of at most one chunk."""
-    if tensor.is_contiguous():
-        yield tensor.view(-1)
-    elif tensor.numel() * tensor.element_size() <= CHUNK:
-        yield tensor.contiguous().view(-1)
-    else:
-        row = tensor[0].numel() * tensor.element_size()
-        for start in range(0, len(tensor), rows := max(1, CHUNK // row)):
-            yield from _runs(tensor[start] if row > CHUNK else tensor[start : start + rows])
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+            yield tensor.detach().reshape(-1).view(torch.uint8)  # a tensor with gaps is copied

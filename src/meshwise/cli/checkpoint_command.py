@@ -131,7 +131,7 @@ def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
 def _diff(flags: argparse.Namespace, console: OutputConsole) -> int:
     table = Table(Column("tensor", overflow="fold"), "", "largest difference", box=None)
     for found in differences(read_index(flags.one), second=read_index(flags.other)):
-        table.add_row(found.name, found.what, f"{found.largest:.3g}" if found.elements else "")
+        table.add_row(found.name, found.description, f"{found.largest:.3g}" if found.elements else "")
     if table.row_count:
         console.show(table)
     else:
