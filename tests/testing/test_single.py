@@ -1,4 +1,4 @@
-"""The oracle is the loop one would write by hand."""
+"""The reference run is the loop one would write by hand."""
 
 import copy
 from typing import Any

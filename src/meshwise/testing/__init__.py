@@ -1,12 +1,12 @@
-"""Test tools for split models, the ones this project tests itself with.
+"""Tools to test split models, which this project uses for its own tests.
 
-- `run`: a function on N ranks, as threads or as processes
-- `agree`: two outcomes are the same, up to a bound
-- `count`: the collectives of a block, against a formula
-- `SavedForBackward`: the bytes that a forward leaves for its backward
-- `outcome`, `alone`: what training came to, under a plan and on one process (`ReferenceRun`, in plain torch)
+- `run` calls a function on N ranks, as threads or as processes
+- `agree` checks that two outcomes are the same, up to a bound
+- `count` counts the collectives of a block of code, to compare with a formula
+- `SavedForBackward` measures the bytes that a forward saves for its backward
+- `outcome` and `alone` train under a plan and on one process (`ReferenceRun`, in plain torch), and return the figures
 
-As one test:
+Together they make a test:
 
     def main(world):
         trainer = parallelize(build, "dp=4 zero=3", loss=loss, world=world, lr=1e-3)
@@ -20,7 +20,7 @@ from meshwise.testing.count import Counts, count
 from meshwise.testing.difference import Difference, difference
 from meshwise.testing.reference_run import ReferenceRun
 from meshwise.testing.run_ranks import RankRunner, run
-from meshwise.testing.saved import SavedForBackward
+from meshwise.testing.saved_for_backward import SavedForBackward
 from meshwise.testing.training_outcome import alone, outcome
 
 __all__ = [

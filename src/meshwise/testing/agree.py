@@ -1,6 +1,6 @@
-"""`agree`: a split model and a whole one have computed the same.
+"""Check that a split model and a whole one have computed the same (`agree`).
 
-An outcome is what there is to compare, by name: mappings and sequences, nested as you like, of tensors and numbers.
+An outcome holds the figures to compare, by name: tensors and numbers in nested mappings and sequences.
 
     {"loss": 2.31, "grad_norm": 0.8, "gradients": {"embed.weight": Tensor, …}, "parameters": {…}}
 
@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 class Disagreement(AssertionError):
-    """Two outcomes differ by more than the bound; the message names the first tensor that does, and where."""
+    """Two outcomes differ by more than the bound; the message names the first tensor that differs, and its index."""
 
 
 def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
@@ -36,7 +36,9 @@ def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
         raise Disagreement(_names(ours, theirs))
     families: dict[str, float] = {}
     for name, (family, tensor) in theirs.items():
-        _require_shape(name, ours[name][1], tensor)
+        shapes = tuple(ours[name][1].shape), tuple(tensor.shape)
+        if shapes[0] != shapes[1]:
+            raise Disagreement(f"{name} has shape {shapes[0]} in parallel and {shapes[1]} alone")
         families[family] = max(families.get(family, 0.0), size(tensor))
     found: list[tuple[str, Difference]] = []
     for name, (family, tensor) in theirs.items():
@@ -49,7 +51,7 @@ def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
 
 
 def _leaves(outcome: Outcome, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, Tensor]]]:
-    """Yield every tensor and number of an outcome: its name and, with it, the name of its family."""
+    """Yield (name, (name of its family, tensor)) for every tensor and number of an outcome."""
     if isinstance(outcome, Tensor):
         yield " · ".join(path), (" · ".join(path[:-1]), outcome)
     elif isinstance(outcome, bool | int | float):
@@ -76,11 +78,6 @@ def _names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
         if names
     ]
     return "\n".join(["the two outcomes do not hold the same tensors", *lines])
-
-
-def _require_shape(name: str, ours: Tensor, theirs: Tensor) -> None:
-    if ours.shape != theirs.shape:
-        raise Disagreement(f"{name} has shape {tuple(ours.shape)} in parallel and {tuple(theirs.shape)} alone")
 
 
 def _report(found: list[tuple[str, Difference]], bound: float, compared: int) -> str:

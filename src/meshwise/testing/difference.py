@@ -1,4 +1,4 @@
-"""Difference of two tensors: the one definition that `agree` and `verify` share.
+"""Relative difference of two tensors, as `agree` and `verify` define it.
 
     relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
 
@@ -6,8 +6,8 @@ b is the trusted side. The whole tensor has one scale. An element that is small 
 its large terms, and an element-wise ratio would report that rounding as disagreement.
 
 The floor does the same for a tensor that is small as a whole. Softmax does not depend on the bias of an attention's
-keys, so that bias has the gradient zero. Its computed gradient, under any plan, is rounding: about 1e-18 beside
-gradients of 1e-2. Its family (the gradients of the model) gives the scale below which a tensor is rounding:
+keys, so that bias has the gradient zero. Its computed gradient, under any plan, is rounding: about 1e-18 where
+others are 1e-2. Its family (the gradients of the model) gives the scale below which a tensor is rounding:
 
     floor  =  max |b| of the family  ·  128 eps / bound
 
@@ -15,9 +15,9 @@ In float64 with the bound 1e-9 that is 3e-5 of the family's largest element.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,16 +56,8 @@ def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Differ
         furthest, at = apart.nan_to_num_(nan=math.inf, posinf=math.inf).max(dim=0)
     largest, scale = float(furthest), max(size(theirs), floor)
     relative = 0.0 if largest == 0 else largest / scale if 0 < scale < math.inf else math.inf
-    return Difference(relative, _index(int(at), expected.shape), float(ours[at]), float(theirs[at]))
-
-
-def _index(at: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of an element from its place in row-major order, faster than torch's unravel_index."""
-    found: list[int] = []
-    for length in reversed(shape):
-        at, place = divmod(at, length)
-        found.append(place)
-    return tuple(reversed(found))
+    index = tuple(map(int, np.unravel_index(int(at), tuple(expected.shape))))
+    return Difference(relative, index, float(ours[at]), float(theirs[at]))
 
 
 def size(tensor: Tensor) -> float:
@@ -77,6 +69,6 @@ def size(tensor: Tensor) -> float:
 
 
 def floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
-    """Return the magnitude under which a tensor is rounding, in a family whose largest absolute value is `largest`."""
+    """Return the magnitude below which values are rounding, in a family whose largest absolute value is `largest`."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return largest * min(1.0, _ROUNDINGS * eps / bound) if bound > 0 and largest < math.inf else 0.0

@@ -1,6 +1,6 @@
-"""The oracle: the same training on one process, in plain torch.
+"""The reference run: the same training on one process, in plain torch.
 
-Not the engine on one rank, which would share the engine's mistakes, but the loop that one would write by hand:
+The engine on one rank would share the engine's mistakes. This is the loop that one would write by hand:
 
     | output = model(batch)
     | total, count = loss(output, batch)          # over the whole global batch
@@ -67,7 +67,7 @@ class ReferenceRun:
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
-        """Forward and backward of a global batch: the loss divided by its count, and the count.
+        """Run forward and backward of a global batch, and return the mean loss and its count.
 
         Raises ValueError when `loss` does not return (sum, count), or counts nothing.
         """
@@ -106,13 +106,13 @@ class ReferenceRun:
         return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) of the trained parameters: before `update` as computed, after it clipped."""
+        """Yield (name, gradient) of the trained parameters: as computed before `update`, clipped after it."""
         for name, parameter in self._updated.items():
             assert parameter.grad is not None
             yield name, parameter.grad
 
     def update(self) -> float:
-        """Clip and step: the norm of the gradient before clipping."""
+        """Clip the gradients, update the parameters, and return the gradient norm before clipping."""
         clip = self._options.clip_norm
         norm = nn.utils.clip_grad_norm_(self._updated.values(), float("inf") if clip is None else clip)
         self._optimizer.step()
@@ -122,15 +122,13 @@ class ReferenceRun:
         return float(norm)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of every parameter, frozen ones too, under its first name."""
+        """Yield (name, value) of every parameter, also of frozen ones, under its first name."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
 
 def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Return the model with all its parameters and buffers on the CPU, initialized as under every plan; a module is
-    copied.
-    """
+    """Return the model with all its values on the CPU, initialized as under every plan; a module is copied."""
     source = build_with_values(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
     source.buffers()
     for row in parameter_table(source.module).rows:

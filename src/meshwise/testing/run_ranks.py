@@ -1,4 +1,4 @@
-"""`run`: the same function on N ranks, as threads of this process or as processes."""
+"""Run a function on N ranks, as threads of this process or as processes."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -8,7 +8,7 @@ from meshwise.comm.in_process.thread_world import run_threads
 
 
 class RankRunner(Protocol):
-    """Something else that runs ranks, such as processes that stay warm between calls."""
+    """Any object that runs ranks in its own way, such as processes that stay warm between calls."""
 
     def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Return what `main(world, *args)` returned, by rank."""
@@ -23,9 +23,9 @@ def run(
 ) -> list[Any]:
     """Run `main(world, *args)` on `size` ranks and return what each returned, by rank.
 
-    on: "threads" (milliseconds, any callable), "processes" (seconds; `main` at the top of a file, see `meshwise.run`),
-    or what runs ranks in a way of its own. Raises the error of the first rank that failed; a note says which rank it
-    was.
+    `on` is "threads" (starts in milliseconds, takes any callable), "processes" (starts in seconds; `main` stands at the
+    top of a file, see `meshwise.run`), or a `RankRunner`. Raises the error of the first rank that failed, with a note
+    that names the rank.
     """
     if on == "threads":
         return list(run_threads(size, main, args=args))

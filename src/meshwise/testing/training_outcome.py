@@ -1,4 +1,4 @@
-"""Train and collect the results step by step: by a trainer under a plan, and by one process. For `agree`."""
+"""Train a few steps, under a plan (`outcome`) or on one process (`alone`), and return all figures, for `agree`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -13,9 +13,9 @@ Steps: TypeAlias = list[dict[str, Any]]
 
 
 def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> Steps:
-    """Train on the global batches: of each step the loss, the norm, the tokens, every gradient and parameter.
+    """Train on global batches, and return per step the loss, the norm, the tokens, and every gradient and parameter.
 
-    Every rank calls it and gets all of it. The gradients are the averaged ones, before clipping.
+    Every rank calls it and gets all figures. Gradients are the averaged ones, before clipping.
     """
     steps = []
     for batch in batches:
@@ -25,29 +25,30 @@ def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> Steps:
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "tokens": result.tokens,
-                "gradients": _kept(trainer.full_gradients()),
-                "parameters": _kept(trainer.full_parameters()),
+                "gradients": _copies(trainer.full_gradients()),
+                "parameters": _copies(trainer.full_parameters()),
             }
         )
     return steps
 
 
 def alone(model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any) -> Steps:
-    """Return the same of one process, which is `ReferenceRun`. `training`: the optimizer, its arguments and the
-    options, as `parallelize` takes them.
+    """Train on one process with a `ReferenceRun`, and return the same figures as `outcome`.
+
+    `training`: the optimizer, its arguments and the options, as `parallelize` takes them.
     """
     single = ReferenceRun(model, loss=loss, **training)
     steps = []
     for batch in batches:
         mean, tokens = single.backward(batch)
-        gradients = _kept(single.gradients())
+        gradients = _copies(single.gradients())
         norm = single.update()
-        parameters = _kept(single.parameters())
+        parameters = _copies(single.parameters())
         steps.append(
             {"loss": mean, "grad_norm": norm, "tokens": tokens, "gradients": gradients, "parameters": parameters}
         )
     return steps
 
 
-def _kept(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in named}

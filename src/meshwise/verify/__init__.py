@@ -1,4 +1,4 @@
-"""Proof that the split model is the same model: a few steps under a plan and on one process, compared."""
+"""Prove that the split model is the same model: train a few steps under a plan and on one process, and compare."""
 
 from meshwise.verify.report import Divergence, Report
 from meshwise.verify.verification import verify

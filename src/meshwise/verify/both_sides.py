@@ -10,7 +10,7 @@
                               │ rank against rank               the value of … on rank r
 
 The order follows the computation, so the first figure over its bound shows the place of the fault, or a place just
-after it. Tensors are compared one at a time: no rank but the first ever holds more than its share and one parameter.
+after it. Tensors are compared one at a time: every rank but the first has its share and one whole parameter in memory.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.rank_outcome import RankOutcome
@@ -35,12 +35,14 @@ from meshwise.verify.verified_subject import VerifiedSubject
 Result = TypeVar("Result")
 _GRADIENT, _VALUE = "the gradient of", "the value of"
 _COLLINEAR = 1e-6
+"""Two tensors count as multiples of each other when the remainder, relative to the tensor, is at most this."""
 _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of each element size: their sum is a digest of a tensor's bits, equal on equal ranks."""
 
 
 class ReferenceSide:
-    """Reference training on one process, and its neighbours where bounds are measured. The first is the one to
-    trust.
+    """Reference runs on one process: the first one is the trusted side. Others, if any, are the neighbours that measure
+    bounds (see `rounding_bounds`).
     """
 
     def __init__(self, subject: VerifiedSubject, *, judge: BoundJudge, device: torch.device) -> None:
@@ -48,77 +50,74 @@ class ReferenceSide:
         if not judge.exact:
             models += neighbours(models[0], seed=subject.options.seed, precision=judge.precision)
         self.outputs = [subject.listener() for _ in models]
-        self.singles = [
+        self.runs = [
             ReferenceRun(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
         ]
-        for single, outputs in zip(self.singles, self.outputs, strict=True):
-            outputs.listen(single.model)
+        for run, outputs in zip(self.runs, self.outputs, strict=True):
+            outputs.listen(run.model)
         self._judge = judge
-        self._vague: dict[str, Tensor] = {}
+        self._undecided: dict[str, Tensor] = {}
 
     def backward(self, batch: Any) -> list[tuple[float, float]]:
-        """(loss, count) of each."""
+        """Run forward and backward in every run, and return the (loss, count) of each."""
         for outputs in self.outputs:
             outputs.begin()
-        losses = [single.backward(batch) for single in self.singles]
-        gradients = self.gradients()
-        largest = max((size(gradient) for gradient in gradients[0].values()), default=0.0)
-        for name, gradient, *others in _together(gradients):
-            vague = self._judge.vague(gradient, neighbours=others, largest=largest)
-            if vague is not None:
-                self._vague[name] = vague | self._vague.get(name, False)
+        losses = [run.backward(batch) for run in self.runs]
+        trusted, *others = self.gradients()
+        largest = max((size(gradient) for gradient in trusted.values()), default=0.0)
+        for name, gradient in trusted.items():
+            neighbours = [other[name] for other in others]
+            undecided = self._judge.undecided(gradient, neighbours=neighbours, largest=largest)
+            if undecided is not None:
+                self._undecided[name] = undecided | self._undecided.get(name, False)
         return losses
 
     def comparable(self, name: str, *, value: Tensor) -> Tensor:
-        """Return a parameter's value where it can be compared, and the expected one where rounding decided an
-        update.
-        """
-        if name not in self._vague:
+        """Return a parameter's value, with the expected elements where rounding may have decided an update."""
+        if name not in self._undecided:
             return value
-        expected = self.singles[0].model.get_parameter(name).detach()
-        return torch.where(self._vague[name], expected, value.to(expected.device))
+        expected = self.runs[0].model.get_parameter(name).detach()
+        return torch.where(self._undecided[name], expected, value.to(expected.device))
 
     def update(self) -> list[float]:
-        """Return the gradient norm of each."""
-        return [single.update() for single in self.singles]
+        """Update the parameters of every run, and return the gradient norm of each."""
+        return [run.update() for run in self.runs]
 
     def gradients(self) -> list[dict[str, Tensor]]:
-        """Return the gradients of each, before clipping when asked for before `update`."""
-        return [dict(single.gradients()) for single in self.singles]
+        """Return the gradients of each run: before clipping until `update` is called."""
+        return [dict(run.gradients()) for run in self.runs]
 
     def values(self) -> list[dict[str, Tensor]]:
-        """Return the parameters and buffers of each."""
-        return [dict(itertools.chain(single.parameters(), _buffers(single.model))) for single in self.singles]
+        """Return the parameters and buffers of each run."""
+        return [dict(run.parameters()) | dict(_floating(run.model.named_buffers())) for run in self.runs]
 
 
 def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
-    """Return the result of `call` on the first rank and None on the others, which wait; its exception is raised on all
-    ranks. What it raises there, all ranks raise.
-    """
+    """Return the result of `call` on the first rank, None on the others. Its exception is raised on every rank."""
     result, problem = None, None
     if world.rank == 0:
         try:
             result = call()
         except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
             problem = error
-    told = world.exchange(None if problem is None else RankOutcome.of(problem).error)[0]
+    sent = world.exchange(None if problem is None else RankOutcome.of(problem).error)[0]
     if problem is not None:
         raise problem
-    if told is not None:
-        raise told
+    if sent is not None:
+        raise sent
     return result
 
 
 class VerificationFigures:
-    """The figures of a verification as they come in. Only the first rank, which has the oracle, keeps any."""
+    """Figures of a verification, collected step by step on the first rank, which has the reference side."""
 
     def __init__(
-        self, trainer: Trainer, *, outputs: OutputNorms, judge: BoundJudge, oracle: ReferenceSide | None
+        self, trainer: Trainer, *, outputs: OutputNorms, judge: BoundJudge, reference: ReferenceSide | None
     ) -> None:
         self._trainer = trainer
         self._outputs = outputs
         self._judge = judge
-        self._oracle = oracle
+        self._reference = reference
         self._factors: dict[str, float | None] = {}
         self._gradients: dict[str, BoundedDifference] = {}
         self._values: dict[str, BoundedDifference] = {}
@@ -126,21 +125,21 @@ class VerificationFigures:
         self.first: Divergence | None = None
 
     def start(self) -> None:
-        """Compare the parameters that both sides start from."""
+        """Compare the initial parameters of both sides."""
         values, replicas = self._compare_values(0)
-        self._keep_first(itertools.chain(self._named(_VALUE, values), replicas))
+        self._keep_first(itertools.chain(self._as_divergences(_VALUE, values), replicas))
 
     def step(self, number: int, *, batch: Any) -> None:
-        """Take one step on both sides and compare everything."""
-        trainer, oracle = self._trainer, self._oracle
+        """Take one step on both sides and compare all figures."""
+        trainer, reference = self._trainer, self._reference
         self._outputs.begin(passes_with_data(trainer, batch=batch))
         result = trainer.step(batch)
-        losses = on_first(trainer.world, call=lambda: [] if oracle is None else oracle.backward(batch))
+        losses = on_first(trainer.world, call=lambda: [] if reference is None else reference.backward(batch))
         mean_squares = self._outputs.mean_squares(trainer.world)
         gradients = self._compare(_GRADIENT, trainer.full_gradients(), number)
-        norms = oracle.update() if oracle else []
+        norms = reference.update() if reference else []
         values, replicas = self._compare_values(number)
-        if oracle is None:
+        if reference is None:
             return
         assert losses is not None
         mean, count = losses[0]
@@ -154,26 +153,33 @@ class VerificationFigures:
             itertools.chain(
                 [_scalar("the count of the loss", counted, result.tokens, int(count))],
                 [_scalar("the loss", loss, result.loss, mean)],
-                self._named(_GRADIENT, self._backward_order(gradients)),
+                self._as_divergences(_GRADIENT, self._backward_order(gradients)),
                 [_scalar("the gradient norm", norm, result.grad_norm, norms[0])],
-                self._named(_VALUE, values),
+                self._as_divergences(_VALUE, values),
                 replicas,
             ),
             forward=self._first_output(mean_squares, number),
         )
 
     def parameters(self) -> list[ParameterFigures]:
-        """Return the worst figures of every parameter and buffer."""
+        """Return the largest differences of every parameter and buffer."""
         return [ParameterFigures(name, self._gradients.get(name), value) for name, value in self._values.items()]
 
     # ---- measuring ---------------------------------------------------------------------------------------------
 
     def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
-        """Return figures of the values, and the values that are not the same on every rank."""
+        """Return the figures of all values, and a divergence for every value that is not the same on all ranks."""
         digests: dict[str, int] = {}
-        buffers = ((name, value) for name, value in self._trainer.full_buffers() if value.is_floating_point())
-        values = itertools.chain(self._trainer.full_parameters(), buffers)
-        figures = self._compare(_VALUE, _digested(values, digests), step)
+
+        def values() -> Iterator[tuple[str, Tensor]]:
+            for name, value in itertools.chain(
+                self._trainer.full_parameters(), _floating(self._trainer.full_buffers())
+            ):
+                bits = value.detach().contiguous().view(_BITS[value.element_size()])
+                digests[name] = int(bits.sum(dtype=torch.int64))
+                yield name, value
+
+        figures = self._compare(_VALUE, values(), step)
         world = self._trainer.world
         own = torch.tensor(list(digests.values()), dtype=torch.int64, device=world.device)
         everyone = own.new_empty(world.size, own.numel())
@@ -184,7 +190,7 @@ class VerificationFigures:
                 step,
                 BoundedDifference(math.inf, 0.0, step),
                 _owner(name),
-                "the ranks hold other values of what is one parameter",
+                "the ranks have different values of one parameter",
             )
             for column, name in enumerate(digests)
             for rank in (everyone[:, column] != everyone[0, column]).nonzero().flatten().tolist()
@@ -192,19 +198,19 @@ class VerificationFigures:
         return figures, others
 
     def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, BoundedDifference]:
-        """Return figures by name on the first rank; the others only take part."""
+        """Return figures by name on the first rank. The others only take part in the collectives of `ours`."""
         figures: dict[str, BoundedDifference] = {}
-        if self._oracle is None:
+        if self._reference is None:
             for _ in ours:
                 pass
             return figures
-        theirs = self._oracle.gradients() if kind == _GRADIENT else self._oracle.values()
+        theirs = self._reference.gradients() if kind == _GRADIENT else self._reference.values()
         least = self._judge.floor(max((size(tensor) for tensor in theirs[0].values()), default=0.0))
         for name, value in ours:
             expected, *neighbours = (side[name] for side in theirs)
             if kind == _VALUE:
-                value = self._oracle.comparable(name, value=value)
-                neighbours = [self._oracle.comparable(name, value=other) for other in neighbours]
+                value = self._reference.comparable(name, value=value)
+                neighbours = [self._reference.comparable(name, value=other) for other in neighbours]
             figures[name] = self._judge.measure(value, expected=expected, neighbours=neighbours, least=least, step=step)
             if figures[name].over:
                 self._factors[f"{kind} {name}"] = _factor(value, expected)
@@ -218,12 +224,12 @@ class VerificationFigures:
     # ---- judging -----------------------------------------------------------------------------------------------
 
     def _keep_first(self, figures: Iterable[Divergence], *, forward: str | None = None) -> None:
-        """Keep the first figure over its bound. `forward`: the first module of the forward whose output differs."""
+        """Keep the first figure over its bound, with `forward`, the first module whose output differs, if any."""
         over = next((found for found in figures if found.figure.over), None)
         if self.first is None and over is not None:
             self.first = over if forward is None else dataclasses.replace(over, module=forward)
 
-    def _named(self, kind: str, figures: Mapping[str, BoundedDifference]) -> Iterator[Divergence]:
+    def _as_divergences(self, kind: str, figures: Mapping[str, BoundedDifference]) -> Iterator[Divergence]:
         for name, figure in figures.items():
             factor = self._factors.get(f"{kind} {name}")
             detail = "" if factor is None else f"it is {factor:.6g} times the expected one"
@@ -231,16 +237,16 @@ class VerificationFigures:
 
     def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
         """Return the figures of gradients, beginning with the forward's last module."""
-        assert self._oracle is not None
-        place = {module: number for number, module in enumerate(self._oracle.outputs[0].order)}
+        assert self._reference is not None
+        place = {module: number for number, module in enumerate(self._reference.outputs[0].order)}
         names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))
         return {name: figures[name] for name in names}
 
     def _first_output(self, ours: Mapping[str, float], step: int) -> str | None:
         """Return the first module of the forward whose output differs in size."""
-        assert self._oracle is not None
-        sides = [outputs.mean_squares() for outputs in self._oracle.outputs]
-        for module in self._oracle.outputs[0].order:
+        assert self._reference is not None
+        sides = [outputs.mean_squares() for outputs in self._reference.outputs]
+        for module in self._reference.outputs[0].order:
             if self._number(ours.get(module, 0.0), [side[module] for side in sides], step).over:
                 return module
         return None
@@ -266,20 +272,8 @@ def _factor(value: Tensor, expected: Tensor) -> float | None:
     return factor if remainder <= _COLLINEAR * size(theirs) else None
 
 
-def _together(sides: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
-    """(name, tensor of each side) for every name."""
-    return ((name, *(side[name] for side in sides)) for name in sides[0])
-
-
-def _digested(values: Iterator[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same, with the sum of each tensor's bits, read as whole numbers, put into `digests`."""
-    for name, value in values:
-        digests[name] = int(value.detach().contiguous().view(_BITS[value.element_size()]).sum(dtype=torch.int64))
-        yield name, value
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, buffer.detach()) for name, buffer in module.named_buffers() if buffer.is_floating_point())
+def _floating(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in tensors if tensor.is_floating_point())
 
 
 def _owner(name: str) -> str:

@@ -1,8 +1,8 @@
 """Measure the size of every module's output in a step, to find where two forwards differ first.
 
-A split model's outputs lie in pieces, per rank and micro-batch, so that tensors cannot be held against each other. The
-mean square over all pieces can. It does not depend on how the rows of a batch are split, also for an output without a
-batch dim, such as a position embedding's.
+A split model's outputs lie in pieces, per rank and micro-batch, so their tensors cannot be compared. The mean square
+over all pieces can. It does not depend on how the rows of a batch are split, also for an output without a batch dim,
+such as a position embedding.
 """
 
 from collections import defaultdict
@@ -20,10 +20,7 @@ from meshwise.model.forward import Forward
 
 
 class OutputNorms:
-    """Listens to a model's forward passes while it is asked to.
-
-    `order` names the modules as they first finished: inner ones before those that contain them.
-    """
+    """Mean squares of the outputs of all modules of a model, measured by hooks in its forward passes."""
 
     def __init__(self, forward: Forward) -> None:
         self._inner = forward
@@ -39,11 +36,11 @@ class OutputNorms:
             module.register_forward_hook(partial(self._add, name))
 
     def begin(self, passes: int = 1) -> None:
-        """Forget the last step; in the next one, the first `passes` forward passes carry data."""
+        """Forget the last step. In the next one, measure the first `passes` forward passes."""
         self._squares, self._elements, self._left = {}, {}, passes
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the forward pass to listen to."""
+        """Run one forward pass of the model, and return its output."""
         try:
             return self._inner(model, batch)
         finally:
@@ -51,11 +48,11 @@ class OutputNorms:
 
     @property
     def order(self) -> list[str]:
-        """The modules that ran, in the order in which they first finished."""
+        """The modules that ran, in the order in which they first finished: inner ones before outer ones."""
         return list(self._elements)
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """Return the mean square of every module's output, by name; with a world, over all its ranks that hold data."""
+        """Return the mean square of every module's output, by name; with a world, over all its ranks with data."""
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
@@ -65,12 +62,12 @@ class OutputNorms:
                 elements[name] += count
         return {name: squares[name] / count for name, count in elements.items() if count}
 
-    def _add(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002 (a forward hook's)
+    def _add(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002 (a forward hook)
         if self._left <= 0:
             return
         for tensor in tensors(output):
             if tensor.is_floating_point():
-                if bool(tensor.isnan().any()):  # in a stage of a pipeline: computed by another stage
+                if bool(tensor.isnan().any()):  # another stage of the pipeline computes it
                     continue
                 square = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
                 self._squares[name] = self._squares.get(name, 0.0) + square
@@ -78,8 +75,9 @@ class OutputNorms:
 
 
 def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
-    """Return the number of of this rank's forward passes in a step carry data: those after them only keep the ranks in
-    step.
+    """Return the number of this rank's forward passes in a step that have rows of the batch.
+
+    Passes after those have none: they take part in collectives only.
     """
     start, stop = trainer.share(rows(batch))
     return len(trainer.modules) * sum(

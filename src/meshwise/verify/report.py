@@ -3,18 +3,18 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwise.base.align_columns import align_columns
 from meshwise.verify.rounding_bounds import BoundedDifference
 
 Row = tuple[str, ...]
 
-_TELLS = 0.05  # agreement within a larger share of a value than this would hide errors that matter
-
-_SURER = "verify with precision=fp32, or in float64"
+_LOOSE = 0.05
+"""A relative bound above this one may hide errors that matter."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one optimizer step: loss and gradient norm of one process, and the plan's differences from them."""
+    """Figures of one optimizer step: loss and gradient norm of the reference run, and the plan's differences."""
 
     loss: float
     grad_norm: float
@@ -24,9 +24,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class ParameterFigures:
-    """Figures of one parameter or buffer: the worst of its gradient (None: it has none) and of its value over all
-    steps.
-    """
+    """Largest differences of one parameter or buffer over all steps: of its gradient (None: it has none) and value."""
 
     name: str
     gradient: BoundedDifference | None
@@ -39,18 +37,18 @@ class ParameterFigures:
 
     @property
     def excess(self) -> float:
-        """The worse of the two as a multiple of what is allowed."""
+        """The larger excess of gradient and value, as a multiple of the bound."""
         return max(self.value.excess, 0.0 if self.gradient is None else self.gradient.excess)
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first figure, in the order of computation, that is over its bound.
+    """A figure over its bound: the first one in the order of computation.
 
-    | what      such as `the gradient of head.weight`
+    | what      name of the figure, such as `the gradient of head.weight`
     | step      counted from 1; 0 is before the first
     | module    the first module that diverges: of the forward when its output differs, otherwise of the backward
-    | detail    more that can be said: the factor between the two, the ranks that differ
+    | detail    the factor between the two values, or the ranks that differ, in words
     """
 
     what: str
@@ -73,11 +71,11 @@ class Report:
     """The outcome of `verify`, the same on every rank. Prints as text.
 
     | plan          as resolved
-    | setting       ranks, device, dtype, optimizer and bound, in words
-    | notes         what was changed or found in order to compare at all
-    | steps         a line per optimizer step
-    | parameters    a line per parameter, in the order of the table, then of the buffers
-    | first         where the two first parted; None when the plan is the same model
+    | setting       ranks, device, steps and bound, in words
+    | notes         changes that the comparison needed, and the dtype that set the bound
+    | steps         figures of every optimizer step
+    | parameters    figures of every parameter, in the order of the table, then of the buffers
+    | first         the first difference; None when the plan is the same model
     """
 
     plan: str
@@ -99,8 +97,9 @@ class Report:
             worst = max(self._figures(), key=lambda figure: figure.excess)
             found = f"at most {worst.difference:.1e} apart where {worst.bound:.1e} is allowed"
             loosest = max(figure.bound for figure in self._figures())
-            vague = "" if loosest <= _TELLS else f"; rounding allows for so much that this tells little: {_SURER}"
-            return f"{self.plan} is the same model as one process ({found}{vague})"
+            advice = "this proves little: verify with precision=fp32, or in float64"
+            warning = "" if loosest <= _LOOSE else f"; rounding allows for so much that {advice}"
+            return f"{self.plan} is the same model as one process ({found}{warning})"
         over = sum(line.over for line in self.parameters)
         return f"{self.plan} is NOT the same model as one process ({over} of {len(self.parameters)} parameters differ)"
 
@@ -116,9 +115,7 @@ class Report:
         ]
 
     def parameter_rows(self, lines: Iterable[ParameterFigures] | None = None) -> list[Row]:
-        """Return the table of parameters (or of some of them), header first: the worst difference and the step it is
-        from.
-        """
+        """Return the table of parameters (or of `lines`), header first: largest differences, and their steps."""
         header = ("parameter", "gradient", "step", "value", "step")
         return [
             header,
@@ -138,7 +135,7 @@ class Report:
         parts = [self.verdict, self.setting, *self.notes]
         if self.first is not None:
             parts.append(str(self.first))
-        return "\n".join([*parts, "", _table(self.step_rows()), "", _table(self.parameter_rows())])
+        return "\n".join([*parts, "", align_columns(self.step_rows()), "", align_columns(self.parameter_rows())])
 
     def _figures(self) -> list[BoundedDifference]:
         figures = [figure for step in self.steps for figure in (step.loss_apart, step.norm_apart)]
@@ -149,14 +146,3 @@ class Report:
 
 def _cell(figure: BoundedDifference) -> str:
     return f"{figure.difference:.1e}{' !' if figure.over else ''}"
-
-
-def _table(rows: Sequence[Row]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

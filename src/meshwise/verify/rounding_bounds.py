@@ -1,17 +1,17 @@
 """Bounds for the difference between two runs of the same model: 1e-9 in float64, and otherwise the effect of rounding.
 
-In a narrower precision no constant serves. The growth of a rounding error depends on the model, and an optimizer that
+In a narrower precision no constant serves. The growth of a rounding error depends on the model. An optimizer that
 divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a whole step. So the
-growth is measured. Two neighbours train the same model on one process from parameters that are each moved by one unit
-in the last place. This is backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says
-that reordered sums are exact results for such neighbours. Where they part from the first process, rounding explains it,
-and the plan may differ as much:
+growth is measured. Two neighbours train the same model on one process, from parameters that are each moved by one unit
+in the last place. By backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1), reordered
+sums are exact results for such neighbours. Rounding explains their difference from the reference run, and the plan may
+differ as much:
 
     bound = max(16 eps, 16 · the larger difference)        eps of the narrowest dtype that the forward computes in
 
-An element of a parameter is compared unless its gradient was ever smaller than 16 times that difference, or in float64
-than rounding beside the largest gradient. Then rounding may have chosen its direction (the bias of an attention's keys,
-whose gradient is zero in exact arithmetic).
+An element of a parameter is not compared once its gradient was smaller than 16 times that difference, or, in float64,
+than the rounding of the largest gradient. Then rounding may have chosen its direction. An example is the bias of an
+attention's keys: its gradient is zero in exact arithmetic.
 """
 
 import math
@@ -36,10 +36,12 @@ _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 class TrialForward:
     """Observations in a forward pass on one process before the comparison.
 
-    precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
-    random      whether the same batch gave two losses, or can: `unknown` are operations whose draws depend on the plan
-    drew        whether the model drew random numbers of any kind
-    pooled      a module that takes statistics over a micro-batch, where plan and process have others
+    | precision   the narrowest floating dtype that the forward computed in
+    | where       the operation that first gave this dtype
+    | random      whether the same batch gave two losses, or could
+    | drew        whether the model drew random numbers of any kind
+    | unknown     operations whose draws depend on the plan
+    | pooled      a module that takes statistics over a micro-batch, which the plan divides otherwise; empty: none
     """
 
     precision: torch.dtype
@@ -51,7 +53,7 @@ class TrialForward:
 
 
 def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
-    """Run a batch forward twice; the buffers are put back. Raises what the model and the loss raise."""
+    """Run a batch forward twice, and restore the buffers. Raises any error of the model and the loss."""
     kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
     with _Narrowest(single.model) as seen:
         first = single.evaluate(batch)
@@ -64,9 +66,9 @@ def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Sees every operation below autograd, and keeps the narrowest floating dtype of what is made of the parameters.
+    """Mode that records the narrowest floating dtype of the tensors that are computed from the parameters.
 
-    What is not, a count of tokens or a mask, is the same on both sides.
+    Other tensors, such as a count of tokens or a mask, are the same on both sides.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,9 +89,7 @@ class _Narrowest(TorchDispatchMode):
 
 
 def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> Iterator[nn.Module]:
-    """Yield the whole model, twice, with every element of its parameters moved by one unit in the last place, up or
-    down.
-    """
+    """Yield the whole model twice, each time with every parameter's elements moved by one unit in the last place."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(_NEIGHBOURS):
         module = whole(model, seed=seed)
@@ -102,7 +102,7 @@ def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precisi
 
 @dataclass(frozen=True)
 class BoundedDifference:
-    """A measured relative difference, and the largest that is allowed; which step it is from, counted from 1."""
+    """A measured relative difference, its bound, and its step, counted from 1."""
 
     difference: float
     bound: float
@@ -110,24 +110,24 @@ class BoundedDifference:
 
     @property
     def over(self) -> bool:
-        """True if it is more than is allowed."""
+        """True if the difference is over its bound."""
         return self.difference > self.bound
 
     @property
     def excess(self) -> float:
-        """The difference as a multiple of what is allowed."""
+        """The difference as a multiple of its bound."""
         return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
 
 
 @dataclass(frozen=True)
 class BoundJudge:
-    """Measures differences and says what is allowed, in a precision."""
+    """Measures differences and their bounds, in a precision."""
 
     precision: torch.dtype
 
     @property
     def exact(self) -> bool:
-        """True if the bound is a constant; otherwise neighbours are needed, to measure it by."""
+        """True if the bound is a constant; otherwise neighbours measure it."""
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
@@ -137,24 +137,23 @@ class BoundJudge:
     def measure(
         self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
     ) -> BoundedDifference:
-        """Return the relative difference of `value`; its bound comes from the neighbours' largest one, if any."""
+        """Return the relative difference of `value`, with a bound from the largest difference of the neighbours."""
         found = difference(value, expected, floor=least).relative
         if self.exact:
             return BoundedDifference(found, EXACT, step)
         spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
         return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
-    def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
-        """Return a mask of elements whose gradient is so small that rounding may decide its sign, or None. `largest`:
-        the largest element of all gradients.
+    def undecided(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
+        """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None: no element.
 
-        An optimizer that divides by the size of the gradient makes the same step of the smallest one. Those elements
-        of the parameter cannot be compared from then on; their gradients still are.
+        `largest`: the largest element of all gradients. An optimizer that divides by the size of the gradient takes a
+        whole step for such an element. Its parameter is not compared from then on; its gradient still is.
         """
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * EXACT, gradient != 0
             if not rounding.all():
-                rounding &= nonzero  # a zero among larger ones is one
+                rounding &= nonzero  # a zero among larger gradients is exact
             return rounding if rounding.any() and nonzero.any() else None
         spread = max(size(neighbour - gradient) for neighbour in neighbours)
         return gradient.abs() < _MARGIN * spread

@@ -1,8 +1,8 @@
-"""`verify`: whether the split model is the same model.
+"""Verify that a split model is the same model as on one process (`verify`).
 
 Every way of splitting a model can go wrong by a factor, a rank or a micro-batch, and still train: the loss falls, only
-less well. So before a costly run, a few steps of the user's own model, loss and batches run under the plan and on one
-process, and every figure is compared.
+less well. So `verify` takes a few steps of the user's own model, loss and batches before a costly run. It takes them
+under the plan and on one process, and compares every figure.
 """
 
 import dataclasses
@@ -35,19 +35,20 @@ def verify(
     dtype: torch.dtype | None = torch.float64,
     **training: Any,
 ) -> Report:
-    """Train a model for a few steps under a plan and on one process, and compare everything.
+    """Train a model for a few steps under a plan and on one process, and return a report on all differences.
 
     `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`.
     `batches` are global batches, the same on every rank, one for each step. Model and batches are converted to `dtype`
-    (None: they stay as they are); under a plan with another precision than fp32 both sides compute in that. Every rank
-    of `world` calls it and gets the report. Without a world it is `connect()`'s; when that has one rank and the plan
-    needs more, they are threads of this process.
+    (None: they stay as they are). Under a plan with another precision than fp32 both sides compute in that precision.
 
-    Dropout, and what else a model draws with torch as it trains, is the same under every plan and takes part. With
-    `random=local` in the plan, or numbers drawn in other ways, the model is compared in eval mode; the report says so.
+    Every rank of `world` calls it and gets the report. Without a world, `connect()` gives one. If that has one rank and
+    the plan needs more, the ranks are threads of this process.
 
-    Raises PlanError when the plan does not fit the world. Raises ValueError when there is no batch, when the loss does
-    not return (sum, count), and when one batch gives two different losses; and any error of model and loss.
+    Dropout and other draws with torch are the same under every plan, and are compared. With `random=local` in the plan,
+    or numbers drawn in other ways, the model is compared in eval mode; the report says so.
+
+    Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
+    return (sum, count), and when one batch gives two different losses. Raises any error of model and loss.
     """
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
@@ -78,8 +79,8 @@ def _verify(world: World, subject: VerifiedSubject, plan: Plan) -> Report:
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
-    oracle = on_first(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
-    comparison = VerificationFigures(trainer, outputs=outputs, judge=judge, oracle=oracle)
+    reference = on_first(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
+    comparison = VerificationFigures(trainer, outputs=outputs, judge=judge, reference=reference)
     comparison.start()
     for number, batch in enumerate(subject.converted(), start=1):
         comparison.step(number, batch=batch)

@@ -24,14 +24,14 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class VerifiedSubject:
-    """A model and its training, as `verify` got them.
+    """The arguments of `verify`: a model and its training.
 
-    precision    the dtypes of both sides
-    dtype        what model and batches are converted to; None leaves them as they are
-    local        whether the plan has every rank draw its own random numbers
-    microbatches how many the plan makes of each batch; one process makes one
-    evaluating   whether the model is compared in eval mode
-    training     keywords of `parallelize`: the optimizer, its arguments, the options
+    | dtype          dtype that model and batches are converted to; None leaves them as they are
+    | training       keywords of `parallelize`: the optimizer, its arguments, the options
+    | precision      the dtypes of both sides
+    | local          whether every rank draws its own random numbers (`random=local`)
+    | microbatches   micro-batches of each batch under the plan; the reference run has one
+    | evaluating     whether the model is compared in eval mode
     """
 
     model: Model
@@ -46,12 +46,12 @@ class VerifiedSubject:
 
     @property
     def options(self) -> Options:
-        """The options of the training; a step that is not finite is an error, so no loss is scaled by much."""
+        """The options of the training. A step that is not finite raises, so the loss scale is small."""
         options = self.training.get("options") or Options()
         return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=LossScale(256.0))
 
     def prepared(self) -> Model:
-        """Return the model in the dtype and mode to compare in; a module is copied, since training would change it."""
+        """Return the model in the dtype and mode of the comparison; a module is copied, since training changes it."""
 
         def build() -> nn.Module:
             module = duplicate(self.model) if isinstance(self.model, nn.Module) else self.model()
@@ -62,13 +62,13 @@ class VerifiedSubject:
         return build() if isinstance(self.model, nn.Module) else build
 
     def converted(self) -> Iterator[Any]:
-        """Yield the batches, their floating tensors in the dtype to compare in."""
+        """Yield the batches, with floating tensors in the dtype of the comparison."""
         dtype = self.dtype
         for batch in self.batches:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
     def arguments(self, outputs: OutputNorms) -> dict[str, Any]:
-        """Return the keywords of `parallelize` and of `ReferenceRun`, with a forward that `outputs` listens to."""
+        """Return the keywords of `parallelize` and `ReferenceRun`; the forward runs through `outputs`."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
@@ -80,7 +80,7 @@ class VerifiedSubject:
     def try_out(self, device: torch.device) -> TrialForward:
         """Run the first batch forward on one process, on `device`.
 
-        Raises ValueError when it gives two losses, in eval mode too, and what the model and the loss raise.
+        Raises ValueError when it gives two losses, in eval mode too. Raises any error of the model and the loss.
         """
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
@@ -98,14 +98,12 @@ class VerifiedSubject:
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
 
     def coarsest(self, trial: TrialForward) -> torch.dtype:
-        """Return the dtype that rounds most, of those that the forward computes in and those that gradients go
-        through.
-        """
+        """Return the dtype that rounds most: of the forward, or of the gradients' reduction or accumulation."""
         dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
     def notes(self, trial: TrialForward) -> Iterator[str]:
-        """Yield notes on the comparison for the reader of the report."""
+        """Yield the notes of the report."""
         if trial.pooled:
             yield (
                 f"note: {trial.pooled} takes statistics over a micro-batch, and the plan makes {self.microbatches} of "

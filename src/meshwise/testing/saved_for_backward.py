@@ -1,7 +1,7 @@
-"""`SavedForBackward`: the memory that activations take, by autograd's own account.
+"""Measure the memory of activations: the bytes that autograd saves in a forward.
 
-Peak memory of a process mixes activations with parameters, buffers and whatever the allocator keeps. What a forward
-leaves for its backward is exact, the same on every machine, and what a scheme says it divides.
+Peak memory of a process mixes activations with parameters, buffers and whatever the allocator keeps. The saved bytes
+are exact, the same on every machine, and the number that formulas of schemes give.
 """
 
 from types import TracebackType
@@ -11,10 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedForBackward:
-    """Counts, inside a `with` block, the memory of what autograd saves, parameters of `model` aside.
-
-    `bytes` is the sum over distinct memory, each counted once, as large as it was allocated.
-    """
+    """Context that counts the storages that autograd saves in it, except the parameters of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -23,7 +20,7 @@ class SavedForBackward:
 
     @property
     def bytes(self) -> int:
-        """Bytes saved so far."""
+        """Bytes saved so far: the sizes of all distinct storages."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
     def __enter__(self) -> "SavedForBackward":
