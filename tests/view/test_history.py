@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.base.timeline import TimelineRow, spent
+from meshwise.base.timeline import TimelineRow, time_by_activity
 from meshwise.simulate.step_history import PredictionReplay
 from view.accounts import SHARDED, SPLIT, prediction
 
@@ -23,7 +23,7 @@ def replay(request: pytest.FixtureRequest) -> PredictionReplay:
 def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhere(replay: PredictionReplay) -> None:
     step = replay.prediction.seconds
     assert replay.timeline.seconds == pytest.approx(step, rel=1e-12)
-    for own in spent(replay.timeline):
+    for own in time_by_activity(replay.timeline):
         assert sum(own.values()) == pytest.approx(step, rel=1e-12)
         assert min(own.values()) >= 0
         assert own["computes"] > 0
@@ -32,7 +32,7 @@ def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhe
 def test_the_bubble_and_each_wait_are_on_average_as_long_as_was_predicted(replay: PredictionReplay) -> None:
     step = replay.prediction.seconds
     told = {f"waits for {axes}": seconds for axes, seconds in replay.prediction.exposed.items() if seconds > 1e-12}
-    each = spent(replay.timeline)
+    each = time_by_activity(replay.timeline)
     drawn = {what for own in each for what in own if what.startswith("waits for ")} | {"bubble"}
     mean = {what: sum(own.get(what, 0.0) for own in each) / len(each) for what in drawn}
     assert mean == pytest.approx(told | {"bubble": replay.prediction.bubble * step}, rel=1e-6, abs=1e-6 * step)
@@ -69,7 +69,7 @@ def test_waits_too_many_to_be_seen_one_by_one_still_add_up(
 ) -> None:
     monkeypatch.setattr("meshwise.simulate.step_history._MOST_EVENTS", 0)
     merged = PredictionReplay(replay.prediction).timeline
-    for own, exact in zip(spent(merged), spent(replay.timeline), strict=True):
+    for own, exact in zip(time_by_activity(merged), time_by_activity(replay.timeline), strict=True):
         assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)
     assert len([e for e in merged.events if e.stream is TimelineRow.WAIT]) <= len(
         [e for e in replay.timeline.events if e.stream is TimelineRow.WAIT]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.base.timeline import Event, Timeline, TimelineRow, spent
+from meshwise.base.timeline import Event, Timeline, TimelineRow, time_by_activity
 
 COMPUTE, WAIT, LINK, COLLECTIVE = TimelineRow.COMPUTE, TimelineRow.WAIT, TimelineRow.LINK, TimelineRow.COLLECTIVE
 
@@ -27,10 +27,10 @@ STEP = Timeline(
 
 
 def test_waits_count_as_waits_also_within_a_computation_and_receives_as_bubble() -> None:
-    assert spent(STEP)[0] == pytest.approx(
+    assert time_by_activity(STEP)[0] == pytest.approx(
         {"around": 1, "computes": 4.5, "waits for tp": 0.5, "bubble": 2, "update": 1, "waits for dp": 1}
     )
 
 
 def test_what_is_left_of_the_step_is_bubble() -> None:
-    assert spent(STEP)[1] == pytest.approx({"computes": 2, "bubble": 8})
+    assert time_by_activity(STEP)[1] == pytest.approx({"computes": 2, "bubble": 8})

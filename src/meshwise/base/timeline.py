@@ -1,4 +1,4 @@
-"""Timelines of ranks: predicted by a clock, recorded from a run, and read by every view."""
+"""Timelines of ranks: what each rank does when in a step, predicted by a clock or recorded in a run."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -7,11 +7,11 @@ from enum import StrEnum
 from functools import cached_property
 
 AROUND = frozenset({"begin", "exchange", "settle"})
-"""What a rank is at before its row of a schedule and after it, and before the update of the parameters."""
+"""Kinds of events before and after a rank's row of a schedule, and before the update of the parameters."""
 
 
 class TimelineRow(StrEnum):
-    """Rows of a rank in a timeline. The first two take turns; the others run beside them."""
+    """Rows of a rank in a timeline. The first two take turns; the others run at the same time."""
 
     COMPUTE = "computes"
     WAIT = "waits"
@@ -22,13 +22,12 @@ class TimelineRow(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that one rank does, and when, in seconds or in any one unit; prints as an action does: `2F0`."""
+    """An activity of one rank, with its start and end, in seconds or another unit. Prints as an action does: `2F0`."""
 
     rank: int
     stream: TimelineRow
     kind: str
-    """What it is: an action's kind, as in `F` or `SEND_F`, a collective along its axes, as in `all_reduce dp`, or a
-    word."""
+    """An action's kind, as in `F` or `SEND_F`, a collective along its axes, as in `all_reduce dp`, or a word."""
     start: float
     stop: float
     stage: int | None = None
@@ -40,13 +39,13 @@ class Event:
         return self.stop - self.start
 
     @property
-    def beside(self) -> bool:
-        """True if the rank does something else meanwhile."""
+    def is_background(self) -> bool:
+        """True if the rank does something else at the same time."""
         return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in AROUND | {"update"}
 
     @property
     def exposed(self) -> bool:
-        """True if it is a wait for a collective, which nothing hides. Waits for messages are a pipeline's bubble."""
+        """True if the event is a wait for a collective. Waits for messages count as the bubble of the pipeline."""
         return self.stream is TimelineRow.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
 
     def __str__(self) -> str:
@@ -105,10 +104,10 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds of each rank without computation between its first and last one.
+        """Seconds of each rank without computation between its first and its last computation.
 
-        The largest value is the bubble as published. A rank that starts and ends late could use that time in the next
-        step, if the optimizer step between were not common to all.
+        The largest value is the bubble as published. `bubbles` also counts the time before and after: the optimizer
+        step waits for all ranks, so a rank cannot use that time.
         """
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
@@ -122,8 +121,9 @@ class Timeline:
 
 
 def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
-    """Return the total time of the inner events that lie within an outer one; the outer ones are in order and do not
-    overlap.
+    """Return the total time of the inner events that lie within an outer one.
+
+    The outer events are in order and do not overlap.
     """
     starts = [event.start for event in outer]
     total = 0.0
@@ -134,39 +134,39 @@ def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
     return total
 
 
-def spent(timeline: Timeline) -> tuple[dict[str, float], ...]:
-    """Return how each rank spends the step, by activity, in the timeline's unit; each rank's values add up to the step.
+def time_by_activity(timeline: Timeline) -> tuple[dict[str, float], ...]:
+    """Return the time of each rank by activity, in the timeline's unit. A rank's values add up to the step.
 
-    computes         what its computations take
-    update           the update of the parameters
-    waits for dp, …  collectives along these axes, where nothing hides them
-    around           what is between the schedule and the update
-    bubble           the rest: nothing to compute yet, or nothing any more
+    | computes         computations
+    | update           the update of the parameters
+    | waits for dp, …  waits for collectives along these axes
+    | around           the time between the schedule and the update
+    | bubble           the rest: nothing to compute yet, or nothing any more
     """
     changes: list[list[tuple[float, int, str]]] = [[] for _ in range(timeline.ranks)]
     for event in timeline.events:
-        what = _spent_on(event)
-        if what is not None and event.stop > event.start:
-            changes[event.rank] += ((event.start, 1, what), (event.stop, -1, what))
-    return tuple(_spent(own, timeline.seconds) for own in changes)
+        activity = _activity(event)
+        if activity is not None and event.stop > event.start:
+            changes[event.rank] += ((event.start, 1, activity), (event.stop, -1, activity))
+    return tuple(_sum_by_activity(own, timeline.seconds) for own in changes)
 
 
-def _spent(changes: list[tuple[float, int, str]], seconds: float) -> dict[str, float]:
+def _sum_by_activity(changes: list[tuple[float, int, str]], seconds: float) -> dict[str, float]:
     """Return the time per activity from `changes`: (time, +1 at a begin or -1 at an end, activity)."""
     found = dict.fromkeys(("computes", "bubble"), 0.0)
     active: Counter[str] = Counter()
     now = 0.0
-    for moment, change, what in [*sorted(changes), (seconds, 0, "bubble")]:
-        at = min((one for one, count in active.items() if count), key=_precedence, default="bubble")
-        found[at] = found.get(at, 0.0) + moment - now
-        active[what] += change
+    for moment, change, activity in [*sorted(changes), (seconds, 0, "bubble")]:
+        counted = min((one for one, count in active.items() if count), key=_precedence, default="bubble")
+        found[counted] = found.get(counted, 0.0) + moment - now
+        active[activity] += change
         now = moment
-    return {what: time for what, time in found.items() if time or what in ("computes", "bubble")}
+    return {activity: time for activity, time in found.items() if time or activity in ("computes", "bubble")}
 
 
-def _spent_on(event: Event) -> str | None:
-    """Return the activity that an event counts as, or None for one that runs beside the rank."""
-    if event.beside:
+def _activity(event: Event) -> str | None:
+    """Return the activity that an event counts as, or None for an event in the background."""
+    if event.is_background:
         return None
     if event.stream is TimelineRow.COMPUTE:
         return "computes"
@@ -175,6 +175,6 @@ def _spent_on(event: Event) -> str | None:
     return "update" if event.kind == "update" else "around"
 
 
-def _precedence(what: str) -> int:
+def _precedence(activity: str) -> int:
     """Return the precedence of an activity: of several at once, the one with the lowest value counts."""
-    return 2 if what in ("computes", "update", "around") else 0 if what == "bubble" else 1
+    return 2 if activity in ("computes", "update", "around") else 0 if activity == "bubble" else 1

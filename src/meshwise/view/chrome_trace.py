@@ -53,7 +53,7 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
     """Yield every event with its row."""
     free: dict[tuple[int, TimelineRow], list[float]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: event.start):
-        if not event.beside:
+        if not event.is_background:
             yield event, 0
             continue
         ends = free[event.rank, event.stream]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwise.base.mesh import Mesh
-from meshwise.base.timeline import Timeline, spent
+from meshwise.base.timeline import Timeline, time_by_activity
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import fullest
@@ -63,7 +63,7 @@ class PlanAccount:
     def spent(self) -> Mapping[str, float]:
         """Fractions of a step by activity, as the mean over the ranks."""
         total: dict[str, float] = defaultdict(float)
-        for own in spent(self.timeline):
+        for own in time_by_activity(self.timeline):
             for what, seconds in own.items():
                 total[what] += seconds
         return {what: seconds / self.timeline.ranks for what, seconds in total.items()}

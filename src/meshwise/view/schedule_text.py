@@ -79,7 +79,7 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     spots = [
         event
         for event in timeline.events
-        if event.rank == rank and not event.beside and event.stream is not TimelineRow.WAIT
+        if event.rank == rank and not event.is_background and event.stream is not TimelineRow.WAIT
     ]
     for event in sorted(spots, key=lambda event: event.start):
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))

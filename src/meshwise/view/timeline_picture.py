@@ -96,7 +96,7 @@ class _Drawing:
         lanes = tuple(
             stream
             for stream in _BESIDE
-            if any(event.beside and event.stream is stream and event.seconds > 0 for event in timeline.events)
+            if any(event.is_background and event.stream is stream and event.seconds > 0 for event in timeline.events)
         )
         bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
         return cls(timeline, names, bar, lanes, events)
@@ -115,7 +115,7 @@ class _Drawing:
             if event.seconds <= 0:
                 continue
             y, height = top, self.bar
-            if event.beside:
+            if event.is_background:
                 y, height = top + self.bar + 1 + _LANE * self.lanes.index(event.stream), _LANE - 1
             paint = self._paint(event)
             if paint == "wait":
@@ -138,7 +138,7 @@ class _Drawing:
         if event.kind in COMPUTE:
             stages = self.timeline.stages[event.rank]
             return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
-        if event.beside:
+        if event.is_background:
             return _BESIDE[event.stream]
         if event.stream is TimelineRow.WAIT:
             return "wait" if event.exposed else UNSEEN
