@@ -1,15 +1,15 @@
-"""A file that is replaced whole or not at all.
+"""Replace a file whole or not at all (`write_whole`).
 
-A file that is opened for writing is empty at once. If the disk is full then, what was there before is lost, and so is
-what took minutes to find. So the new file grows beside the old one, and takes its name when all of it is on the disk.
+Opening a file for writing empties it. If the disk is full then, the old content is lost, and the new one is not there.
+So a new file is written in the same folder, and renamed when all of it is on the disk.
 
-    | what is at the path              what becomes of it
-    | nothing                          a new file
-    | a file                           replaced; the new one has its mode and, where that is allowed, its owner
-    | a link                           what it leads to is replaced
-    | a file that may not be written   stays: that its folder takes new files makes nobody free to replace it
-    | a file whose folder takes none   written where it is
-    | a device or a pipe               written as it is
+    | at the path                              after `write_whole`
+    | nothing                                  a new file
+    | a file                                   replaced; the new one has its mode and, where allowed, its owner
+    | a link                                   the link's target is replaced
+    | a read-only file                         unchanged: PermissionError
+    | a file in a folder that takes no others  overwritten in place
+    | a device or a pipe                       written directly
 """
 
 import contextlib
@@ -22,29 +22,32 @@ from pathlib import Path
 
 
 def is_read_only(path: Path) -> bool:
-    """Return whether there is something that may not be written."""
+    """Return whether the path exists and may not be written."""
     return path.exists() and not os.access(path, os.W_OK)
 
 
 def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | None = None) -> None:
-    """Let `write` write the file, at the path that it is given. Raises OSError; what was there is there still.
+    """Replace the file at `path` by the file that `write(temporary_path)` writes. Raises OSError; the old file stays.
 
-    aside: the path of the new file while it is written, by default a fresh name in the same folder. A writer that is
-    alone and writes much names a place: what a killed one has left there is written over, and does not stay for ever.
+    aside: the temporary path, by default a fresh name in the same folder. The only writer of a large file gives a fixed
+    one, so that the next writer overwrites the part that a killed writer has left.
     """
     if is_read_only(path):
         raise PermissionError(errno.EACCES, "it is read-only", str(path))
-    place = path.resolve()
-    if path.exists() and not (path.is_file() and os.access(place.parent, os.W_OK)):
+    target = path.resolve()
+    if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
         write(path)
         return
-    partial = aside or place.with_name(f".partial-{secrets.token_hex(4)}")
+    partial = aside or target.with_name(f".partial-{secrets.token_hex(4)}")
     try:
         write(partial)
         flush(partial)
-        if place.exists():
-            _like(place, partial)
-        partial.replace(place)
+        if target.exists():
+            old = target.stat()
+            with contextlib.suppress(PermissionError):
+                os.chown(partial, old.st_uid, old.st_gid)
+            partial.chmod(stat.S_IMODE(old.st_mode))
+        partial.replace(target)
     except OSError as error:
         if error.filename in (None, str(partial)):  # a write that fails names no file
             error.filename = str(path)
@@ -54,18 +57,9 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
 
 
 def flush(path: Path) -> None:
-    """Return when the disk has a file, or the names in a folder. Raises OSError, for example when the disk is full:
-    some systems report that only now.
-    """
+    """Return when a file, or the names in a folder, are on the disk. Raises OSError, as when a disk is full."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _like(old: Path, new: Path) -> None:
-    known = old.stat()
-    with contextlib.suppress(PermissionError):
-        os.chown(new, known.st_uid, known.st_gid)
-    new.chmod(stat.S_IMODE(known.st_mode))

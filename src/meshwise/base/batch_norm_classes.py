@@ -1,7 +1,7 @@
-"""The norms of torch that keep statistics over batches, by the classes that torch gives no public names.
+"""Base classes of torch's norms with statistics over batches, under public names.
 
-All batch norms and instance norms share these base classes: every dimension, synchronised, lazy, and derived ones. A
-list of the public classes would miss some.
+All batch norms and instance norms derive from them: of every dimension, synchronised and lazy ones too. A list of the
+public classes would miss some.
 """
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm

@@ -1,9 +1,8 @@
-"""Named axes over ranks.
+"""Named axes over ranks (`Mesh`), and even splits of a number of things over ranks (`even_split`).
 
-Every scheme splits something over some ranks: "the ranks of my tensor group", "the ranks that hold the same
-parameters". Kept as process groups, that knowledge is spread over globals, one pair of getters for each new
-combination. Here it is arithmetic on one frozen value. A rank is a number, and its coordinate is that number in a mixed
-base. A group is the ranks that differ in some digits only.
+Every scheme splits something over a group of ranks, such as the ranks with the same parameters. With process groups
+that takes globals and a pair of getters for each new combination. Here it is arithmetic on one frozen value. A rank is
+a number, and its coordinate is that number in a mixed base. The ranks of a group differ in some digits only.
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
 
@@ -72,7 +71,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks there are: the product of the degrees."""
+        """Number of ranks: the product of the degrees."""
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
@@ -92,8 +91,9 @@ class Mesh:
         return {name: indices[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """Return the rank at `coordinate`, which has one index per axis. Raises ValueError for a missing, unknown or
-        out-of-range index.
+        """Return the rank at `coordinate`, which has one index per axis.
+
+        Raises ValueError for a missing, unknown or out-of-range index.
         """
         if set(coordinate) != set(self.names):
             raise ValueError(f"the coordinate {dict(coordinate)} needs exactly one index for each axis of {self}")
@@ -107,7 +107,7 @@ class Mesh:
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` along `axes` only, `rank` among them.
 
-        They come row-major in the order of the mesh, whatever the order of `axes`, so all of them see the same order.
+        Their order is row-major in the mesh, whatever the order of `axes`, so it is the same on all of them.
         Raises ValueError for an unknown axis or rank.
         """
         self._require(axes)
@@ -129,7 +129,7 @@ class Mesh:
     def picture(self) -> str:
         """Return a small drawing of the ranks: one grid of the two innermost axes per coordinate of the others.
 
-        Axes of degree 1 are left out, and what does not fit on a screen is elided.
+        It omits axes of degree 1, and elides rows, columns and grids that do not fit on a screen.
         """
         names = [name for name, degree in self.axes if degree > 1]
         outer, inner = names[:-2], names[-2:]
@@ -144,9 +144,7 @@ class Mesh:
         return "\n".join(lines)
 
     def _grid(self, first: int, axes: list[str]) -> list[str]:
-        """Return the lines of the grid that begins at rank `first`: the last axis across, the one before it (if any)
-        down.
-        """
+        """Return the lines of the grid that begins at rank `first`: the last axis across, the one before it down."""
         across, down = axes[-1:], axes[:-1]
         rows = [[str(first + row + column) for column in self._offsets(across)] for row in self._offsets(down)]
         labels = [f"{down[0]} {index}" for index in range(len(rows))] if down else ["rank"]
@@ -182,9 +180,9 @@ class Mesh:
 
 
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.
+    """Return the (start, stop) of `parts` contiguous parts of `size` things; the first ones are larger when uneven.
 
-    A part is empty when there are more parts than things. Raises ValueError for a negative size or no parts.
+    With more parts than things the last parts are empty. Raises ValueError for a negative size or no parts.
     """
     if size < 0 or parts < 1:
         raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")

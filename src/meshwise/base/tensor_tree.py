@@ -1,11 +1,8 @@
-"""Batches as trees of tensors.
+"""Batches as trees of tensors: map over the tensors, count the rows, take a part of the rows or tokens.
 
-A batch is whatever the user's dataset yields: a tensor, a pair, a mapping, a dataclass of any of these. The engine
-needs its number of samples, parts of it along named dims (`BatchDims`: rows, tokens), and its tensors on a device. In
-every tensor of a batch, dim 0 counts the samples.
-
-torch has a tree library of its own (`torch.utils._pytree`); it is private and asks every dataclass to be registered,
-once, globally.
+A batch is anything that the user's dataset yields: a tensor, a pair, a mapping, a dataclass of any of these. In every
+tensor of a batch, dim 0 counts the samples. torch's own tree library (`torch.utils._pytree`) is private, and every
+dataclass has to be registered there globally.
 """
 
 import dataclasses
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return the same tree with `fn(tensor)` in place of every tensor.
 
-    Goes through mappings, lists, tuples, named tuples and dataclasses; every other value is kept as it is.
+    It enters mappings, lists, tuples, named tuples and dataclasses, and keeps every other value.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -36,7 +33,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree, in its own order: of the fields, of the keys as inserted, of the items."""
+    """Yield the tensors of a tree, in the order of fields, inserted keys and items."""
     if isinstance(tree, Tensor):
         yield tree
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -51,9 +48,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def reachable(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree, and those in the attributes of any other object in it, modules aside; in no
-    order.
-    """
+    """Yield the tensors of a tree and of the attributes of any object in it, except modules, in no particular order."""
     seen = set()
     open_ = [value]
     while open_:
@@ -75,10 +70,10 @@ def reachable(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class BatchDims:
-    """Named dims of a batch, `rows` (samples) and `tokens`: which dim of each tensor is which.
+    """Named dims of the tensors of a batch: `rows` (samples) and `tokens`.
 
-    `sizes` has the size of each name. `dims` has, per tensor in the tree's order, the dim of each name that it has: an
-    input (B, T) has both, a label per sample (B,) has rows only.
+    | sizes   size of the dim of each name
+    | dims    per tensor, in the tree's order: its dim of each name. An input (B, T) has both, a label (B,) has rows
     """
 
     sizes: Mapping[str, int]
@@ -88,8 +83,8 @@ class BatchDims:
     def of(cls, tree: Any, *, tokens: int | None = None, stated: Mapping[int, int] | None = None) -> "BatchDims":
         """Find the dims of a batch from its sizes.
 
-        Rows lie along dim 0 of every tensor. With `tokens`, the length of a sequence, the tokens of a tensor lie along
-        its one other dim of that size; `stated` gives that dim for tensors with several, by number in the tree's order.
+        Rows lie along dim 0 of every tensor. `tokens` is the length of a sequence: tokens lie along the other dim of
+        that size, if there is one. `stated` gives the dim for tensors with several, by number in the tree's order.
 
         Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
         """
@@ -108,9 +103,9 @@ class BatchDims:
         return cls(sizes, tuple(dims))
 
     def take(self, tree: Any, *, name: str, start: int, stop: int) -> Any:
-        """Return places `start` to `stop` (excluded) along the dim `name` of every tensor that has it, as views.
+        """Return elements `start` to `stop` (excluded) along the dim `name` of every tensor that has it, as views.
 
-        Raises ValueError when the batch does not hold these places.
+        Raises ValueError when the batch does not have these elements.
         """
         if not 0 <= start <= stop <= self.sizes[name]:
             raise ValueError(f"{name} {start} to {stop} of a batch of {self.sizes[name]} {name}")
@@ -124,9 +119,9 @@ class BatchDims:
 
 
 def rows(tree: Any) -> int:
-    """Return the number of samples a batch holds: the size of dim 0, the same in all its tensors.
+    """Return the number of samples of a batch: the size of dim 0, the same in all its tensors.
 
-    Raises ValueError when it holds no tensor, a tensor without dims, or tensors of different sizes.
+    Raises ValueError when it has no tensor, a tensor without dims, or tensors of different sizes.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors(tree)]
     if not shapes:
@@ -137,9 +132,8 @@ def rows(tree: Any) -> int:
 
 
 def take_rows(tree: Any, *, start: int, stop: int) -> Any:
-    """Return samples `start` to `stop` (excluded) of a batch, as views of its tensors. An empty range gives an empty
-    batch.
+    """Return samples `start` to `stop` (excluded) of a batch, as views; an empty range gives an empty batch.
 
-    Raises ValueError when the batch does not hold these samples.
+    Raises ValueError when the batch does not have these samples.
     """
     return BatchDims.of(tree).take(tree, name="rows", start=start, stop=stop)

@@ -1,4 +1,4 @@
-"""Plan: the user's choices about splitting, its keys, and the combinations that are refused."""
+"""Plans: the user's choice of how to split a model, as one value (`Plan`)."""
 
 from meshwise.plan.degrees import AXES
 from meshwise.plan.plan import Plan

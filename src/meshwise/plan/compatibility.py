@@ -1,4 +1,4 @@
-"""Combinations that are refused: a table for the check of a plan, the documentation and the tests."""
+"""The compatibility table: combinations of plan keys that are refused, with the reason and the nearest plan."""
 
 import math
 import re
@@ -13,12 +13,12 @@ from meshwise.plan.plan_keys import Offload, keys_of
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of the compatibility table, all in the notation of plans.
+    """A row of the compatibility table, in the notation of plans.
 
-    when     conditions that hold together, as in `tp>1`, `pp>1 zero>=2`, `tp_mode=3d` or `offload.params!=device`
-    reason   why that cannot work
-    instead  the changes that lead to the nearest plan that works; a value is a word, or a product of numbers and keys,
-             as in `tp_mode=1d` or `tp=1 dp=dp*tp`
+    | when      conditions that are refused together, such as `tp>1`, `pp>1 zero>=2` or `offload.params!=device`
+    | reason    why they cannot work together
+    | instead   changes that lead to the nearest plan that works: words, or products of numbers and keys, such as
+    |           `tp_mode=1d` or `tp=1 dp=dp*tp`
     """
 
     when: str
@@ -26,7 +26,7 @@ class Refusal:
     instead: str
 
     def applies(self, plan: object) -> bool:
-        """Return whether every condition holds for `plan`. A degree that is not known yet (`auto`) meets none."""
+        """Return whether every condition holds for `plan`. An unknown degree (`auto`) meets no condition."""
         keys = keys_of(plan)
         for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
@@ -51,7 +51,7 @@ class Refusal:
 
 @cache
 def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool], str]]:
-    """Return the key, the part of its value, and what has to hold between that and a bound."""
+    """Return each condition as (key, part of its value, comparison, bound)."""
     comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
     found = []
     for condition in when.split():
@@ -72,10 +72,10 @@ COMPATIBILITY = (
     Refusal(when="pp=1 virtual_stages>1", reason="only a pipeline has stages", instead="virtual_stages=1"),
     Refusal(
         when="zero!=3 offload.params!=device",
-        reason="only zero=3 brings parameters together for their use and puts them to rest after it",
+        reason="only zero=3 gathers parameters for their use and stores them elsewhere after it",
         instead="zero=3",
     ),
     Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
     Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),
 )
-"""What cannot work together. A part that lands deletes its row; a part that meets a limit adds one."""
+"""Combinations that cannot work. A new part deletes its rows; a part with a limit adds one."""

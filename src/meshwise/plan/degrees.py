@@ -1,18 +1,24 @@
-"""The arithmetic of degrees: the axes of a plan, what each `tp_mode` makes of tp's ranks, and which are near."""
+"""Degrees of a plan: its axes, the grids of tp's ranks, and the factorisations of a number of ranks."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
-"""The axes of a plan's mesh, outermost first: the most talkative axis, tp, joins neighbouring ranks."""
+"""The axes of a plan's mesh, outermost first. tp communicates most, so its ranks are neighbours."""
 REPLICAS = ("dp",)
-"""The axes whose ranks hold replicas of a model that differ in nothing but their rows of the batch."""
+"""The axes whose ranks hold replicas of a model, for different rows of the batch."""
 
 
 @dataclass(frozen=True)
 class TensorGrid:
-    """Shape of tp's ranks: axes of equal degree (except `depth`), some of them splitting the rows of the batch."""
+    """Grid of tp's ranks.
+
+    | axes    names of the axes; all have the same degree, except `depth`
+    | power   number of axes of equal degree: tp = depth · degree ** power
+    | needs   the numbers of ranks that form such a grid, in words
+    | rows    axes that split the rows of the batch
+    """
 
     axes: str
     power: int
@@ -26,7 +32,7 @@ GRIDS: Mapping[str, TensorGrid] = {
     "2.5d": TensorGrid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),
     "3d": TensorGrid("i j l", 3, "a cubic number of", ("i", "j")),
 }
-"""What each `tp_mode` makes of the axis tp."""
+"""The grid of tp's ranks under each `tp_mode`."""
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:
@@ -42,8 +48,3 @@ def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:
 def _divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def distance(one: Mapping[str, int], *, other: Mapping[str, int]) -> float:
-    """By which factors the degrees of two plans differ, as a sum of logarithms."""
-    return sum(abs(math.log(one[axis] / other[axis])) for axis in AXES)

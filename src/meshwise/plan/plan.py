@@ -1,8 +1,8 @@
 """The Plan: everything the user chose about how to split a model, as one frozen value.
 
-A choice that is spread over a config file, environment variables and constructor arguments contradicts itself, and
-what cannot work together shows at step 40. A plan is one line of text (`dp=2 zero=1`), a TOML table or keywords; all
-three are the same value, which checks itself when it is made.
+Choices that are spread over a config file, environment variables and constructor arguments contradict each other, and a
+conflict shows at step 40. A plan is one line of text (`dp=2 zero=1`), a TOML table or keywords. All three are the same
+value, which checks itself when it is made.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
-from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, distance, factorisations
+from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations
 from meshwise.plan.plan_keys import (
     MOST,
     Offload,
@@ -45,7 +45,10 @@ class Plan:
     cp: int = whole_number(1, means="ranks that split each sequence of tokens")
     ep: int = whole_number(1, means="ranks that split the experts of a mixture")
     zero: int = whole_number(
-        0, means="what the replicas share out: 1 optimizer state, 2 and gradients, 3 and parameters", most=3, least=0
+        0,
+        means="what is sharded over the replicas: 1 optimizer state, 2 also gradients, 3 also parameters",
+        most=3,
+        least=0,
     )
     microbatches: int = whole_number(
         1, means="parts that each rank cuts its share of a step's batch into, one after the other"
@@ -53,7 +56,7 @@ class Plan:
     tp_mode: str = one_of(
         "1d 2d 2.5d 3d", means="how tp splits a matrix: over a row, a q x q grid, d such grids, a p x p x p cube"
     )
-    tp_depth: int = whole_number(1, means="grids behind each other under `tp_mode=2.5d`")
+    tp_depth: int = whole_number(1, means="number of grids under `tp_mode=2.5d`")
     sequence_parallel: int = whole_number(
         0, means="1: between matrices, tp splits the tokens of a sequence", least=0, most=1
     )
@@ -67,15 +70,23 @@ class Plan:
         file=True,
     )
     virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
-    partition: str = one_of("time params memory", means="what a pipeline's stages are balanced by")
+    partition: str = one_of("time params memory", means="the quantity that is balanced over the stages of a pipeline")
     recompute: str = one_of(
         "none selective full",
-        means="what blocks compute again in the backward instead of keeping it: nothing, all but matrix products, all",
+        means="what blocks compute again in the backward, to keep less: nothing, all but matrix products, all",
     )
-    budget: int = byte_count("bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: any")
-    precision: str = one_of("fp32 bf16 fp16", means="what is computed in, beside fp32 masters; fp32: as the model is")
-    wire: str = one_of("auto fp32 bf16 fp16", means="what gradients are reduced in; auto: what is computed in")
-    offload: str = offload("where state rests between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`")
+    budget: int = byte_count(
+        "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit"
+    )
+    precision: str = one_of(
+        "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
+    )
+    wire: str = one_of(
+        "auto fp32 bf16 fp16", means="dtype in which gradients are reduced; auto: the dtype of the computation"
+    )
+    offload: str = offload(
+        "tier in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
+    )
 
     def __post_init__(self) -> None:
         for key, value in self._items():
@@ -89,14 +100,14 @@ class Plan:
 
     @classmethod
     def of(cls, plan: "Plan | str") -> "Plan":
-        """Return the plan that was given, as it is or as text. Raises PlanError."""
+        """Return a plan that is given as a Plan or as text. Raises PlanError."""
         if isinstance(plan, Plan):
             return plan
         if isinstance(plan, str):
             return cls.parse(plan)
         raise PlanError(
-            f"a plan is a line of text, as in 'dp=2 zero=1', or a Plan, and not of {type(plan)}; of a table "
-            "Plan.from_toml(table) makes one"
+            f"a plan is a line of text, as in 'dp=2 zero=1', or a Plan, and not of {type(plan)}; for a table, call "
+            "Plan.from_toml(table)"
         )
 
     @classmethod
@@ -222,7 +233,7 @@ class Plan:
         return plan
 
     def _nearest(self, world_size: int) -> "list[Plan]":
-        """At most two plans that fill `world_size` ranks, those whose degrees change by the smallest factors first."""
+        """Return at most two plans that fill `world_size` ranks: those whose degrees change by the smallest factors."""
         degrees = self._degrees()
         plans = []
         for filling in factorisations(world_size, parts=len(AXES)):
@@ -233,4 +244,8 @@ class Plan:
             with contextlib.suppress(PlanError):
                 plan.check()
                 plans.append(plan)
-        return sorted(plans, key=lambda plan: distance(plan._degrees(), other=degrees))[:2]
+
+        def distance(plan: Plan) -> float:
+            return sum(abs(math.log(degree / degrees[axis])) for axis, degree in plan._degrees().items())
+
+        return sorted(plans, key=distance)[:2]

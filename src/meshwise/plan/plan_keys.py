@@ -1,7 +1,7 @@
-"""The keys of a plan: what each means, which values it takes, and how a value is read and shown.
+"""The keys of a plan: their meaning and values, and how a value is read, checked and shown.
 
-A key is a field of the dataclass `Plan` that carries its `Key` as metadata. The check, the command line and the
-documentation all follow from the one line that declares it.
+A key is a field of the dataclass `Plan` with a `Key` as metadata. The check, the command line and the documentation are
+all made from this one line.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ class PlanError(ValueError):
 
 
 MOST = 2**20
-"""Of ranks, and of what a plan counts: more than there ever are, and few enough to go through."""
+"""The largest number of ranks, and of anything else that a plan counts."""
 
 _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def read_size(written: str) -> int | None:
-    """Bytes, of `2G`, `1.5G` or `2147483648`; None when it is no size."""
+    """Return the bytes of a size such as `2G`, `1.5G` or `2147483648`; None when the text is no size."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)", written)
     size = float(found[1]) * _POWERS[found[2]] if found else math.inf
     return int(size) if size < math.inf else None
@@ -36,9 +36,11 @@ def read_size(written: str) -> int | None:
 class Key:
     """Meaning and values of a plan key: whole numbers between two bounds, or one of a few words.
 
-    | file    instead of one of the words, the path of a file: with a `/` or a `.` in it
-    | auto    the word `auto` stands for None: a value that the world fills in
-    | size    a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
+    | least, most   the bounds of a whole number; None: `MOST`
+    | words         the words; empty for a whole number
+    | auto          whether `auto` is a value: None in Python, and the world fills it in
+    | size          whether it is a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
+    | file          whether the path of a file is a value too: it has a `/` or a `.` in it
     """
 
     meaning: str
@@ -50,14 +52,14 @@ class Key:
     file: bool = False
 
     def read(self, value: Any) -> Any:
-        """Return the value written in TOML; what cannot be read stays, for `check` to refuse."""
+        """Return the value that is written in TOML; `check` refuses what cannot be read."""
         if self.auto and value == "auto":
             return None
         size = read_size(value) if self.size and isinstance(value, str) else None
         return value if size is None else size
 
     def show(self, value: Any) -> int | str:
-        """Return the shortest value that `read` gives back."""
+        """Return the shortest notation that `read` turns into the value."""
         if value is None:
             return "auto"
         if not (self.size and isinstance(value, int) and value):
@@ -80,11 +82,10 @@ class Key:
             return
         if self.words:
             if value not in self.words and not (self.file and is_path(value)):
-                near = difflib.get_close_matches(str(value), self.words, n=1, cutoff=0.3) or self.words[:1]
                 file = ", or the path of a file, as in ./mine.txt" if self.file else ""
                 raise PlanError(
                     f"{name}={value}: {name} is one of {' '.join(self.words)}{file}. "
-                    f"Nearest that works: '{name}={near[0]}'"
+                    f"Nearest that works: '{name}={_near(str(value), self.words)}'"
                 )
             return
         if type(value) is not int:
@@ -106,7 +107,7 @@ def whole_number(default: int, *, means: str, least: int = 1, most: int | None =
 
 
 def byte_count(means: str) -> Any:
-    """Return a field that takes a number of bytes, none by default."""
+    """Return a field that takes a number of bytes, 0 by default."""
     return field(default=0, metadata={"key": Key(means, size=True)})
 
 
@@ -122,11 +123,11 @@ def is_path(value: object) -> bool:
 
 
 _APART = re.compile(r" |[,;](?:$|[-\w]+=)")
-"""What would end a word in the text of a plan."""
+"""Characters that end a word in the text of a plan."""
 
 
 def in_words(value: int | str) -> str:
-    """Return a value as a plan's text has it, in quotes where needed."""
+    """Return a value in the notation of a plan's text, in quotes where needed."""
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
 
@@ -146,7 +147,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Offload:
-    """The tier of each thing: `device`, `cpu` or `disk`. Prints as a short text that parses back."""
+    """Tiers of the state of a training: `device`, `cpu` or `disk`. Prints as a short text that parses back."""
 
     optimizer: str = "device"
     masters: str = "device"
@@ -173,7 +174,7 @@ class Offload:
         if made.optimizer == "device" and (made.masters, made.params) != ("device", "device"):
             nearest = cls(**_followed(given | {"optimizer": "cpu"}))
             raise PlanError(
-                f"offload={text}: what is updated lies where the optimizer's state is, so that cannot stay on the "
+                f"offload={text}: the update runs where the optimizer's state is, so that state cannot stay on the "
                 f"device when masters or params leave it. Nearest that works: 'offload={nearest}'"
             )
         return made
@@ -201,7 +202,7 @@ class Offload:
 
     @property
     def uses_disk(self) -> bool:
-        """True if any state rests on disk."""
+        """True if any state is stored on disk."""
         return "disk" in (self.optimizer, self.masters, self.gradients, self.params)
 
 
@@ -213,7 +214,7 @@ class OffloadKey(Key):
     """A key whose values are texts of `Offload`."""
 
     def read(self, value: Any) -> Any:
-        """Return a short text that means the same; what cannot be read stays, for `check` to refuse."""
+        """Return the shortest text with the same meaning; `check` refuses what cannot be read."""
         try:
             return str(Offload.parse(value)) if isinstance(value, str) else value
         except PlanError:
@@ -236,7 +237,7 @@ def offload(means: str) -> Any:
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:
-    """Return all tiers, those that are not given after those that are."""
+    """Return all tiers: the given ones, and those that follow from them."""
     tiers = dict.fromkeys(WHAT, "device") | given
     if "optimizer" not in given and (tiers["masters"], tiers["params"]) != ("device", "device"):
         tiers["optimizer"] = "cpu"

@@ -1,6 +1,6 @@
-"""A plan's text, word by word.
+"""Read the text of a plan, word by word.
 
-`dp=2 zero=1` and `DP=2, zero = 1` mean the same, so both are read; a plan prints as the first. Ambiguous text is
+`dp=2 zero=1` and `DP=2, zero = 1` mean the same, so both are read; a plan prints as the first one. Ambiguous text is
 refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
 """
 
@@ -32,7 +32,7 @@ def read_words(text: str) -> dict[str, int | str]:
 
 
 def check_keys(given: Iterable[str], *, known: Collection[str]) -> None:
-    """Raise PlanError for a key that there is not, with the nearest that there is."""
+    """Raise PlanError for an unknown key, with the nearest known one."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.4)

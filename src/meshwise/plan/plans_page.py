@@ -1,4 +1,4 @@
-"""docs/plans.md, made from the keys and the compatibility table."""
+"""Make docs/plans.md from the keys and the compatibility table."""
 
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.plan import Plan
@@ -6,7 +6,7 @@ from meshwise.plan.plan_keys import keys_of
 
 
 def plans_page() -> str:
-    """Return the keys and the compatibility table, as markdown."""
+    """Return the page: the keys and the compatibility table, as markdown."""
     defaults = Plan()
     keys = [
         f"| `{name}` | `{getattr(defaults, name)}` | {key.range()} | {key.meaning} |"
@@ -19,26 +19,29 @@ def plans_page() -> str:
 _PAGE_HEAD = """\
 # Plans
 
-A plan says how a model is split. It is one line of text, a TOML table or keywords:
+Choose how a model is split, in one line of text, in a TOML table or with keywords:
 
 ```
+meshwise train job.toml --plan "dp=2 zero=1"
+```
+```python
 meshwise.Plan.parse("dp=2 zero=1") == meshwise.Plan(dp=2, zero=1)
 ```
 
-`DP=2, zero = 1` says the same: commas between words, blanks around `=`, and keys in capitals or with hyphens are read
-as what they mean. What is in doubt is refused, with the spelling that works.
+`DP=2, zero = 1` is the same plan: commas between words, blanks around `=`, capitals and hyphens in keys are allowed.
+Ambiguous text is refused, with a spelling that works.
 
-The degrees of `pp dp cp ep tp` multiply to the number of ranks, and lie in that order on the mesh: `tp` joins
-neighbouring ranks, and is itself a grid under `tp_mode=2d`, `2.5d` and `3d`.
-This page is made from `src/meshwise/plan` by `make docs`.
+The degrees of `pp dp cp ep tp` multiply to the number of ranks. The mesh has the axes in this order, so `tp` joins
+neighbouring ranks. Under `tp_mode=2d`, `2.5d` and `3d`, `tp` is itself a grid. `make docs` makes this page from
+`src/meshwise/plan`.
 
 | key | default | values | meaning |
 |---|---|---|---|"""
 
 _PAGE_MIDDLE = """
-## What cannot work together
+## Limits
 
-A plan is refused when it is made, with the reason and the nearest plan that works.
+These combinations are refused when a plan is made, with the reason and the nearest plan that works.
 
 | a plan with | cannot work, because | nearest plan |
 |---|---|---|"""

@@ -16,11 +16,10 @@ Together they make a test:
 """
 
 from meshwise.testing.agree import Disagreement, agree
-from meshwise.testing.count import Counts, count
+from meshwise.testing.count import Counts, SavedForBackward, count
 from meshwise.testing.difference import Difference, difference
 from meshwise.testing.reference_run import ReferenceRun
 from meshwise.testing.run_ranks import RankRunner, run
-from meshwise.testing.saved_for_backward import SavedForBackward
 from meshwise.testing.training_outcome import alone, outcome
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Count the collectives of a block of code, and compare them with a formula.
+"""Count the collectives of a block of code, and the bytes that it saves for the backward, to compare with formulas.
 
     with world.record() as records:
         trainer.step(batch)
@@ -6,9 +6,20 @@
 
 A row is named as a call record prints, `kind[axis·axis]`. It has (calls, bytes): the payload of the whole collective as
 one rank sees it.
+
+    with SavedForBackward(model) as saved:
+        model(batch)
+    assert saved.bytes == layers * bytes_per_layer
+
+Peak memory of a process mixes activations with parameters, buffers and whatever the allocator keeps. The saved bytes
+are exact and the same on every machine.
 """
 
 from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.align_columns import align_columns
 from meshwise.comm.api.flight_recorder import CallRecord
@@ -41,3 +52,32 @@ def count(records: Iterable[CallRecord]) -> Counts:
         calls, size = rows.get(name, (0, 0))
         rows[name] = (calls + 1, size + record.bytes)
     return Counts(sorted(rows.items()))
+
+
+class SavedForBackward:
+    """Context that counts the storages that autograd saves in it, except the parameters of `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._kept: dict[int, Tensor] = {}
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes saved so far: the sizes of all distinct storages."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    def __enter__(self) -> "SavedForBackward":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in self._parameters:
+            self._kept.setdefault(place, tensor)
+        return tensor
