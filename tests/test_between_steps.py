@@ -76,9 +76,7 @@ def replace(model: nn.Module) -> None:
     ids=["converted", "replaced"],
 )
 @over_plans
-def test_parameters_that_were_exchanged_are_noticed(
-    plan: str, change: Callable[[nn.Module], Any], message: str
-) -> None:
+def test_replaced_parameters_are_an_error(plan: str, change: Callable[[nn.Module], Any], message: str) -> None:
     def main(world: World) -> None:
         trainer = made(world, plan)
         trainer.step(good())
@@ -103,7 +101,7 @@ def test_a_parameter_with_a_wider_copy_must_not_be_written_to(plan: str) -> None
 
 
 @pytest.mark.parametrize("plan", PLANS[:3])
-def test_parameters_without_one_may_be_written_to_and_go_on_from_there(plan: str) -> None:
+def test_parameters_without_a_wider_copy_may_be_written_to(plan: str) -> None:
     def main(world: World) -> None:
         trainer = made(world, plan, lr=0.0, weight_decay=0.0)
         with torch.no_grad():
@@ -118,7 +116,7 @@ def test_parameters_without_one_may_be_written_to_and_go_on_from_there(plan: str
     run(2, main)
 
 
-def test_parameters_at_rest_cannot_be_loaded_by_the_module() -> None:
+def test_freed_parameters_cannot_be_loaded_by_the_module() -> None:
     def main(world: World) -> None:
         trainer = made(world, "dp=2 zero=3")
         with pytest.raises(RuntimeError, match=r"spread over the ranks \(zero=3\).* use trainer\.load"):

@@ -28,9 +28,9 @@ def loaded(name: str) -> ModuleType:
 def test_the_split_backward_has_the_gradients_of_one_process(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan in (EXAMPLES / "split_backward.py").read_text()
     assert max(run(Plan.parse(plan).mesh().size, loaded("split_backward").main, args=(plan,))) < 1e-12
-    told = capsys.readouterr().out
-    assert "48 gradients, the largest relative difference from one process:" in told
-    assert "bubble" in told
+    output = capsys.readouterr().out
+    assert "48 gradients, the largest relative difference from one process:" in output
+    assert "bubble" in output
 
 
 @pytest.mark.processes

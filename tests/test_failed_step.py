@@ -67,11 +67,11 @@ def training(world: World, plan: str, trap: Trap, **options: Any) -> Trainer:
 
 
 def state(trainer: Trainer) -> dict[str, Any]:
-    held = trainer.optimizer.state_dict()["state"]
+    state = trainer.optimizer.state_dict()["state"]
     return {
         "parameters": {name: value.clone() for name, value in trainer.full_parameters()},
         "buffers": {name: value.clone() for name, value in trainer.full_buffers()},
-        "optimizer": {str(n): {key: value.clone() for key, value in held[n].items()} for n in held},
+        "optimizer": {str(n): {key: value.clone() for key, value in state[n].items()} for n in state},
     }
 
 
@@ -79,7 +79,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "plan", ["dp=1 random=local", "dp=2", "dp=2 zero=2 microbatches=2", "dp=2 zero=3 microbatches=2", "tp=2"]
 )
-def test_a_step_that_raised_has_not_been(plan: str, place: str) -> None:
+def test_a_step_that_raised_has_no_effect(plan: str, place: str) -> None:
     batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
     def main(world: World, *, failing: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_the_part_is_the_same_every_time() -> None:
     assert Grid(AXES).pairs() == Grid(AXES).pairs()
 
 
-def test_dear_cells_are_avoided_where_a_cheap_one_has_as_much() -> None:
+def test_expensive_cells_are_avoided_where_a_cheap_one_covers_as_much() -> None:
     axes = {"pp": (2, 4), "tp": (1, 2), "dp": (1, 2)}
     part = Grid(axes, cost=lambda cell: 10.0 ** (cell["pp"] * cell["tp"] * cell["dp"])).pairs()
     assert {"pp": 4, "tp": 2, "dp": 2} not in part

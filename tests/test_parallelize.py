@@ -35,7 +35,7 @@ def on_ranks(size: int, model: Callable[[], nn.Module], plan: str = "dp=auto", *
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
-def test_a_norm_to_clip_to_is_above_zero(clip: float) -> None:
+def test_a_clip_norm_of_zero_is_refused(clip: float) -> None:
     with pytest.raises(ValueError, match=rf"clip_norm={clip}; give a norm above 0, or None"):
         on_ranks(1, linear, options=Options(clip_norm=clip))
 
@@ -75,7 +75,7 @@ def test_an_optimizer_derived_from_one_that_must_see_whole_tensors_is_refused() 
 
 
 @pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.SGD, lr=0.1), nn.Linear, "AdamW"])
-def test_what_is_no_class_of_optimizers_is_refused(optimizer: Any) -> None:
+def test_an_optimizer_that_is_no_optimizer_class_is_refused(optimizer: Any) -> None:
     with pytest.raises(ValueError, match=r"is no class of optimizers; give one, and its arguments beside it"):
         on_ranks(1, linear, optimizer=optimizer)
 
@@ -135,7 +135,7 @@ def test_the_model_is_called_on_its_part_of_the_batch(model: nn.Module, batch: A
     assert torch.equal(default_forward(model, batch), value * ONE)
 
 
-def test_a_mapping_of_which_the_model_takes_nothing_names_both_sides() -> None:
+def test_a_mapping_without_an_argument_of_the_model_is_refused_with_both_lists() -> None:
     with pytest.raises(ValueError, match=r"keys \['x', 'y'\].*Scaled\.forward \(features, scale\).*Options\(forward="):
         default_forward(Scaled(), {"y": ONE, "x": ONE})
 
@@ -162,7 +162,7 @@ def values(trainer: Trainer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_replicas_that_start_apart_become_the_first_rank_s(zero: int) -> None:
+def test_replicas_get_the_initial_values_of_the_first_rank(zero: int) -> None:
     def main(world: World) -> None:
         model = Counted(10.0 + world.rank)
         trainer = parallelize(model, f"dp=3 zero={zero}", world=world, loss=squares, lr=1e-2)
@@ -196,7 +196,7 @@ def test_a_module_keeps_its_values_whatever_the_seed() -> None:
     run(1, main)
 
 
-def test_auto_takes_the_ranks_there_are() -> None:
+def test_dp_auto_takes_all_ranks() -> None:
     def main(world: World) -> tuple[int | None, list[tuple[int, int]]]:
         trainer = parallelize(linear, "dp=auto zero=1", world=world, loss=squares, lr=1e-2)
         return trainer.plan.dp, [trainer.share(size) for size in (6, 7, 2)]

@@ -43,7 +43,7 @@ def test_a_plan_goes_through_toml(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2, zero=1,", "DP=2 Zero=1", "dp = 2 zero= 1", " dp=2;zero=1"])
-def test_what_is_meant_without_doubt_is_read(text: str) -> None:
+def test_unambiguous_spellings_are_read(text: str) -> None:
     assert Plan.parse(text) == Plan(dp=2, zero=1)
     tiers = Plan.parse(f"{text.strip(' ,')},offload=optimizer:cpu,masters:cpu,TP-MODE=2d")
     assert tiers == Plan(dp=2, zero=1, offload="optimizer:cpu,masters:cpu", tp_mode="2d")
@@ -83,7 +83,7 @@ def test_tiers_print_and_parse_back(text: str) -> None:
     assert Offload.parse(str(tiers)) == tiers
 
 
-def test_what_is_updated_lies_where_its_update_is_done() -> None:
+def test_tiers_follow_from_the_tier_of_the_update() -> None:
     assert Offload.parse("optimizer:disk") == Offload("disk", "disk", "cpu")
     assert Offload.parse("params:disk") == Offload("cpu", "cpu", "cpu", "disk")
     assert Offload.parse("gradients:cpu") == Offload(gradients="cpu")
@@ -209,7 +209,7 @@ def test_a_world_of_another_size_is_refused_with_the_nearest_plans(text: str, wo
         Plan.parse(text).resolve(world)
 
 
-def test_what_is_no_plan_is_refused_with_what_is_one() -> None:
+def test_a_value_that_is_no_plan_is_refused() -> None:
     assert Plan.of("dp=2") == Plan.of(Plan(dp=2)) == Plan(dp=2)
     table: Any = {"dp": 2}
     with pytest.raises(PlanError, match=r"a line of text.*not of <class 'dict'>.*Plan\.from_toml\(table\)"):

@@ -1,4 +1,4 @@
-"""What can be asked of a model under a plan, beside its steps."""
+"""Methods of the trainer besides `step`: evaluate, predict, memory, close."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_evaluation_changes_nothing(plan: str) -> None:
     [(0, 1, 1, 2), (1, 1, 1, 1), (2, 1, 0.5, 1), (3, 0.5, 0.5, 1)],
 )
 @pytest.mark.parametrize("dtype, masters", [(torch.float32, 1.0), (torch.bfloat16, 2.0)])
-def test_memory_by_category(
+def test_memory_is_reported_by_category(
     zero: int, parameters: float, gradients: float, optimizer: float, dtype: torch.dtype, masters: float
 ) -> None:
     """One layer of 64 elements, which two ranks divide without padding, in units of its bytes in fp32."""
@@ -97,9 +97,9 @@ def test_memory_by_category(
     steps = 4
     narrow = dtype.itemsize / 4
     owned = 1.0 if zero == 0 else 0.5
-    for held, together in run(2, main):
+    for memory, together in run(2, main):
         own = 0.5 if together and zero else parameters
-        assert held == {
+        assert memory == {
             "parameters": whole * (own * narrow + (owned if masters > 1 else 0)),
             "gradients": whole * gradients,
             "optimizer": whole * optimizer + steps,

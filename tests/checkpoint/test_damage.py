@@ -1,4 +1,4 @@
-"""Torn, altered and forged checkpoints: named by file, tensor, expected and found, and never taken for good."""
+"""Torn, altered and forged checkpoints are reported with file, tensor, expected and found value, and never loaded."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def load(world: World, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_flipped_bit_is_told_by_file_tensor_expected_and_found_on_every_rank(root: Path) -> None:
+def test_a_flipped_bit_is_reported_with_file_tensor_expected_and_found_on_every_rank(root: Path) -> None:
     folder = root / "step-2"
     index = read_index(folder)
     path = folder / DATA
@@ -159,13 +159,13 @@ def test_the_error_is_the_same_in_another_process(root: Path) -> None:
     assert str(error) == str(DamageError(found))
 
 
-def test_an_index_that_is_cut_off_is_called_that(root: Path) -> None:
+def test_an_index_that_is_cut_off_is_reported(root: Path) -> None:
     os.truncate(root / "step-2" / INDEX, 100)
     with pytest.raises(DamageError, match="expected a checksum at its end, found none: the file is cut off"):
         read_index(root / "step-2")
 
 
-def test_when_none_is_valid_every_rank_says_so(root: Path) -> None:
+def test_without_a_valid_checkpoint_every_rank_raises(root: Path) -> None:
     truncated(root / "step-1" / DATA)
     removed(root / "step-2" / DATA)
     assert newest_valid(root).path is None
@@ -180,11 +180,11 @@ def test_when_none_is_valid_every_rank_says_so(root: Path) -> None:
         assert "step-2" in message
 
 
-def test_where_nothing_was_saved_nothing_is_restored(tmp_path: Path) -> None:
+def test_an_empty_root_restores_none(tmp_path: Path) -> None:
     assert run(2, lambda world: trainer(world).restore(tmp_path / "nothing")) == [None, None]
 
 
-# ---- forged: the checksums are right, and what is said is not ------------------------------------------------------
+# ---- forged: right checksums of contradictory contents -------------------------------------------------------------
 
 
 def forge(folder: Path, change: Callable[[Any], None]) -> None:
@@ -232,7 +232,7 @@ LIES: Mapping[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_an_index_that_cannot_be_is_refused(lie: Callable[[Any], None], root: Path) -> None:
+def test_a_contradictory_index_is_refused(lie: Callable[[Any], None], root: Path) -> None:
     forge(root / "step-2", lie)
     with pytest.raises(DamageError):
         read_index(root / "step-2")

@@ -1,4 +1,4 @@
-"""A save is there whole or not at all, says on every rank how it ended, and does not stand in the way of training."""
+"""A save is complete or absent, ends in the same way on every rank, and lets training continue meanwhile."""
 
 import os
 import resource
@@ -54,11 +54,11 @@ def go_on(world: World, folder: Path) -> None:
     assert not all(torch.equal(state[name], value) for name, value in whole(training).items())
 
 
-def test_what_is_saved_is_the_state_at_the_call_however_far_training_goes_on(tmp_path: Path) -> None:
+def test_the_state_at_the_call_is_saved_while_training_continues(tmp_path: Path) -> None:
     run(2, go_on, args=(tmp_path / "one",))
 
 
-def test_an_update_waits_until_what_it_changes_has_been_read(tmp_path: Path) -> None:
+def test_an_update_waits_until_the_tensors_are_staged(tmp_path: Path) -> None:
     big = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
     writing = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
     assert not writing._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
@@ -142,7 +142,9 @@ def fail(world: World, root: Path, *, later: bool) -> str:
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at wait", "at the next save"])
-def test_a_full_disk_is_told_once_on_every_rank_and_the_old_checkpoint_survives(later: bool, tmp_path: Path) -> None:
+def test_a_full_disk_is_the_same_error_on_every_rank_and_the_old_checkpoint_survives(
+    later: bool, tmp_path: Path
+) -> None:
     with files_of_at_most(resource.RLIM_INFINITY):
         messages = run(2, lambda world: fail(world, tmp_path, later=later))
     assert len(set(messages)) == 1
@@ -157,7 +159,7 @@ def no_place(world: World, folder: Path, extra: object) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for message in run(2, no_place, args=(tmp_path / "file" / "step-1", 0)):
         assert "rank 0:" in message
@@ -172,7 +174,7 @@ def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> N
         ("mine/latest", "this name is reserved for the newest checkpoint's name"),
     ],
 )
-def test_what_is_no_checkpoint_is_not_replaced_by_one(name: str, words: str, tmp_path: Path) -> None:
+def test_a_save_replaces_nothing_but_a_checkpoint(name: str, words: str, tmp_path: Path) -> None:
     run(2, overwrite, args=(tmp_path,))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("years of work")
@@ -183,14 +185,14 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(name: str, words: str, tmp
     assert (tmp_path / "latest").read_text() == "last\n"
 
 
-def test_a_checkpoint_may_be_saved_into_a_folder_without_anything_in_it(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_saved_into_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     run(2, overwrite, args=(tmp_path,))
     assert names(tmp_path) == ["last"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, torch.ones(2)], ids=["nan", "a set", "a tensor"])
-def test_what_is_not_json_is_refused_before_anything_is_written(value: object, tmp_path: Path) -> None:
+def test_extra_that_is_not_json_is_refused_before_anything_is_written(value: object, tmp_path: Path) -> None:
     for message in run(2, no_place, args=(tmp_path / "step-1", value)):
         assert "JSON" in message
     assert list(tmp_path.iterdir()) == []
@@ -242,12 +244,12 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_keep_last_removes_older_checkpoints(tmp_path: Path) -> None:
     run(2, many, args=(tmp_path, 2))
     assert names(tmp_path) == ["step-4", "step-5"]
 
 
-def test_only_verified_ones_count_as_kept(tmp_path: Path) -> None:
+def test_keep_last_counts_valid_checkpoints_only(tmp_path: Path) -> None:
     run(2, many, args=(tmp_path, None))
     data = tmp_path / "step-4" / "rank-00000.safetensors"
     with data.open("r+b") as file:
@@ -264,13 +266,13 @@ def test_only_verified_ones_count_as_kept(tmp_path: Path) -> None:
         prune(tmp_path, keep_last=0)
 
 
-def test_a_tensor_with_gaps_is_saved_as_what_it_shows(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_contiguous_is_saved_in_its_logical_order(tmp_path: Path) -> None:
     full = torch.arange(3 * 5 * (CHUNK // 32), dtype=torch.float64).view(3, -1, 5)
     tensors = {"columns": full[:, :, 1:3], "turned": full.permute(2, 1, 0), "row": full[1]}
 
     def main(world: World) -> None:
-        held = [StoredSlice.whole(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
-        save(tmp_path / "one", content=SaveContent(held), world=world).wait()
+        holdings = [StoredSlice.whole(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
+        save(tmp_path / "one", content=SaveContent(holdings), world=world).wait()
 
     run(1, main)
     for name, tensor in tensors.items():
@@ -287,7 +289,7 @@ MEMORY = """
     MB = 1 << 20
     state = [torch.ones(64 * MB // 4) for _ in range(4)]
 
-    def held():
+    def holdings():
         return [StoredSlice.whole(tensor, name=str(number), slot="parameter") for number, tensor in enumerate(state)]
 
     def peak():
@@ -297,11 +299,11 @@ MEMORY = """
     def main(world):
         folder = Path(sys.argv[1]) / "one"
         before = peak()
-        save(folder, content=SaveContent(held(), staging=32 * MB), world=world).wait()
+        save(folder, content=SaveContent(holdings(), staging=32 * MB), world=world).wait()
         saved = peak()
         for tensor in state:
             tensor.zero_()
-        CheckpointReader(read_index(folder)).fill(held())
+        CheckpointReader(read_index(folder)).fill(holdings())
         assert all(bool((tensor == 1).all()) for tensor in state)
         print((saved - before) // MB, (peak() - saved) // MB)
 
@@ -310,12 +312,12 @@ MEMORY = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_no_rank_holds_more_than_its_share_and_one_staging_buffer(tmp_path: Path) -> None:
+def test_a_save_takes_one_staging_buffer_of_memory_and_a_load_one_window(tmp_path: Path) -> None:
     """By the high-water mark of its memory: that of `getrusage` begins with the one of the process that started it."""
     script = textwrap.dedent(MEMORY)
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=200
     )
-    saving, loading = map(int, told.stdout.split())
+    saving, loading = map(int, done.stdout.split())
     assert saving <= 32 + 8, "MB above 256 MB of state; the staging buffer is 32 MB"
     assert loading <= 8 + 8, "the window is 8 MB"

@@ -1,4 +1,4 @@
-"""What comes back besides tensors, and what is refused with nothing changed."""
+"""A checkpoint restores more than tensors; another model or optimizer is refused without a change."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def test_hyperparameters_come_back_under_another_plan(tmp_path: Path) -> None:
         assert sorted(groups) == [(0.125, 0.3, (0.9, 0.999)), (0.25, 0.0, (0.9, 0.999))]
 
 
-def test_how_an_optimizer_computes_is_the_runs_own(tmp_path: Path) -> None:
+def test_loading_keeps_the_implementation_of_the_optimizer(tmp_path: Path) -> None:
     folder = saved(tmp_path)
 
     def load(world: World) -> list[tuple[Any, Any]]:
@@ -128,13 +128,13 @@ def test_the_random_generator_of_a_rank_comes_back_to_it(tmp_path: Path) -> None
     ],
     ids=["another shape", "fewer", "more", "another optimizer", "frozen then, trained now", "wider", "fewer groups"],
 )
-def test_what_does_not_fit_is_refused_alike_on_every_rank_and_nothing_has_changed(
+def test_another_model_or_optimizer_is_refused_on_every_rank_without_a_change(
     kind: dict[str, Any], how: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     assert words in refused(saved(tmp_path, **kind), **how)
 
 
-def test_what_was_trained_then_may_be_frozen_now_and_what_was_tied_may_be_apart(tmp_path: Path) -> None:
+def test_a_trained_parameter_may_be_frozen_later_and_tied_ones_untied(tmp_path: Path) -> None:
     folder = saved(tmp_path, tied=True)
 
     def load(world: World) -> dict[str, Tensor]:
@@ -154,11 +154,11 @@ def test_what_was_trained_then_may_be_frozen_now_and_what_was_tied_may_be_apart(
     assert all(torch.equal(frozen[name], untied[name]) for name in frozen)
 
 
-def test_what_was_apart_then_cannot_be_tied_now(tmp_path: Path) -> None:
+def test_untied_parameters_cannot_be_tied_later(tmp_path: Path) -> None:
     assert "the model has not: 1.weight" in refused(saved(tmp_path), module=model(tied=True))
 
 
-def test_widening_is_exact_and_the_optimizer_follows(tmp_path: Path) -> None:
+def test_float32_loads_into_float64_with_the_optimizers_state(tmp_path: Path) -> None:
     folder = saved(tmp_path)
 
     def main(world: World) -> None:
@@ -171,6 +171,6 @@ def test_widening_is_exact_and_the_optimizer_follows(tmp_path: Path) -> None:
     run(1, main)
 
 
-def test_options_of_a_run_do_not_matter(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_under_other_options(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     run(2, lambda world: trainer(world, options=Options(clip_norm=1.0)).load(folder))

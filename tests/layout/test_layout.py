@@ -41,14 +41,14 @@ def test_a_layout_prints_and_parses_back(layout: Layout) -> None:
 def test_the_parts_of_all_ranks_tile_the_tensor(layout: Layout, mesh: Mesh, data: st.DataObject) -> None:
     """Every element lies on as many ranks as the axes that do not split have coordinates: copies and partial sums."""
     shape = data.draw(st.tuples(*[st.integers(0, 7)] * len(layout.splits)))
-    held = torch.zeros(shape, dtype=torch.int64)
+    counts = torch.zeros(shape, dtype=torch.int64)
     for rank in range(mesh.size):
         part = layout.local(shape, mesh=mesh, rank=rank)
         assert all(cut.start >= 0 and cut.stop <= size for cut, size in zip(part.slices, shape, strict=True))
-        held[part.slices] += 1
+        counts[part.slices] += 1
     splitting = {axis for axes in layout.splits for axis in axes}
     copies = math.prod(mesh.degree(axis) for axis in mesh.names if axis not in splitting)
-    assert torch.equal(held, torch.full(shape, copies, dtype=torch.int64))
+    assert torch.equal(counts, torch.full(shape, copies, dtype=torch.int64))
 
 
 def owners(text: str, shape: tuple[int, int], mesh: Mesh) -> str:
@@ -85,13 +85,13 @@ def test_a_replicated_layout_is_whole_everywhere() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "dp,", "dp tp", "dp,- tp", "dp,-+", ".dp", "dp,()", "+tp"])
-def test_what_is_not_a_layout_is_refused(text: str) -> None:
+def test_a_wrong_text_of_a_layout_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{text!r} is not a layout; write the axes of each dim")):
         Layout.parse(text)
 
 
 @pytest.mark.parametrize("text", ["dp,dp", "dp.dp,-", "dp,- +dp", "- +dp +dp"])
-def test_an_axis_plays_one_part(text: str) -> None:
+def test_an_axis_occurs_once_in_a_layout(text: str) -> None:
     with pytest.raises(ValueError, match=f"axis dp appears twice in the layout '{re.escape(text)}'"):
         Layout.parse(text)
 
@@ -117,24 +117,24 @@ def cut_matrices(draw: st.DrawFn) -> tuple[Layout, tuple[int, int]]:
 
 
 @given(drawn=cut_matrices(), mesh=meshes)
-def test_the_sections_of_a_dim_are_split_each_by_itself(drawn: tuple[Layout, tuple[int, int]], mesh: Mesh) -> None:
+def test_each_section_of_a_dim_is_split_separately(drawn: tuple[Layout, tuple[int, int]], mesh: Mesh) -> None:
     layout, shape = drawn
     assert Layout.parse(str(layout)) == layout
-    held = torch.zeros(shape, dtype=torch.int64)
+    counts = torch.zeros(shape, dtype=torch.int64)
     starts = [sum(layout.cuts[0].sections[:number]) for number in range(len(layout.cuts[0].sections))]
     for rank in range(mesh.size):
         pieces = layout.pieces(shape, mesh=mesh, rank=rank)
         for piece, start, size in zip(pieces, starts, layout.cuts[0].sections, strict=True):
             assert start <= piece.offsets[0] <= piece.offsets[0] + piece.sizes[0] <= start + size
             assert piece.offsets[0] % layout.cuts[0].grain == piece.sizes[0] % layout.cuts[0].grain == 0
-            held[piece.slices] += 1
-        together = torch.cat([held[piece.slices] for piece in pieces], dim=layout.side)
+            counts[piece.slices] += 1
+        together = torch.cat([counts[piece.slices] for piece in pieces], dim=layout.side)
         assert layout.local_shape(shape, mesh=mesh, rank=rank) == tuple(together.shape)
-    assert torch.equal(held, torch.full(shape, mesh.degree("dp"), dtype=torch.int64))
+    assert torch.equal(counts, torch.full(shape, mesh.degree("dp"), dtype=torch.int64))
 
 
 @given(size=st.integers(0, 20), mesh=meshes)
-def test_a_second_axis_splits_what_the_first_one_gives(size: int, mesh: Mesh) -> None:
+def test_a_second_axis_splits_the_parts_of_the_first_one(size: int, mesh: Mesh) -> None:
     outer, both = Layout((("row",),)), Layout((("row", "tp"),))
     for rank in range(mesh.size):
         parts = [both.local((size,), mesh=mesh, rank=other) for other in mesh.group(rank, axes=["tp"])]

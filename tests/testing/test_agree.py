@@ -61,12 +61,12 @@ def test_shapes_that_differ_are_named() -> None:
         agree(outcome(head=torch.ones(3)), outcome(), bound=1.0)
 
 
-def test_what_is_no_tensor_is_refused_by_name() -> None:
+def test_a_leaf_that_is_no_tensor_or_number_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"gradients · head is a NoneType"):
         agree({"gradients": {"head": None}}, {"gradients": {"head": None}}, bound=1.0)
 
 
-def test_rounding_beside_large_relatives_is_no_difference() -> None:
+def test_rounding_in_a_family_of_large_tensors_is_no_difference() -> None:
     noise = {"key.bias": torch.tensor([1e-18]).double(), "embed": torch.ones(1).double()}
     other = {"key.bias": torch.tensor([-2e-18]).double(), "embed": torch.ones(1).double()}
     agree(noise, other, bound=1e-9)
@@ -75,7 +75,7 @@ def test_rounding_beside_large_relatives_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_agrees_with_what_is(bad: float) -> None:
+def test_an_infinity_never_agrees_with_a_finite_number(bad: float) -> None:
     one, other = torch.ones(3).double(), torch.tensor([1.0, bad, 1.0]).double()
     assert difference(other, one).relative == math.inf
     assert difference(one, other).relative == math.inf

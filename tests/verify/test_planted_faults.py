@@ -1,7 +1,7 @@
 """Every fault that a parallel engine is known for is caught, and named.
 
 The faults are planted from outside, by a world that delivers what a faulty engine would have: between the engine and
-the real world of threads stands `Faulty`, which passes every call on and lets a fault change what comes back.
+the world of threads stands `Faulty`, which passes every call on and lets a fault change what comes back.
 """
 
 from collections.abc import Callable
@@ -163,7 +163,7 @@ def first(report: Report) -> Divergence:
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=1"])
 @pytest.mark.parametrize("world", [None, Faulty])
-def test_without_a_fault_all_is_well(world: type[Faulty] | None, plan: str) -> None:
+def test_without_a_fault_the_report_is_ok(world: type[Faulty] | None, plan: str) -> None:
     report = check(world, plan)
     assert report.ok, str(report)
 
@@ -224,7 +224,7 @@ def mean_and_one(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def rows_for_tokens(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """A mean over tokens that says it is a mean over rows: the rows count alike, however few their tokens."""
+    """A mean over tokens that claims to be a mean over rows: rows with few tokens count as much as others."""
     total, count = next_token_loss(output, batch)
     return total / count * len(batch[0]), len(batch[0])
 

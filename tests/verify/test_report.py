@@ -60,16 +60,16 @@ def test_a_report_without_a_difference_is_ok_and_gives_the_figure_nearest_its_bo
     )
 
 
-def test_agreement_within_a_bound_that_rounding_needs_says_how_little_that_tells() -> None:
+def test_a_loose_bound_adds_a_warning_to_the_verdict() -> None:
     rough = ParameterFigures("head.weight", BoundedDifference(0.25, 3.7, 1), BoundedDifference(1e-4, 1e-2, 1))
     report = dataclasses.replace(REPORT, first=None, steps=(), parameters=(rough,))
     assert "2.5e-01 apart where 3.7e+00 is allowed; rounding allows for so much" in report.verdict
     assert "precision=fp32, or in float64" in report.verdict
 
 
-def test_a_difference_before_the_first_step_says_so() -> None:
-    born = Divergence("the value of head.weight", 0, BoundedDifference(math.inf, 1e-9, 0), "head")
-    assert str(born).startswith("first to differ: the value of head.weight, before the first step: ")
+def test_a_difference_before_the_first_step_is_printed_as_such() -> None:
+    initial = Divergence("the value of head.weight", 0, BoundedDifference(math.inf, 1e-9, 0), "head")
+    assert str(initial).startswith("first to differ: the value of head.weight, before the first step: ")
 
 
 def test_the_command_shows_the_parameters_nearest_their_bounds_and_counts_the_rest() -> None:

@@ -135,7 +135,7 @@ def test_a_cast_to_float32_inside_the_model_sets_the_bound_and_the_report_says_s
     assert "float32" in report.setting
 
 
-def test_narrow_numbers_that_no_parameter_made_leave_the_bound_as_it_is() -> None:
+def test_a_narrow_tensor_that_no_parameter_enters_does_not_widen_the_bound() -> None:
     def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         weights = torch.ones(len(batch), dtype=torch.float32)
         return output.square().sum() * torch.tensor(0.5), weights.sum()
@@ -151,7 +151,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def test_batch_norms_are_those_of_one_process_and_over_micro_batches_compared_without_their_statistics() -> None:
+def test_batch_norms_are_compared_and_with_micro_batches_in_eval_mode() -> None:
     rows = [torch.randn(8, 3, dtype=torch.float64) for _ in range(2)]
     report = verify(normed, squares, rows, "dp=4 zero=2", lr=1e-2)
     assert report.ok, str(report)
@@ -230,7 +230,7 @@ def main_of_a_rank(world: World, plan: str) -> Report:
 
 
 @pytest.mark.processes
-def test_real_processes_all_get_the_report(processes: Processes) -> None:
+def test_every_process_gets_the_report(processes: Processes) -> None:
     reports = run(4, main_of_a_rank, on=processes, args=("dp=4 zero=3 microbatches=2",))
     assert all(report.ok for report in reports)
     assert len(set(map(str, reports))) == 1

@@ -14,7 +14,6 @@ a number, and its coordinate is that number in a mixed base. The ranks of a grou
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,7 +29,7 @@ _Item = TypeVar("_Item")
 class Mesh:
     """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
 
-    Prints as `dp=2 tp=2`, which `Mesh.parse` reads back. Raises ValueError for a repeated axis, a name that is not an
+    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, a name that is not an
     identifier or a degree that is not a positive integer.
     """
 
@@ -49,17 +48,6 @@ class Mesh:
     def of(cls, **degrees: int) -> "Mesh":
         """Return the mesh with these axes, outermost first: `Mesh.of(dp=2, tp=2)`."""
         return cls(tuple(degrees.items()))
-
-    @classmethod
-    def parse(cls, text: str) -> "Mesh":
-        """Return the mesh that prints as `text`, such as `dp=2 tp=2`. Raises ValueError for anything else."""
-        axes = []
-        for word in text.split():
-            match = re.fullmatch(r"(\w+)=(\d+)", word)
-            if match is None:
-                raise ValueError(f"{word!r} in the mesh {text!r} is not an axis; write name=degree, as in 'dp=2 tp=2'")
-            axes.append((match[1], int(match[2])))
-        return cls(tuple(axes))
 
     def __str__(self) -> str:
         return " ".join(f"{name}={degree}" for name, degree in self.axes)

@@ -98,7 +98,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(plan: str) -> None:
         agree(ours, theirs, bound=0.0)
 
 
-def test_gradients_that_overflow_only_in_their_sum_are_told_apart() -> None:
+def test_gradients_that_overflow_only_in_their_sum_are_reported_as_such() -> None:
     def huge(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
         return output.sum() * 3e38 / 4, 1
 
@@ -142,22 +142,22 @@ def test_a_loss_that_counts_nothing_is_not_applied(plan: str, loss: Any) -> None
 
 @pytest.mark.threads("it reads the warnings of this process")
 @over_plans
-def test_a_loss_that_cuts_the_graph_is_told_once(plan: str) -> None:
+def test_a_loss_without_a_graph_is_reported_once(plan: str) -> None:
     def main(world: World) -> None:
         trainer = made(world, plan, loss=lambda output, batch: squares(output.detach(), batch))
         trainer.step(good())
         trainer.step(2 * good())
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         run(2, main)
-    (only,) = (str(warning.message) for warning in told)
+    (only,) = (str(warning.message) for warning in caught)
     assert "the gradient of every parameter is 0" in only
     assert "cut the graph" in only
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 microbatches=2", "dp=2 zero=2"])
-def test_a_rank_whose_loss_is_a_constant_does_not_hide_who_brought_the_nan(plan: str) -> None:
+def test_a_rank_with_a_constant_loss_does_not_hide_the_rank_of_the_nan(plan: str) -> None:
     def main(world: World) -> None:
         made(world, plan, loss=constant if world.rank == 0 else squares).step(bad())
 
@@ -196,7 +196,7 @@ def test_a_loss_returns_a_sum_and_a_count(returned: Callable[[Tensor], Any], mes
 
 @over_plans
 @pytest.mark.parametrize("cut", [0, 1, 5, 8])
-def test_rows_may_be_dealt_out_in_any_way(plan: str, cut: int) -> None:
+def test_rows_may_be_split_over_ranks_in_any_way(plan: str, cut: int) -> None:
     def main(world: World, local: bool) -> tuple[float, float, int, dict[str, Any]]:
         start, stop = ((0, cut), (cut, ROWS))[world.rank]
         batch = good().double()

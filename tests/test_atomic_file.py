@@ -26,7 +26,7 @@ def new(path: Path) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("aside", [True, False])
-def test_a_write_that_fails_leaves_what_was_there_and_names_the_file(there: bool, aside: bool, tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_names_it(there: bool, aside: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     if there:
         path.write_text("old")
@@ -35,7 +35,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_names_the_file(there: bool
     assert {one.name: one.read_text() for one in tmp_path.iterdir()} == ({"a.txt": "old"} if there else {})
 
 
-def test_that_the_disk_is_full_may_be_told_when_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_may_be_reported_by_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -46,7 +46,7 @@ def test_that_the_disk_is_full_may_be_told_when_all_is_written(tmp_path: Path, m
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.txt", "old")]
 
 
-def test_an_interruption_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_interruption_leaves_the_old_file(tmp_path: Path) -> None:
     def stopped(path: Path) -> None:
         path.write_text("half")
         raise KeyboardInterrupt
@@ -57,9 +57,7 @@ def test_an_interruption_leaves_what_was_there(tmp_path: Path) -> None:
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.txt", "old")]
 
 
-def test_a_read_only_file_stays_though_its_folder_takes_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_file_in_a_writable_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, link = tmp_path / "a.txt", tmp_path / "link"
     path.write_text("old")
     link.symlink_to(path)
@@ -89,14 +87,14 @@ def test_a_file_keeps_its_mode_and_its_owner_and_a_link_its_target(tmp_path: Pat
     assert after.st_ino != before.st_ino
 
 
-def test_a_link_that_leads_nowhere_leads_to_the_new_file(tmp_path: Path) -> None:
+def test_the_missing_target_of_a_link_is_created(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a.txt")
     write_whole(tmp_path / "link", write=new)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "a.txt").read_text() == "new"
 
 
-def test_in_a_folder_that_takes_no_others_a_file_is_written_where_it_is(
+def test_in_a_folder_that_takes_no_new_files_a_file_is_overwritten_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.txt"
@@ -107,7 +105,7 @@ def test_in_a_folder_that_takes_no_others_a_file_is_written_where_it_is(
     assert (path.read_text(), path.stat().st_ino) == ("new", before)
 
 
-def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
+def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
     pipe, heard = tmp_path / "pipe", list[str]()
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: heard.append(pipe.read_text()))
@@ -118,7 +116,7 @@ def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_what_a_killed_writer_has_left_aside_is_written_over(tmp_path: Path) -> None:
+def test_the_file_that_a_killed_writer_left_aside_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "aside").write_text("half of something long")
     write_whole(tmp_path / "a.txt", write=new, aside=tmp_path / "aside")
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.txt", "new")]

@@ -1,4 +1,4 @@
-"""What travels to a process and back: functions by name, results and errors by pickle."""
+"""Messages to a process and back: functions by name, results and errors by pickle."""
 
 import importlib.util
 import sys
@@ -57,13 +57,13 @@ def test_an_error_keeps_its_type() -> None:
     assert "in fail_plainly" in answer.traceback
 
 
-def test_an_error_that_cannot_travel_is_told_by_its_text() -> None:
+def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
     error = WorkerAnswer.by(fail_oddly).exception()
     assert type(error) is RuntimeError
     assert str(error).endswith("Odd: 1 and 2")
 
 
-def test_a_result_that_cannot_travel_is_an_error() -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
     answer = WorkerAnswer.by(lambda: fail_oddly.__code__)
     assert answer.result is None
     assert "code" in str(answer.exception())

@@ -1,4 +1,4 @@
-"""Save under one plan, load under another: the full state is the same, bit for bit, and training goes on.
+"""Save under one plan, load under another: the full state is the same, bit for bit, and so is the next step.
 
 The full state is what the reader of docs/checkpoints.md gets out of the folder, which knows nothing of meshwise; the
 parameters are compared with those that the trainers themselves gather.
@@ -70,7 +70,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
-def test_other_optimizers_and_dtypes_go_through_too(case: Case, tmp_path: Path) -> None:
+def test_other_optimizers_and_dtypes_load_under_other_plans(case: Case, tmp_path: Path) -> None:
     for first, second in itertools.pairwise(["dp=2 zero=0", "dp=3 zero=3", "dp=1", "dp=2 zero=2"]):
         folder = tmp_path / "saved" / first
         there_and_back(
@@ -111,14 +111,14 @@ def test_tensors_that_a_plan_splits_are_whole_in_a_checkpoint(
 
 
 @pytest.mark.processes
-def test_real_processes_save_and_load_as_threads_do(processes: Processes, tmp_path: Path) -> None:
+def test_processes_save_and_load_as_threads_do(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     saved = run(4, save, on=processes, args=(Case(), "dp=4 zero=2", folder))[0]
     there_and_back(Case(), "dp=3 zero=3", {folder: saved}, tmp_path / "threads")
     there_and_back(Case(), "dp=4 zero=1", {folder: saved}, tmp_path / "processes", on=processes)
 
 
-def test_everything_that_a_step_depends_on_is_there(tmp_path: Path) -> None:
+def test_a_checkpoint_has_everything_that_a_step_depends_on(tmp_path: Path) -> None:
     run(2, save, args=(Case(), "dp=2 zero=2", tmp_path / "one"))
     state = read(tmp_path / "one")
     trained = ["first.weight", "first.bias", "again.weight", "again.bias", "spread.weight", "spread.bias", "gain"]
@@ -139,7 +139,7 @@ def masters(world: World, folder: Path) -> dict[str, Tensor]:
     return gathered(trainer)
 
 
-def test_of_a_narrow_parameter_the_fp32_master_is_saved(tmp_path: Path) -> None:
+def test_the_fp32_master_of_a_bf16_parameter_is_saved(tmp_path: Path) -> None:
     used = run(2, masters, args=(tmp_path / "one",))[0]
     state = read(tmp_path / "one")
     assert state["parameter/first.weight"].dtype == torch.float32

@@ -19,7 +19,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def test_it_equals_the_loop_by_hand_bit_for_bit() -> None:
+def test_the_reference_run_equals_a_loop_by_hand_bit_for_bit() -> None:
     model, batches = net(), [torch.randn(5, 3, dtype=torch.float64) for _ in range(3)]
     by_hand = copy.deepcopy(model)
     decayed = [p for p in by_hand.parameters() if p.ndim > 1]
@@ -65,7 +65,7 @@ def test_a_parameter_that_the_loss_does_not_reach_decays() -> None:
     assert torch.equal(step["parameters"]["unused.bias"], model.unused.bias)
 
 
-def test_a_parameter_narrower_than_fp32_is_updated_in_fp32_and_rounded() -> None:
+def test_a_bf16_parameter_is_updated_in_fp32_and_rounded() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.ones_(model.weight)
     batch = torch.ones(1, 1, dtype=torch.bfloat16)

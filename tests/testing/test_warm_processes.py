@@ -1,4 +1,4 @@
-"""Warm processes: what a failing, hanging or dying rank leaves behind, and that nothing is left running."""
+"""Warm processes: a rank that fails, hangs or dies is reported, and no process is left."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from warm_processes import Processes
 pytestmark = pytest.mark.processes
 
 SECONDS = 200.0
-"""For what comes at once on a machine that does nothing else."""
+"""A generous limit for what takes a moment on an idle machine."""
 
 
 def total(world: World, start: float) -> tuple[int, float, torch.Tensor]:
@@ -50,7 +50,7 @@ def sleep_for_a_minute(world: World) -> None:
 
 def die_on_one(world: World) -> None:
     if world.rank == 1:
-        print("the last words of rank one", flush=True)
+        print("the last output of rank one", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -69,14 +69,14 @@ def pids(crew: Processes) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, or is only waiting to be collected by whoever adopted it."""
+    """Return whether a process has ended, or only waits for its parent to collect it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):  # before it was opened, before it was read
         return True
 
 
-def test_nobody_can_take_the_port_at_which_a_crew_will_meet(crew: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_program_can_take_the_port_of_the_rendezvous(crew: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[int]()
 
     class Preceded(processes._Rank):
@@ -97,7 +97,7 @@ def test_a_job_returns_what_each_rank_returned_and_the_ranks_can_talk(crew: Proc
     assert [value for _, value, _ in results] == [2.0, 2.0]
 
 
-def test_the_processes_are_the_same_from_call_to_call_and_seeded_alike(crew: Processes) -> None:
+def test_the_processes_stay_between_calls_and_are_seeded_equally(crew: Processes) -> None:
     first, second = (run(2, total, on=crew, args=(0.0,)) for _ in range(2))
     assert [pid for pid, _, _ in first] == [pid for pid, _, _ in second]
     assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, second, strict=True))
@@ -132,13 +132,13 @@ def test_an_error_arrives_in_its_own_type_with_the_rank_and_its_traceback_and_en
     assert all(gone(pid) for pid in before)
 
 
-def test_a_rank_that_ends_is_named_with_its_last_words(crew: Processes) -> None:
+def test_a_rank_that_ends_is_named_with_its_last_output(crew: Processes) -> None:
     with pytest.raises(RuntimeError, match="rank 1 of 2 processes ended by signal SIGKILL") as caught:
         run(2, die_on_one, on=crew)
-    assert "the last words of rank one" in "\n".join(caught.value.__notes__)
+    assert "the last output of rank one" in "\n".join(caught.value.__notes__)
 
 
-def test_a_hanging_rank_is_named_with_its_python_stack_and_the_next_job_gets_other_processes(crew: Processes) -> None:
+def test_a_hanging_rank_is_named_with_its_stack_and_the_next_job_gets_new_processes(crew: Processes) -> None:
     before = pids(crew)
     wait = connection.wait
 
@@ -163,7 +163,7 @@ def test_closing_ends_all_processes(crew: Processes) -> None:
     assert all(gone(pid) for pid in before)
 
 
-def test_processes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> None:
+def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\n"

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, straight from their folders into any plan and back, in the same layout and names."""
+"""Folders of Hugging Face load under any plan, and exports have the same layout and names."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def llama(*, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Its output is tied to its embedding."""
+    """A model whose output is tied to its embedding."""
     config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=4)
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
@@ -77,7 +77,7 @@ def load(world: World, build: Callable[[], nn.Module], plan: str, folder: Path) 
 
 @pytest.mark.parametrize("plan,ranks", [("dp=1", 1), ("dp=3 zero=3", 3), ("dp=2 zero=1", 2), ("tp=2 dp=2 zero=3", 4)])
 @pytest.mark.parametrize("name", BUILDS)
-def test_a_folder_in_parts_goes_straight_into_any_plan(
+def test_a_folder_in_parts_loads_under_any_plan(
     name: str, plan: str, ranks: int, folders: dict[str, tuple[Path, nn.Module]]
 ) -> None:
     folder, model = folders[name]
@@ -135,16 +135,16 @@ def test_an_export_has_the_layout_and_names_that_transformers_reads(name: str, t
     done = export(tmp_path / "step-1", into=tmp_path / "out", build=build)
     assert done.difference == 0
     kind: Any = type(build())
-    model, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    model, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     for key, value in model.named_parameters():
         assert torch.equal(value, expected[key]), key
     again = run(2, load, args=(build, "dp=2 zero=2", tmp_path / "out"))[0][1]
     assert all(torch.equal(again[key], value) for key, value in expected.items())
 
 
-def test_a_narrow_model_is_exported_as_narrow_as_it_is(tmp_path: Path) -> None:
+def test_a_bf16_model_is_exported_in_bf16(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return llama(dtype=torch.bfloat16)
 
@@ -170,7 +170,7 @@ def save_plain(world: World, folder: Path) -> None:
     training.save(folder)
 
 
-def test_a_model_of_ones_own_is_exported_and_checked_too(tmp_path: Path) -> None:
+def test_a_model_from_elsewhere_than_transformers_is_exported_and_checked(tmp_path: Path) -> None:
     run(2, save_plain, args=(tmp_path / "step-1",))
     done = export(tmp_path / "step-1", into=tmp_path / "out", build=plain)
     assert [path.name for path in done.files] == ["model.safetensors"]
@@ -185,7 +185,7 @@ def test_a_model_of_ones_own_is_exported_and_checked_too(tmp_path: Path) -> None
 
 
 class Shop(nn.Module):
-    """Has a table, and takes more than tokens."""
+    """A model with an embedding that takes more than tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Shop(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Has none."""
+    """A model without an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_a_model_whose_export_cannot_be_checked_is_refused_and_nothing_is_writte
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_leaves_no_part_of_an_export_and_the_next_one_goes_on(
+def test_a_full_disk_leaves_no_part_of_an_export_and_the_next_export_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int) -> None:
@@ -235,7 +235,7 @@ def test_a_full_disk_leaves_no_part_of_an_export_and_the_next_one_goes_on(
     export(tmp_path / "step-1", into=tmp_path / "out", build=plain)
 
 
-def test_an_export_that_is_not_the_model_is_no_success(tmp_path: Path) -> None:
+def test_an_export_with_other_logits_is_an_error(tmp_path: Path) -> None:
     run(2, save_plain, args=(tmp_path / "step-1",))
     built: list[nn.Module] = []
 

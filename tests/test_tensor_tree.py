@@ -71,7 +71,7 @@ def test_a_part_may_be_empty() -> None:
         ((torch.ones(2), torch.ones(3)), r"the shapes are \[\(2,\), \(3,\)\]"),
     ],
 )
-def test_what_is_not_a_batch_is_refused(batch: Any, message: str) -> None:
+def test_a_value_that_is_no_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rows(batch)
 
@@ -92,7 +92,7 @@ def test_tensors_are_found_in_any_object_once_and_not_in_modules() -> None:
     assert sorted(len(tensor) for tensor in found) == [1, 2]
 
 
-def test_tuples_of_other_classes_stay_what_they_are() -> None:
+def test_tuples_of_other_classes_keep_their_class() -> None:
     largest = torch.max(torch.eye(2), dim=1)
     mapped = map_tensors(lambda x: x + 1, {"size": torch.Size((2, 3)), "largest": largest})
     assert mapped["size"] == (2, 3)
@@ -101,7 +101,7 @@ def test_tuples_of_other_classes_stay_what_they_are() -> None:
     assert mapped["largest"].values.tolist() == [2.0, 2.0]
 
 
-def test_a_batch_is_cut_along_its_tokens_inputs_and_labels_alike() -> None:
+def test_inputs_and_labels_are_cut_along_their_tokens() -> None:
     inputs, labels, kinds = torch.arange(14).view(2, 7), torch.arange(14).view(2, 7) + 1, torch.zeros(2)
     batch = {"inputs": inputs, "labels": labels, "kinds": kinds}
     dims = BatchDims.of(batch, tokens=7)
@@ -122,7 +122,7 @@ def test_a_mask_over_tokens_twice_needs_its_dim_stated() -> None:
     assert dims.take(batch, name="tokens", start=2, stop=5)[1].shape == (2, 1, 3, 7)
 
 
-def test_tokens_that_are_not_there_are_refused() -> None:
+def test_tokens_beyond_the_batch_are_refused() -> None:
     batch = torch.zeros(2, 7)
     with pytest.raises(ValueError, match="tokens 5 to 9 of a batch of 7 tokens"):
         BatchDims.of(batch, tokens=7).take(batch, name="tokens", start=5, stop=9)

@@ -1,4 +1,4 @@
-"""Ranks that are given different batches are told so, and what to do: nothing of it passes for training."""
+"""Ranks with different batches are an error that says what to change."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def fewer_rows_later(rank: int, step: int) -> Tensor:
     return ROWS[: 8 - 2 * rank * step]
 
 
-def alike(_rank: int, step: int) -> Tensor:
+def same_batch(_rank: int, step: int) -> Tensor:
     return ROWS + step
 
 
@@ -46,9 +46,9 @@ def test_a_batch_that_is_not_the_same_on_every_rank_is_refused(
     assert f"rank 0 one of {rows[0]} rows, rank 1 one of {rows[1]} rows" in str(refused.value)
 
 
-def test_parts_that_are_said_to_be_parts_are_taken_as_they_are() -> None:
-    whole = run(2, train, args=("dp=2", alike, False))
-    parts = run(2, train, args=("dp=2", lambda rank, step: alike(rank, step).chunk(2)[rank], True))
+def test_batches_of_each_rank_may_differ_with_local_rows() -> None:
+    whole = run(2, train, args=("dp=2", same_batch, False))
+    parts = run(2, train, args=("dp=2", lambda rank, step: same_batch(rank, step).chunk(2)[rank], True))
     assert whole == parts
 
 
