@@ -62,7 +62,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     {"__main__": "`python -m meshwise`"},
     {"cli": "the commands"},
     {"view": "pictures: timelines, memory, meshes; terminal, PNG, SVG, HTML, Chrome trace"},
-    {"verify": "a plan beside one process: loss, every gradient, every parameter"},
+    {"verify": "compares a plan with one process: loss, every gradient, every parameter"},
     {
         "train": "the job, its data, the loop, its events",
         "testing": "run N ranks, `agree`, `count`, the reference run",
@@ -78,11 +78,11 @@ HOUSE: tuple[Mapping[str, str], ...] = (
         "pipeline": "schedules and cuts as tables, and what runs them",
         "optim": "optimizers over the slices that a rank owns",
     },
-    {"memory": "recomputation, and the tiers where state rests"},
+    {"memory": "recomputation, and tiers of state between its uses"},
     {"model": "a model seen from outside: parameter table, blocks, deferred initialization, random draws"},
     {"comm": "the names that the rest of the package imports from comm"},
     {"comm.launch": "starts ranks and joins them"},
-    {"comm.health": "hang reports: who waits for whom"},
+    {"comm.health": "hang reports: which rank waits for which"},
     {"comm.network": "worlds over gloo and NCCL"},
     {
         "comm.shared_memory": "the world of ranks on one host",
@@ -92,9 +92,9 @@ HOUSE: tuple[Mapping[str, str], ...] = (
         "comm.api": "the World, collectives with backward, streams, the flight recorder",
         "precision": "the dtypes that are kept, computed, summed",
     },
-    {"plan": "what the user chose, as one value", "layout": "where a tensor lives on a mesh"},
+    {"plan": "the user's choices, as one value", "layout": "the layout of a tensor on a mesh"},
     {
-        "base": "meshes, trees of tensors, timelines, files replaced whole",
+        "base": "meshes, trees of tensors, timelines, text tables, files replaced whole",
         "reference": "plain models that know no rank",
     },
 )

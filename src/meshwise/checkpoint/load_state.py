@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointReader:
-    """Reads rectangles of the logical tensors of one checkpoint; reads each file's header once."""
+    """Reader of the logical tensors of one checkpoint; it reads each file's header once."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self.index = index
@@ -102,7 +102,7 @@ def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World)
 
 
 def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
-    """Return the result of `act`; a DamageError, OSError or ValueError on one rank is raised on all ranks."""
+    """Return the result of `act` on this rank; a DamageError, OSError or ValueError of one rank is raised on all."""
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
     problem = ""

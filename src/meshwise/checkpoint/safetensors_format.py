@@ -1,9 +1,9 @@
 """The safetensors format: dtypes by name (`DTYPES`, `dtype_name`), headers written (`header`) and read (`read_header`).
 
-The safetensors library writes all tensors of a file at once, which doubles the memory of a rank's share, and it does
-not say where in the file a tensor lies. The format (https://huggingface.co/docs/safetensors) is simple: eight bytes
-with the length of the header, a JSON table of dtypes, shapes and offsets, then the bytes. So headers are written here
-before any tensor is at hand. The library checks a header that is read.
+The safetensors library writes all tensors of a file at once, which doubles the memory of a rank's share. It gives no
+offsets of tensors in the file. The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the
+length of the header, a JSON table of dtypes, shapes and offsets, then the bytes. So headers are written here, before any
+tensor is available. The library checks the headers that are read.
 """
 
 import json

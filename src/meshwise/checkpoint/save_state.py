@@ -45,7 +45,7 @@ class SaveContent:
 
     | holdings   this rank's slices; over all ranks, every element of every logical tensor once
     | aliases    other names of tied parameters
-    | extra      JSON values; those of the first rank count
+    | extra      JSON values; only the values of the first rank are saved
     | staging    bytes of the staging buffer
     """
 
@@ -81,10 +81,11 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file that this rank writes.
+    """The data file that this rank writes.
 
-    | tensors    in the order of the file
-    | blocking   whether `save` has to wait until all of them are staged
+    | head       the header in bytes
+    | tensors    the tensors in the order of the file
+    | blocking   whether `save` has to wait until all tensors are staged
     | rows       the rank's rows of the index
     """
 
@@ -177,11 +178,11 @@ class PendingSave:
         return self.folder
 
     def detach(self) -> None:
-        """Do not wait for the save: it completes if the other ranks write their files soon. Any rank, alone."""
+        """Leave the save to its thread, which waits 20 s for the other ranks' files. One rank alone may call it."""
         self._detached.set()
 
     def cancel(self) -> None:
-        """Stop waiting for other ranks' files: the save fails unless it is complete by now. Any rank, alone."""
+        """Stop waiting for other ranks' files: an incomplete save fails. One rank alone may call it."""
         self._cancelled.set()
         self._thread.join()
 
@@ -193,7 +194,7 @@ class PendingSave:
             self.cancel()
             raise
 
-    # ---- run by the thread -------------------------------------------------------------------------------------
+    # ---- in the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -42,7 +42,7 @@ class RestoredState:
 
 
 class TrainingState:
-    """Saves and loads an engine and its optimizer. One save is under way at a time."""
+    """Saves and loads the state of an engine and its optimizer. One save is under way at a time."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class TrainingState:
             refills.append(refill)
             yield from refill.needed()
             if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
-                yield from (held for held in generators if held.key in index.tensors)
+                yield from (state for state in generators if state.key in index.tensors)
 
         index = load(folder, needed=needed, world=engine.world)
         on_all_ranks(lambda: self._finish_load(index, refills[0], generators), world=engine.world)
@@ -112,10 +112,10 @@ class TrainingState:
         return index.extra
 
     def restore(self, root: Path) -> RestoredState | None:
-        """Load the newest valid checkpoint of a root; None when there is none at all. Every rank calls it.
+        """Load the newest valid checkpoint of a root, and return what was restored; None without any checkpoint.
 
-        A checkpoint that proves damaged during loading is skipped. Raises DamageError if there are checkpoints but no
-        valid one.
+        Every rank calls it. A checkpoint that proves damaged during loading is skipped. Raises DamageError if there are
+        checkpoints but no valid one.
         """
         passed: list[Damage] = []
         tried: set[Path] = set()
@@ -138,7 +138,7 @@ class TrainingState:
         """Load the parameters of a Hugging Face folder, and reset the optimizer's state."""
         engine = self._engine
         names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
-        names |= {held.name: (held.name,) for held in buffers(engine.modules)}
+        names |= {buffer.name: (buffer.name,) for buffer in buffers(engine.modules)}
         base = str(getattr(engine.module, "base_model_prefix", ""))
         index = on_all_ranks(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
 
@@ -148,7 +148,7 @@ class TrainingState:
                 name: {"parameter": RefillSlot(it.dtype, it.shape)} for name, it in found.items() if it is not None
             }
             refill = CheckpointRefill(engine, update=self._update, slots=slots)
-            return refill, [held for held in refill.needed() if held.slot != "buffer" or held.key in index.tensors]
+            return refill, [part for part in refill.needed() if part.slot != "buffer" or part.key in index.tensors]
 
         refill, needed = on_all_ranks(look_up, world=engine.world)
         fill(index, needed=needed, world=engine.world)
