@@ -2,8 +2,8 @@
 
 The safetensors library writes all tensors of a file at once, which doubles the memory of a rank's share. It gives no
 offsets of tensors in the file. The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the
-length of the header, a JSON table of dtypes, shapes and offsets, then the bytes. So headers are written here, before any
-tensor is available. The library checks the headers that are read.
+length of the header, a JSON table of dtypes, shapes and offsets, then the bytes. So headers are written here, before
+any tensor is available. The library checks the headers that are read.
 """
 
 import json
