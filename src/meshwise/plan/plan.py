@@ -202,7 +202,7 @@ class Plan:
 
     @property
     def tiers(self) -> Offload:
-        """Tiers in which state rests between uses."""
+        """Tiers of the state of a training between its uses."""
         return Offload.parse(self.offload)
 
     def _grid(self) -> tuple[tuple[str, int], ...]:
