@@ -1,7 +1,6 @@
-"""Complete a schedule by passes from one table to another: transfers, gathers, reductions, split backwards.
+"""Complete a schedule by passes from one table to another: transfers, gathers, reductions, early sends.
 
-| split_backward | every B becomes I W |
-| send_first     | so do those of a rank that has no forward left: what others wait for leaves before W |
+| send_first     | every B of a rank that has no forward left becomes I W: what others wait for leaves before W |
 | merge_backward | every I directly followed by its W becomes B, which costs less than the two |
 | add_transfers  | sends and receives |
 | add_reductions | each stage's gradients are reduced once, when its last micro-batch is done |
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule
 
 _OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
     ActionKind.SEND_F: (1, ActionKind.RECV_F),
@@ -26,17 +25,10 @@ _OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
 
 
 @lru_cache(maxsize=8)
-def lower(schedule: Schedule, *, gathers: bool, whole: int | None = None) -> Schedule:
-    """Return a table of computations with all that a run needs; `gathers`: ranks have shards of the parameters, which
-    they bring together for each use; `whole` as in `add_gathers`.
-    """
+def lower(schedule: Schedule, *, gathers: bool) -> Schedule:
+    """Return a table of computations with everything that a run needs. `gathers`: parameters are sharded (ZeRO-3)."""
     reduced = add_reductions(schedule)
-    return merge_backward(add_transfers(add_gathers(reduced, whole=whole) if gathers else reduced))
-
-
-def split_backward(schedule: Schedule) -> Schedule:
-    """Return every B in two parts, side by side."""
-    return Schedule(tuple(tuple(part for action in row for part in _parts(action)) for row in schedule.rows))
+    return merge_backward(add_transfers(add_gathers(reduced) if gathers else reduced))
 
 
 def send_first(schedule: Schedule) -> Schedule:
@@ -163,42 +155,20 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return Schedule(tuple(rows))
 
 
-def add_gathers(schedule: Schedule, *, whole: int | None = None) -> Schedule:
-    """GATHER each stage one computation before it is used, and FREE it when it makes room or is done.
-
-    `whole` is how many of its stages a rank may hold gathered at a time, by default all of them, so that each is
-    gathered once. With fewer, the stage whose next use is furthest away is freed, which gathers as rarely as possible
-    (Belady, 1966). A gather that has to wait for room comes directly before its use.
-
-    Raises ScheduleError for fewer than one.
-    """
-    if whole is not None and whole < 1:
-        raise ScheduleError(f"whole={whole}: a stage that computes is whole; allow at least 1")
-    return Schedule(tuple(_gathered(row, whole) for row in schedule.rows))
+def add_gathers(schedule: Schedule) -> Schedule:
+    """GATHER each stage one computation before its first use, and FREE it after its last."""
+    return Schedule(tuple(tuple(_gathered(row)) for row in schedule.rows))
 
 
-def _gathered(row: tuple[Action, ...], whole: int | None) -> tuple[Action, ...]:
+def _gathered(row: tuple[Action, ...]) -> Iterator[Action]:
     computed = [action.stage for action in row if action.kind in COMPUTE]
-    most = len(set(computed)) if whole is None else whole
-    before: dict[int, list[Action]] = defaultdict(list)
-    held: set[int] = set()
-    for place, stage in enumerate(computed):
-        gathered_at = place - 1 if place and len(held) < most else place
-        for done in [one for one in held if one not in computed[place:]]:
-            held.remove(done)
-            before[place].append(Action(done, ActionKind.FREE))
-        if stage not in held:
-            if len(held) == most:
-                furthest = max(held, key=computed[place:].index)
-                held.remove(furthest)
-                before[place].append(Action(furthest, ActionKind.FREE))
-            before[gathered_at].append(Action(stage, ActionKind.GATHER))
-            held.add(stage)
-    lowered: list[Action] = []
+    last_use = {stage: place for place, stage in enumerate(computed)}
+    gathered_at = {stage: max(0, computed.index(stage) - 1) for stage in last_use}
     place = 0
     for action in row:
         if action.kind in COMPUTE:
-            lowered += before[place]
+            yield from (Action(stage, ActionKind.FREE) for stage, last in last_use.items() if last == place - 1)
+            yield from (Action(stage, ActionKind.GATHER) for stage, at in gathered_at.items() if at == place)
             place += 1
-        lowered.append(action)
-    return (*lowered, *(Action(stage, ActionKind.FREE) for stage in sorted(held)))
+        yield action
+    yield from (Action(stage, ActionKind.FREE) for stage, last in last_use.items() if last == place - 1)

@@ -8,8 +8,9 @@ and the step for the last reduction.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule, ScheduleError
@@ -47,10 +48,13 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     An event of a send is when the message is on the link. Raises ScheduleError for costs of another number of stages,
     and for a table that deadlocks.
     """
-    lowered = add_transfers(schedule)
-    run = _Run(lowered, _each(costs, schedule))
-    events = tuple(run.event(rank, action) for rank, action in walk(lowered))
-    return Timeline(events, (tuple(range(schedule.ranks)),))
+    each, ends, events = _each(costs, schedule), [0.0], []
+    for rank, action, before, other in _dependencies(add_transfers(schedule)):
+        ready = max(ends[before], ends[other])
+        ends.append(ready + _seconds(action, each))
+        start = ends[before] if action.kind in RECEIVES else ready
+        events.append(event_of(action, rank=rank, start=start, stop=ends[-1]))
+    return Timeline(tuple(events), (tuple(range(schedule.ranks)),))
 
 
 def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> tuple[float, ...]:
@@ -69,27 +73,15 @@ class StepClock:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        lowered = add_transfers(schedule)
         self._schedule = schedule
         self._events: list[tuple[int, int, int]] = []
-        now: dict[int, int] = defaultdict(int)
-        links: dict[tuple[int, int], int] = defaultdict(int)
-        arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-        for rank, action in walk(lowered):
-            number = len(self._events) + 1
+        for _, action, before, other in _dependencies(add_transfers(schedule)):
+            duration = 0
             if action.kind in SENDS:
-                channel = rank, other_end(action, schedule=lowered)
-                edge = action.stage - (action.kind is ActionKind.SEND_B)
-                event = now[rank], links[channel], 2 * schedule.stages + 1 + edge
-                links[channel] = number
-                arrivals[channel].append(number)
-            elif action.kind in RECEIVES:
-                event = now[rank], arrivals[other_end(action, schedule=lowered), rank].popleft(), 0
-            else:
-                event = now[rank], now[rank], 1 + 2 * action.stage + (action.kind is ActionKind.B)
-            if action.kind not in SENDS:
-                now[rank] = number
-            self._events.append(event)
+                duration = 1 + 2 * schedule.stages + action.stage - (action.kind is ActionKind.SEND_B)
+            elif action.kind in COMPUTE:
+                duration = 1 + 2 * action.stage + (action.kind is ActionKind.B)
+            self._events.append((before, other, duration))
 
     def __len__(self) -> int:
         """Return the number of events in a step."""
@@ -106,11 +98,11 @@ class StepClock:
         if max(ranks) >= limit:
             return math.inf
         thirds = [part for load in loads for part in (load / 3, 2 * load / 3)]
-        taken = [0.0, *thirds, *(crossing or [0.0] * len(loads))]
+        durations = [0.0, *thirds, *(crossing or [0.0] * len(loads))]
         ends = [0.0]
-        for first, second, what in self._events:
-            start, other = ends[first], ends[second]
-            ends.append((start if start > other else other) + taken[what])  # noqa: FURB136 -- a call takes longer
+        for before, other, duration in self._events:
+            first, second = ends[before], ends[other]
+            ends.append((first if first > second else second) + durations[duration])  # noqa: FURB136 -- a call is slower
         return max(ends)
 
 
@@ -139,46 +131,32 @@ def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
     }
 
 
-@dataclass
-class _Run:
-    """The clocks of the ranks, of their links and of their collectives."""
+def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
+    """Yield (rank, action, before, other) for each event: `before` and `other` are the events that it waits for.
 
-    schedule: Schedule
-    costs: Sequence[ActionCost]
-    now: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    links: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-    arrivals: dict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    collectives: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    whole: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-    def event(self, rank: int, action: Action) -> Event:
-        """Do one action, and move the clocks on."""
+    Events are numbered from 1 in the order in which they are yielded; 0 is the beginning of the step. `before` is the
+    rank's last computation or receive. `other` is the message, the last message on the same link, the gather of the
+    stage, or the last collective.
+    """
+    now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
+    arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    for number, (rank, action) in enumerate(walk(lowered), start=1):
+        before, other = now[rank], 0
         if action.kind in SENDS:
-            return self._send(rank, action)
-        cost, start = self.costs[action.stage], self.now[rank]
-        if action.kind in RECEIVES:
-            channel = other_end(action, schedule=self.schedule), rank
-            end = self.now[rank] = max(start, self.arrivals[channel].popleft())
+            link = rank, other_end(action, schedule=lowered)
+            other, links[link] = links[link], number
+            arrivals[link].append(number)
+        elif action.kind in RECEIVES:
+            other = arrivals[other_end(action, schedule=lowered), rank].popleft()
         elif action.kind in COMPUTE:
-            start = max(start, self.whole[action.stage])
-            end = self.now[rank] = start + _seconds(action.kind, cost)
-        elif action.kind is ActionKind.FREE:
-            end = start
-        else:
-            start = max(start, self.collectives[rank])
-            end = start + (cost.gather if action.kind is ActionKind.GATHER else cost.reduce)
-            self.collectives[rank] = end
+            other = gathered[action.stage]
+        elif action.kind is not ActionKind.FREE:
+            other, collectives[rank] = collectives[rank], number
             if action.kind is ActionKind.GATHER:
-                self.whole[action.stage] = end
-        return event_of(action, rank=rank, start=start, stop=end)
-
-    def _send(self, rank: int, action: Action) -> Event:
-        channel = rank, other_end(action, schedule=self.schedule)
-        start = max(self.now[rank], self.links[channel])
-        end = start + self.costs[action.stage - (action.kind is ActionKind.SEND_B)].link
-        self.links[channel] = end
-        self.arrivals[channel].append(end)
-        return event_of(action, rank=rank, start=start, stop=end)
+                gathered[action.stage] = number
+        if action.kind in COMPUTE | RECEIVES:
+            now[rank] = number
+        yield rank, action, before, other
 
 
 def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
@@ -192,6 +170,17 @@ def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
     return Event(rank, stream, action.kind, start, stop, action.stage, action.microbatch)
 
 
-def _seconds(kind: ActionKind, cost: ActionCost) -> float:
-    whole = cost.input + cost.weight if cost.backward is None else cost.backward
-    return {ActionKind.F: cost.forward, ActionKind.B: whole, ActionKind.I: cost.input, ActionKind.W: cost.weight}[kind]
+def _seconds(action: Action, costs: Sequence[ActionCost]) -> float:
+    """Return the duration of an action; a receive takes no time once its message is there."""
+    cost, kind = costs[action.stage], action.kind
+    if kind in SENDS:
+        return costs[action.stage - (kind is ActionKind.SEND_B)].link
+    durations = {
+        ActionKind.F: cost.forward,
+        ActionKind.B: cost.input + cost.weight if cost.backward is None else cost.backward,
+        ActionKind.I: cost.input,
+        ActionKind.W: cost.weight,
+        ActionKind.GATHER: cost.gather,
+        ActionKind.REDUCE: cost.reduce,
+    }
+    return durations.get(kind, 0.0)
