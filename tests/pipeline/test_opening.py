@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.block_entry import CALL, inside
+from meshwise.pipeline.cut.block_entry import inside
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, UncutModules, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import probe
@@ -96,7 +96,7 @@ def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> Non
     assert held == [set(), names("before", "qkv"), names("project", "again", "up"), names("down"), set(), set()]
     assert [stage.receives for stage in stages[1:]] == [
         ("blocks.0",),
-        ("blocks.0", "blocks.1.scaled_dot_product_attention"),
+        ("blocks.0", "blocks.1.qkv"),
         ("blocks.0", "blocks.1.project", "blocks.1.up"),
         ("blocks.1",),
         ("blocks.2",),
@@ -156,11 +156,11 @@ class Experts(nn.Module):
 @pytest.mark.parametrize(
     "block, parts",
     [
-        (Block(0.0), (*PARTS, CALL)),
+        (Block(0.0), PARTS),
         (Scaled(), ()),
         (Reading(0.0), ()),
         (Experts(), ()),
-        (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), ("0", "2", CALL)),
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), ("0", "2")),
         (nn.Linear(4, 4), ()),
     ],
     ids=["whole", "own parameters", "reads", "experts", "sequence", "leaf"],

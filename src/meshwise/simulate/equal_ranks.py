@@ -10,7 +10,6 @@ from collections.abc import Hashable
 
 from torch import nn
 
-from meshwise.pipeline.cut.block_entry import module_at
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
 
@@ -40,7 +39,7 @@ def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashabl
     return (
         len(cut.crossing[stage - 1]),
         len(cut.crossing[stage]),
-        tuple(_shapes(module_at(model, name=name)) for name in cut.modules[start:stop]),
+        tuple(_shapes(model.get_submodule(name)) for name in cut.modules[start:stop]),
         tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
     )
 

@@ -7,9 +7,7 @@
     └── mlp                mlp
 
 What the block does between its modules, the sums of a residual stream, runs on both sides of the boundary. So it has to
-be its modules that hold all its parameters and run once each, in one order. Attention is too much to be done twice:
-where the block itself calls it, once, it is as if in a module of its own, `block.scaled_dot_product_attention`. A block
-is not opened that
+be its modules that hold all its parameters and run once each, in one order. A block is not opened that
 
 - holds parameters itself, or reads them from its modules without calling these;
 - has backward hooks, which see the gradients of all of it;
@@ -17,76 +15,24 @@ is not opened that
 - is called more than once, or again in the backward by torch's checkpoint, which would not know what was received.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.parameter_reads import read_from_children
 from meshwise.pipeline.cut.module_hooks import has_backward_hooks
 
-CALL = functional.scaled_dot_product_attention.__name__
-"""In a block, the name of the part that is its call of attention."""
-
-_GIVEN = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-
-class AttentionCall(nn.Module):
-    """The module that a block's call of attention is as if in. It is no part of the model, and has no hooks: to what is
-    drawn in it, it is the block that draws.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the attention call."""
-        return functional.scaled_dot_product_attention(*args, **kwargs)
-
-
-def laid_out(value: Tensor, *, like: Tensor) -> Tensor:
-    """Return the value, in memory as another is: what attention gives is as its queries are, and a view may count on
-    it.
-    """
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-
-
-class AttentionCalls(TorchFunctionMode):
-    """Inside, calls of attention are handed to another, with what they give by its names."""
-
-    def __init__(self, to: Callable[..., Any]) -> None:
-        super().__init__()
-        self._to = to
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return self._to(**dict(zip(_GIVEN, args, strict=False)), **kwargs)
-        return func(*args, **kwargs)
-
-
-def module_at(model: nn.Module, *, name: str) -> nn.Module:
-    """Return a module of the model; for a block's call of attention one that does the same."""
-    around, _, own = name.rpartition(".")
-    block = model.get_submodule(around)
-    return AttentionCall() if own == CALL and CALL not in block._modules else model.get_submodule(name)
-
 
 def inside(block: nn.Module) -> tuple[str, ...]:
-    """Return the parts of a block that it could be cut between, by their names in it; none when it cannot be opened.
-
-    Whether attention is one of them, that is called once by the block itself, is seen when it runs.
-    """
+    """Return the modules of a block that it could be cut between, by their names in it; none if it cannot be opened."""
     names = tuple(_called(block, ""))
     held = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
     if has_backward_hooks(block):
         return ()
     alone = any(id(parameter) not in held for parameter in block.parameters()) or read_from_children(block)
-    if alone or len(names) < 2 or _chooses(block, names):
-        return ()
-    return names if CALL in block._modules else (*names, CALL)
+    return () if alone or len(names) < 2 or _chooses(block, names) else names
 
 
 def is_repeated() -> bool:

@@ -16,7 +16,7 @@ that it received has an effect on everything that follows.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,18 +58,6 @@ class _Hand:
     past: Dependencies
     put: Callable[[Any], Any]
     """What stands for a value, where it is put."""
-
-
-class UnsplittableBlock(Exception):
-    """A block that cannot be opened at this part."""
-
-    def __init__(self, name: str, *, part: str) -> None:
-        super().__init__(name)
-        self.name, self.part = name, part
-
-    def left(self, parts: Sequence[str]) -> tuple[str, ...]:
-        """Return the parts at which the block can still be opened."""
-        return tuple(part for part in parts if part != self.part)
 
 
 class DataflowTracer(TorchDispatchMode):

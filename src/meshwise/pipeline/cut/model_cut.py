@@ -29,8 +29,7 @@ class CutOptions:
     """Options for cutting a model. `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
-    """By hand: the piece, or the module or the call of attention inside of a block, at which each stage but the first
-    begins."""
+    """By hand: the piece, or the module inside of a block, at which each stage but the first begins."""
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
     how: Literal["auto", "blocks"] = "auto"
@@ -98,7 +97,7 @@ class ModelCut:
     """What runs, in order: pieces of the model, a second call of one as `name:2`. Of an
     opened block the modules inside, and then, under its own name, what it does last."""
     modules: tuple[str, ...]
-    """The module of each, empty for an operation without one."""
+    """The module of each."""
     bounds: tuple[int, ...]
     """Stage k runs `keys[bounds[k]:bounds[k + 1]]`."""
     crossing: tuple[tuple[str, ...], ...]

@@ -31,8 +31,8 @@ from meshwise.model.deferred_init import build_without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copied
 from meshwise.model.shape_constants import ShapeConstants
-from meshwise.pipeline.cut.block_entry import CALL, AttentionCalls, inside, is_repeated, module_at
-from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, UnsplittableBlock
+from meshwise.pipeline.cut.block_entry import inside, is_repeated
+from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies
 from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
@@ -78,16 +78,9 @@ def probe(
         early, late = ({name for name in names if _owner(name) not in ran} for names in (seen.early, seen.late))
         seen = dataclasses.replace(again, early=again.early | early, late=again.late | late)
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
-    opened = None
-    while opened is None:
-        if not any(parts.values()):
-            return seen
-        try:
-            opened = _seen(model, call, found, timed=timed, parts=parts)
-        except UnsplittableBlock as whole:
-            kind = type(model.get_submodule(whole.name))
-            alike = {name for name in parts if type(model.get_submodule(name)) is kind}
-            parts |= {name: whole.left(parts[name]) for name in alike}
+    if not any(parts.values()):
+        return seen
+    opened = _seen(model, call, found, timed=timed, parts=parts)
     steps = (
         dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
     )
@@ -320,8 +313,7 @@ class _Inside:
         self.steps: tuple[ProbedStep, ...] = ()
         self._name, self._module, self._watch, self._parts = name, module, watch, parts
         names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
-        self._held = {part: tuple(names[id(p)] for p in module_at(module, name=part).parameters()) for part in parts}
-        self._calls, self._within = 0, False
+        self._held = {p: tuple(names[id(one)] for one in module.get_submodule(p).parameters()) for p in parts}
         self._found: list[ProbedStep] = []
         self._repeated = False
         self._kept: dict[int, int] = {}
@@ -332,34 +324,24 @@ class _Inside:
         """Return the block's output; afterwards `steps` are those inside, none when the modules do not run once each
         or, under torch's checkpoint, will again.
         """
-        inputs, parts = (args, kwargs), {name: module_at(self._module, name=name) for name in self._parts}
+        inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
         keep = noting(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
-        calls = AttentionCalls(partial(self._attend, parts[CALL])) if CALL in parts else contextlib.nullcontext()
         try:
-            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is), calls:
+            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is):
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
         finally:
             for part in parts.values():
                 del part.forward
-        found, own = [step.module for step in self._found], f"{self._name}.{CALL}"
-        if own in found and self._calls > 1:
-            raise UnsplittableBlock(self._name, part=CALL)
-        due = (f"{self._name}.{name}" for name in parts if name != CALL or own in found)
-        if not self._repeated and sorted(found) == sorted(due):
+        found = sorted(step.module for step in self._found)
+        if not self._repeated and found == sorted(f"{self._name}.{name}" for name in parts):
             took = StepCost(kept, _WITH_BACKWARD * between, between)
             past, alike = self._watch.followed.of(output), is_alike(output, inputs=inputs)
             self.steps = (*self._found, ProbedStep(self._name, self._name, (), past, size(output), took, alike))
         return output
-
-    def _attend(self, attention: nn.Module, query: Tensor, **given: Any) -> Any:
-        """Stands where attention is called, by the block or by a module in it."""
-        self._calls += 1
-        apart = not self._within and not is_repeated()
-        return attention.forward(query, **given) if apart else type(attention).forward(attention, query, **given)
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's forward was."""
@@ -367,9 +349,7 @@ class _Inside:
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         past = watch.followed.of(inputs)
-        self._within = True
         output, took, used = _own_forward(module, full, watch, inputs=inputs)
-        self._within = False
         took = StepCost(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
         step = ProbedStep(
             full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs=inputs)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.pipeline.cut.block_entry import module_at
 from meshwise.pipeline.cut.dataflow import Dependencies
 
 
@@ -36,7 +35,7 @@ class ProbedStep:
     key: str
     """The piece's name, with a number from its second call on."""
     module: str
-    """The piece's name, in the model or, of a block's call of attention, as if it were."""
+    """The piece's name in the model."""
     parameters: tuple[str, ...]
     """First names of the parameters it uses."""
     past: Dependencies
@@ -172,8 +171,8 @@ def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
 def _kinds(steps: Sequence[ProbedStep], model: nn.Module, *within: Any) -> Iterator[tuple[Any, ProbedStep]]:
     """Yield each step, those inside of blocks too, with what is the same of steps that do the same."""
     for place, step in enumerate(steps):
-        what = type(module_at(model, name=step.module)) if step.module else step.key.rstrip("_0123456789")
+        module = type(model.get_submodule(step.module))
         shapes = tuple(model.get_parameter(name).shape for name in step.parameters)
-        kind = (*within, (what, shapes, step.output, step.took.activations, place if within else 0))
+        kind = (*within, (module, shapes, step.output, step.took.activations, place if within else 0))
         yield kind, step
         yield from _kinds(step.inside, model, *kind)

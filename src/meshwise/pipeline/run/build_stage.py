@@ -7,7 +7,6 @@ from torch import nn
 
 from meshwise.model.deferred_init import build_without_values
 from meshwise.model.module_copy import copied
-from meshwise.pipeline.cut.block_entry import CALL, module_at
 from meshwise.pipeline.cut.model_cut import ModelCut, StageContents
 from meshwise.pipeline.run.remote_parameter import RemoteParameter
 from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
@@ -39,22 +38,21 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
     own = {model.get_buffer(name) for name in cut.own}
     tensors = {*model.parameters(), *model.buffers()} - own
     module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
-    pieces = {name: module_at(module, name=name) for name in met.modules}
+    pieces = {name: module.get_submodule(name) for name in met.modules}
     modules = [pieces[name] for name in met.modules]
     route = StageRoute(met.keys, modules=modules, start=met.start, stop=met.stop)
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
         _let_go(owner, owner._parameters, held, bare_owner._parameters, path=path)
     for name, piece in pieces.items():
         if name in met.opened:
-            attention = pieces.get(f"{name}.{CALL}")
-            piece.forward = OpenedBlock(piece, route=route, crossing=crossing, attention=attention)
+            piece.forward = OpenedBlock(piece, route=route, crossing=crossing)
             continue
         if name not in met.modules[met.start : met.stop]:
             for (path, owner), bare_owner in zip(
-                piece.named_modules(prefix=name), module_at(like, name=name).modules(), strict=True
+                piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
             ):
                 _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
-        shadow = module_at(like, name=name) if _is_asked(name, met, cut) else None
+        shadow = like.get_submodule(name) if _is_asked(name, met, cut) else None
         piece.forward = PieceForward(piece, shadow=shadow, route=route, crossing=crossing)
     return module
 

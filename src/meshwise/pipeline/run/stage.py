@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.dispatch_modes import unseen
 from meshwise.model.forward import StageForwardLeft
-from meshwise.pipeline.cut.block_entry import AttentionCalls, laid_out
 from meshwise.pipeline.cut.meta_values import sizes_known
 from meshwise.pipeline.cut.module_hooks import PieceBackwardHooks
 from meshwise.pipeline.run.packed_tree import enter
@@ -281,23 +280,14 @@ class PieceForward:
 
 
 class OpenedBlock:
-    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last.
+    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last."""
 
-    `attention`: the piece that represents the block's call of attention, if it is one.
-    """
-
-    def __init__(
-        self, module: nn.Module, *, route: "StageRoute", crossing: StageRun, attention: nn.Module | None
-    ) -> None:
+    def __init__(self, module: nn.Module, *, route: "StageRoute", crossing: StageRun) -> None:
         self._module, self._route, self._crossing = module, route, crossing
-        self._calls = (
-            contextlib.nullcontext() if attention is None else AttentionCalls(partial(self._attend, attention))
-        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's `forward` was."""
-        with self._calls:
-            output = type(self._module).forward(self._module, *args, **kwargs)
+        output = type(self._module).forward(self._module, *args, **kwargs)
         crossing = self._crossing
         key = self._route.key(crossing.position, module=self._module)
         if crossing.position >= self._route.stop:
@@ -305,16 +295,6 @@ class OpenedBlock:
         crossing.position += 1
         crossing.keep(key, value=output)
         return output
-
-    def _attend(self, attention: nn.Module, query: Tensor, *, dropout_p: float = 0.0, **given: Any) -> Any:
-        """Stands where the block calls attention."""
-        own = self._route.start <= self._crossing.position < self._route.stop
-        output = attention.forward(query, dropout_p=dropout_p, **given)
-        if own:
-            return output
-        if dropout_p:
-            torch.rand(1)  # what attention drops is a draw of the block, which others of its draws come after
-        return laid_out(output, like=query)
 
 
 class NanPlaceholder:
