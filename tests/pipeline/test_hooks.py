@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.nn.modules.module import register_module_full_backward_hook
 from torch.nn.utils import parametrizations
 
 from hooked import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
@@ -114,19 +113,3 @@ def refused(hook: Hook, reason: str, **options: Any) -> None:
 def test_backward_hooks_of_a_module_that_stages_share() -> None:
     for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
         refused(lambda model, put=register: put(model.body, doubled), "body has backward hooks, but several stages may")  # type: ignore[misc]
-
-
-def test_backward_hooks_beside_forward_hooks() -> None:
-    def both(model: nn.Module) -> None:
-        HOOKS["forward"](model)
-        HOOKS["backward of blocks"](model)
-
-    refused(both, r"body\.blocks\.0 has backward hooks and forward hooks")
-
-
-def test_backward_hooks_of_all_modules() -> None:
-    handle = register_module_full_backward_hook(lambda *_: None)
-    try:
-        refused(lambda _model: None, "there are backward hooks for all modules")
-    finally:
-        handle.remove()

@@ -16,7 +16,7 @@ from torch import nn
 from meshwise.model.blocks import Patterns, partition
 from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, bounds_by_name, loads_of
 from meshwise.pipeline.cut.meta_values import is_bare
-from meshwise.pipeline.cut.module_hooks import refuse_global, refuse_hooks
+from meshwise.pipeline.cut.module_hooks import refuse_hooks
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import Call, probe
 from meshwise.pipeline.cut.probe_result import ProbeResult
@@ -116,8 +116,6 @@ class ModelCut:
     """What that is."""
     opened: tuple[str, ...] = ()
     """The blocks that a boundary is inside of."""
-    own: frozenset[str] = frozenset()
-    """Buffers outside of the pieces that the model changes before its first piece: each stage has its own."""
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
 
@@ -205,13 +203,9 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
     Raises CutError when fewer stages fit than are asked for (with the number), and when `at` names no place to cut, or
     places out of order. Also for a schedule of another number of stages.
     """
-    if wish.by not in ("time", "params", "memory"):
-        raise CutError(f"balance by 'time', 'params' or 'memory', not {wish.by!r}")
     if wish.schedule is not None and wish.schedule.stages != stages:
         raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
     where, timed = wish.where, wish.by == "time"
-    if stages > 1:
-        refuse_global()
     if where.made is not None and where.made.stages == stages:
         return where.made
     opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
@@ -269,19 +263,15 @@ def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest) -> ModelCu
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
         by="operations" if wish.by == "time" and is_bare(model) else wish.by,
         opened=balanced.opened,
-        own=seen.early,
     )
 
 
 def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
-    """Raise CutError for what only some stages would change, and for a bound over which something is needed that no
-    output is: stages send outputs.
-    """
-    if seen.late and len(bounds) > 2:
+    """Raise CutError for a buffer that several stages would change, and for a side effect that a later stage needs."""
+    if seen.changed_buffers and len(bounds) > 2:
         raise CutError(
-            f"the model changes its buffer {min(seen.late)} after {seen.steps[0].key} has run, outside of its pieces: "
-            "some stages would and others not. Put the buffer, and what changes it, into the forward of a module of "
-            "its own, or change it before"
+            f"the model changes its buffer {min(seen.changed_buffers)} outside of its pieces, so that each stage would "
+            "change a copy of its own. Put the buffer, and what changes it, into the forward of a module of its own"
         )
     for bound in bounds[1:-1]:
         if found := seen.effect(bound):

@@ -16,15 +16,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torchs
 from torch.utils.hooks import BackwardHook
 
 from meshwise.pipeline.cut.partition import CutError
-
-GLOBAL = (
-    "there are backward hooks for all modules (torch.nn.modules.module.register_module_full_backward_hook), which a "
-    "pipeline cannot call as one process does: stages run parts of modules. Register them on the modules that are meant"
-)
 
 
 class PieceBackwardHooks:
@@ -54,37 +48,13 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def refuse_global() -> None:
-    """Raise CutError for backward hooks on all modules that there are."""
-    if are_global():
-        raise CutError(GLOBAL)
-
-
 def refuse_hooks(model: nn.Module, *, pieces: Collection[str]) -> None:
-    """Raise CutError for hooks that stages of these pieces would not call as one process does."""
-    shared = around(pieces).difference(pieces)
-    for name, module in model.named_modules():
-        if not has_backward_hooks(module):
-            continue
-        if name in pieces and module._forward_hooks:
-            raise CutError(
-                f"{name} has backward hooks and forward hooks; a stage sends what its forward returns, so that the "
-                "forward hooks would run after the backward hooks have their place. Put what one of the two does into "
-                "a module inside it, or take one off"
-            )
-        if name in shared:
+    """Raise CutError for backward hooks on a module that several stages may run a part of, other than the model."""
+    paths = (piece.split(".") for piece in pieces)
+    shared = {".".join(path[:end]) for path in paths for end in range(1, len(path))}.difference(pieces)
+    for name in sorted(shared):
+        if has_backward_hooks(model.get_submodule(name)):
             raise CutError(
                 f"{name} has backward hooks, but several stages may each run a part of it, none sees all gradients. "
                 f"Put them on modules inside it, as {next(p for p in pieces if p.startswith(f'{name}.'))}"
             )
-
-
-def are_global() -> bool:
-    """Return whether gradients are shown to hooks on all modules that there are."""
-    return bool(torchs._global_backward_hooks or torchs._global_backward_pre_hooks)
-
-
-def around(pieces: Collection[str]) -> set[str]:
-    """Return the modules that pieces lie inside of, the model itself aside: where that ends, all gradients are."""
-    parts = (piece.split(".") for piece in pieces)
-    return {".".join(path[:end]) for path in parts for end in range(1, len(path))}

@@ -71,12 +71,12 @@ def probe(
     except ValueError as error:
         raise CutError(str(error)) from None
     seen = _seen(model, call, found, timed=timed)
-    if counting := sorted({owner for owner in map(_owner, seen.early | seen.late) if _counts(model, owner)}):
-        found += [GatheredModule(owner, ()) for owner in counting]
-        again = _seen(model, call, found, timed=timed)
-        ran = {step.module for step in again.steps}  # those that are not called are changed as any other
-        early, late = ({name for name in names if _owner(name) not in ran} for names in (seen.early, seen.late))
-        seen = dataclasses.replace(again, early=again.early | early, late=again.late | late)
+    changed = seen.changed_buffers
+    if owners := sorted({owner for owner in map(_owner, changed) if _has_no_parameters(model, owner)}):
+        found += [GatheredModule(owner, ()) for owner in owners]
+        seen = _seen(model, call, found, timed=timed)
+        called = {step.module for step in seen.steps}
+        seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in called})
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
     if not any(parts.values()):
         return seen
@@ -92,8 +92,8 @@ def _owner(buffer: str) -> str:
     return buffer.rpartition(".")[0]
 
 
-def _counts(model: nn.Module, name: str) -> bool:
-    """Return whether this is a module without parameters, as some norms over the batch are: it belongs to one stage."""
+def _has_no_parameters(model: nn.Module, name: str) -> bool:
+    """Return whether this is a module without parameters, as some batch norms are: it runs on one stage, as a piece."""
     return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
@@ -147,8 +147,8 @@ def _run(
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
     modes.followed.name({name: watched.get_parameter(name) for name in owned})
-    outside = OutsideBuffers(watched, pieces=pieces)
-    watch = _Watch({piece.module: piece.parameters for piece in found}, modes, outside, timed=timed)
+    before = _buffers_outside(watched, pieces=pieces)
+    watch = _Watch({piece.module: piece.parameters for piece in found}, modes, timed=timed)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
         module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
@@ -156,7 +156,8 @@ def _run(
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
         tail = watch.since.to(result) if timed and not bare else 0.0
-        return dataclasses.replace(watch.seen(result, everywhere), tail=tail)
+        changed = _changes(before, _buffers_outside(watched, pieces=pieces))
+        return dataclasses.replace(watch.seen(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
         for module in pieces.values():  # which would hold this run's tensors until the next collection of garbage
             del module.forward
@@ -179,10 +180,8 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 class _Watch:
     """Observations of a run so far."""
 
-    def __init__(
-        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: "OutsideBuffers", *, timed: bool
-    ) -> None:
-        self.timed, self.outside = timed, outside
+    def __init__(self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, *, timed: bool) -> None:
+        self.timed = timed
         self.steps: list[ProbedStep] = []
         self.counted: dict[Hashable, StepCost] = {}
         """Of modules without values, by their kind: those that are alike do the same, and to count takes its time."""
@@ -233,8 +232,7 @@ class _Watch:
             return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
 
         steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
-        changed, outside = frozenset(self.followed.changed), self.outside
-        return ProbeResult(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
+        return ProbeResult(tuple(steps), past, everywhere, frozenset(self.followed.changed))
 
 
 class _Watched:
@@ -250,7 +248,6 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece on its own, and note what it took."""
         watch, given = self._watch, (args, kwargs)
-        watch.outside.begin()
         past, device = watch.past(given), device_of(given)
         key = watch.key(self._name)
         if self._shadow is None:
@@ -383,36 +380,15 @@ def _own_forward(
         return output, took, watch.followed.used
 
 
-class OutsideBuffers:
-    """Watches these buffers during one run."""
-
-    def __init__(self, model: nn.Module, *, pieces: Collection[str]) -> None:
-        inside = {one for name in pieces for one in model.get_submodule(name).modules()}
-        self._owners = [(name, one) for name, one in model.named_modules() if one not in inside]
-        self._start = self._began = self._state()
-        self._runs = False
-
-    def begin(self) -> None:
-        """Note that a piece runs."""
-        if not self._runs:
-            self._began, self._runs = self._state(), True
-
-    @property
-    def early(self) -> frozenset[str]:
-        """Names of the buffers that were changed before the first piece."""
-        return _changes(self._start, self._began)
-
-    @property
-    def late(self) -> frozenset[str]:
-        """Names of the buffers that were changed since."""
-        return _changes(self._began, self._state())
-
-    def _state(self) -> dict[str, tuple[Tensor, int]]:
-        return {
-            f"{owner}.{name}" if owner else name: (held, held._version)
-            for owner, one in self._owners
-            for name, held in one.named_buffers(recurse=False)
-        }
+def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, tuple[Tensor, int]]:
+    """Return the buffers outside of these pieces by name, each with its version."""
+    inside_pieces = {one for name in pieces for one in model.get_submodule(name).modules()}
+    return {
+        f"{owner}.{name}" if owner else name: (buffer, buffer._version)
+        for owner, module in model.named_modules()
+        if module not in inside_pieces
+        for name, buffer in module.named_buffers(recurse=False)
+    }
 
 
 def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:

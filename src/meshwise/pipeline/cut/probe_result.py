@@ -74,10 +74,8 @@ class ProbeResult:
     """Parameters that the model uses outside its pieces; every stage needs them."""
     changed: frozenset[str]
     """The steps whose outputs are then changed in place."""
-    early: frozenset[str] = frozenset()
-    """Buffers outside of the pieces that the model changes before its first piece runs, as every stage will."""
-    late: frozenset[str] = frozenset()
-    """Those that it changes later, as some stages will and others not."""
+    changed_buffers: Collection[str] = ()
+    """Buffers outside of the pieces that the model changes."""
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 

@@ -22,8 +22,8 @@ def bare(model: nn.Module) -> nn.Module:
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
     """Stage `index` of a model that was cut. `like`: the model without values, in the dtypes that it is to run in.
 
-    Its parameters and buffers are the model's own tensors, not copies (but for `cut.own`): what the stage trains is the
-    model. The parameters of other stages are released; their memory is free unless another object holds the model.
+    Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. The
+    parameters of other stages are released; their memory is free unless another object holds the model.
     """
     crossing = StageRun(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
     module = _blocks(model, cut, index, crossing, like or bare(model))
@@ -35,9 +35,7 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
     """Return the model, with the pieces of other stages without parameters."""
     met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
-    own = {model.get_buffer(name) for name in cut.own}
-    tensors = {*model.parameters(), *model.buffers()} - own
-    module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
+    module = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     pieces = {name: module.get_submodule(name) for name in met.modules}
     modules = [pieces[name] for name in met.modules]
     route = StageRoute(met.keys, modules=modules, start=met.start, stop=met.stop)
