@@ -141,7 +141,7 @@ def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name:
         return seconds(loads=[sum(steps.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
 
     even = divide(steps)
-    quick, shortest = quicken(steps, bounds=even, seconds=seconds)
+    quick, shortest = quicken(steps, bounds=even, clock=seconds)
     assert taken(quick) == pytest.approx(min(map(taken, every(steps))), rel=0.01)
     assert shortest == pytest.approx(taken(quick))
     assert taken(quick) <= taken(even)
@@ -150,7 +150,7 @@ def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name:
 def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
     steps = CutSteps([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
     seconds = StepClock(make_schedule("1f1b", pp=3, microbatches=4))
-    assert quicken(steps, bounds=divide(steps), seconds=seconds)[0] in every(steps)
+    assert quicken(steps, bounds=divide(steps), clock=seconds)[0] in every(steps)
 
 
 def test_a_rank_that_takes_too_long_alone_ends_the_question() -> None:

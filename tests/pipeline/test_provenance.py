@@ -159,10 +159,6 @@ class Kept(nn.Module):
         self.calls += 1
         if self.into == "number in an attribute":
             self.kept = self.calls * 2
-        elif self.into == "number in a list":
-            there.append(len(out) + self.calls)
-        elif self.into == "number in a mapping":
-            there["sum"] += self.calls
         elif self.into == "attribute":
             self.kept = out.square().sum()
         elif self.into == "list":
@@ -183,7 +179,7 @@ def collecting(embedding: Any, layers: Any, x: Tensor) -> Any:
     return x + (sum(there) if isinstance(there, list) else there["sum"] if isinstance(there, dict) else there)
 
 
-INTO = ["attribute", "list", "mapping", "tensor", "number in a list", "number in a mapping"]
+INTO = ["attribute", "list", "mapping", "tensor"]
 
 
 def changed_and_used(embedding: Any, layers: Any, x: Tensor) -> Any:

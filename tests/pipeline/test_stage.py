@@ -214,13 +214,6 @@ def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
         assert rows == {name for name, stages in cut.holders.items() if index in stages}
 
 
-def test_what_is_received_has_to_be_what_was_agreed() -> None:
-    model = gpt()
-    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=1)
-    with pytest.raises(StageError, match=r"stage 1 receives \['blocks.1'\], but was given \[\]"):
-        stage.run(lm, received={})
-
-
 # ---- the cut -----------------------------------------------------------------------------------------------------
 
 

@@ -88,15 +88,15 @@ def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, opens: Coll
 
     Raises CutError when fewer stages fit.
     """
-    seconds = _seconds(model, aim)
+    clock = _clock(model, aim)
     whole, fine = (_Row(_steps(model, row, aim)) for row in (seen, seen.opened(opens)))
     begins = seen.begins(opens)
     pieces = [begins[step.key] for step in seen.steps]
     fits = sum(whole.steps.solid) >= aim.stages
-    bounds, price = whole.best(seconds) if fits or not opens else ((), math.inf)
+    bounds, price = whole.best(clock) if fits or not opens else ((), math.inf)
     if opens:
         inner = fine.fewer(aim, always=pieces, never=seen.ends(opens))
-        found, finer = inner.best(seconds, also=[(*pieces, len(fine.places))[bound] for bound in bounds], slack=WORTH)
+        found, finer = inner.best(clock, also=[(*pieces, len(fine.places))[bound] for bound in bounds], slack=WORTH)
         if finer < price * (1 - WORTH):
             return _opened(seen, opens, found)
     return BalancedSteps(seen, bounds)
@@ -128,18 +128,18 @@ class _Row:
         return _Row(self._all, [place for place in self.places if place not in never])
 
     def best(
-        self, seconds: "_Seconds | None", *, also: Sequence[int] = (), slack: float = 0.0
+        self, clock: StepClock | None, *, also: Sequence[int] = (), slack: float = 0.0
     ) -> tuple[tuple[int, ...], float]:
         """Return the best bounds and the minimized quantity: the largest load, or up to `slack` more where less is then
         sent. For the step's time, the search starts from these bounds and from `also`.
         """
         even = divide(self.steps, slack=slack)
-        if seconds is None:
+        if clock is None:
             return self.places_of(even), self.steps.largest(even)
         inner = (*self.places, len(self._all.solid))
         starts = [even, *([tuple(map(inner.index, also))] if also else [])]
-        tries = PATIENCE // len(seconds.clock)
-        found = [quicken(self.steps, bounds=start, seconds=seconds, tries=tries) for start in starts]
+        tries = PATIENCE // len(clock)
+        found = [quicken(self.steps, bounds=start, clock=clock, tries=tries) for start in starts]
         bounds, price = min(found, key=lambda one: one[1])
         return self.places_of(bounds), price
 
@@ -172,26 +172,15 @@ def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[li
     return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in times_held]
 
 
-def _seconds(model: nn.Module, aim: BalanceAim) -> "_Seconds | None":
-    """Return the clock, where it can tell."""
+def _clock(model: nn.Module, aim: BalanceAim) -> StepClock | None:
+    """Return the clock that times a step of the schedule, or None if the step's time is not balanced."""
     if aim.by != "time" or aim.schedule is None:
         return None
-    byte = OPERATIONS_PER_BYTE if is_bare(model) else _copying(next(model.parameters()).device)
-    return _Seconds(StepClock(aim.schedule), byte)
+    byte = OPERATIONS_PER_BYTE if is_bare(model) else _seconds_to_copy_byte(next(model.parameters()).device)
+    return StepClock(aim.schedule, seconds_per_byte=byte)
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Seconds of a step by loads and by bytes that cross."""
-
-    clock: StepClock
-    byte: float
-
-    def __call__(self, *, loads: Sequence[float], crossing: Sequence[float], limit: float) -> float:
-        return self.clock(loads=loads, crossing=[self.byte * sent for sent in crossing], limit=limit)
-
-
-def _copying(device: torch.device) -> float:
+def _seconds_to_copy_byte(device: torch.device) -> float:
     """Return the seconds that copying one byte takes."""
     some = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     least = math.inf

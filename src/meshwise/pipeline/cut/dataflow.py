@@ -47,7 +47,8 @@ class Dependencies:
 _NOTHING = Dependencies()
 
 
-def _as_it_is(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
+    """Return the value."""
     return value
 
 
@@ -121,9 +122,9 @@ class DataflowTracer(TorchDispatchMode):
             self._used |= past
 
     @contextlib.contextmanager
-    def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = _as_it_is) -> Iterator[None]:
+    def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = unchanged) -> Iterator[None]:
         """Inside, a piece is given `held` in place of `values`; what it changes and puts there is then here too."""
-        before = map_tensors(_as_it_is, held)
+        before = map_tensors(unchanged, held)
         yield
         if held is not values:
             self._back(values, before, held, _Hand(Dependencies(effects=frozenset((key,))), put))
@@ -155,26 +156,22 @@ class DataflowTracer(TorchDispatchMode):
         if isinstance(old, list) and isinstance(now, list):
             pairs = itertools.zip_longest(old, was, now[: len(old)])
             old[:] = [self._back(*three, hand) for three in pairs][: len(now)]
-            old += [self._new(one, hand) for one in now[len(old) :]]
+            old += [self._copy(one, hand) for one in now[len(old) :]]
         elif isinstance(old, MutableMapping) and isinstance(now, Mapping):
             for key in now:
-                old[key] = self._back(old[key], was[key], now[key], hand) if key in old else self._new(now[key], hand)
+                old[key] = self._back(old[key], was[key], now[key], hand) if key in old else self._copy(now[key], hand)
         elif isinstance(old, tuple) and isinstance(now, tuple) and len(old) == len(now):
             for three in zip(old, was, now, strict=True):
                 self._back(*three, hand)
         elif now is not was:
-            return self._new(now, hand, was=was)
+            return self._copy(now, hand)
         elif isinstance(old, Tensor) and hand.past.effects <= self._of(now).effects:
             self.changes(old, past=hand.past)
         return old
 
-    def _new(self, values: Any, hand: _Hand, *, was: Any = _NOTHING) -> Any:
-        """Return the stand-ins for values that a piece stores where others may find them."""
-        if _is_plain_change(was, values):
-            self._read |= hand.past
-        return self._copy(values, hand)
-
     def _copy(self, values: Any, hand: _Hand) -> Any:
+        """Return the stand-ins for values that a piece stores where others may find them."""
+
         def made(tensor: Tensor) -> Tensor:
             own = tensor.detach().clone()
             self._pasts[own.untyped_storage()] = hand.past
@@ -266,16 +263,6 @@ def _deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     given = list(tensors((args, kwargs)))
     masks = [tensor for tensor in given if tensor.dtype in (torch.bool, torch.uint8)]
     return masks if func.overloadpacket is torch.ops.aten.index else given
-
-
-def _is_plain_change(was: Any, now: Any) -> bool:
-    """Return whether something without tensors is in another's place."""
-    if now is was or next(tensors(now), None) is not None:
-        return False
-    return not (isinstance(now, _PLAIN) and isinstance(was, _PLAIN) and now == was)
-
-
-_PLAIN = (int, float, str, bytes)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

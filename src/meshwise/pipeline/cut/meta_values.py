@@ -17,11 +17,6 @@ def is_bare(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def on_meta(values: Any) -> Any:
-    """Return a tree of values with its tensors on the meta device."""
-    return map_tensors(lambda tensor: tensor.to("meta"), values)
-
-
 def as_zeros(values: Any, *, device: torch.device) -> Any:
     """Return a tree of values with zeros in place of its tensors."""
     return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)

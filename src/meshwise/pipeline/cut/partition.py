@@ -10,7 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+
+from meshwise.pipeline.schedules.schedule_clock import StepClock
 
 
 class CutError(ValueError):
@@ -93,15 +94,8 @@ def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
     return _cheapest(table, limit)
 
 
-class StepSeconds(Protocol):
-    """Seconds of a step when stages have these loads and send these bytes; infinite where no step is possible."""
-
-    def __call__(self, *, loads: Sequence[float], crossing: Sequence[float], limit: float) -> float:
-        """In the unit of the loads; it may be infinite when it is `limit` or more."""
-
-
 def quicken(
-    steps: CutSteps, *, bounds: tuple[int, ...], seconds: StepSeconds, tries: int = 10_000
+    steps: CutSteps, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
     """Return bounds from which no move makes a step of the schedule shorter, and that step's time.
 
@@ -110,7 +104,7 @@ def quicken(
     of several kinds, an equal step may be some steps away.
     """
     table = _Table(steps)
-    best = seconds(loads=table.loads(bounds), crossing=table.sent(bounds), limit=math.inf)
+    best = clock(loads=table.loads(bounds), crossing=table.sent(bounds), limit=math.inf)
     moved = True
     while moved:
         moved = False
@@ -118,7 +112,7 @@ def quicken(
         for other in sorted(loads, key=lambda other: max(loads[other])):
             if tries == 0 or max(loads[other]) == math.inf:
                 break
-            taken = seconds(loads=loads[other], crossing=table.sent(other), limit=best)
+            taken = clock(loads=loads[other], crossing=table.sent(other), limit=best)
             tries -= taken < math.inf
             if taken < best * (1 - 1e-6):
                 best, bounds, moved = taken, other, True

@@ -32,13 +32,12 @@ from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copied
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.block_entry import inside, is_repeated
-from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies
-from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
+from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
+from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
 from meshwise.pipeline.cut.profile_module import (
     LossTail,
-    as_it_is,
     cut_off,
     is_alike,
     kind_of,
@@ -253,7 +252,7 @@ class _Watched:
         if self._shadow is None:
             output, step = self._step(key, self._module, given)
         else:
-            put, inputs = partial(as_zeros, device=device), on_meta(given)
+            put, inputs = partial(as_zeros, device=device), map_tensors(lambda tensor: tensor.to("meta"), given)
             stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # of what has been computed zeros stand here
             watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.followed.is_of_pieces(a))
             _share_hooks(self._module, other=self._shadow)
@@ -326,7 +325,7 @@ class _Inside:
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
         try:
-            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is):
+            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, unchanged):
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.streams import streams_of
+from meshwise.pipeline.cut.dataflow import unchanged
 from meshwise.pipeline.cut.probe_result import StepCost
 from meshwise.pipeline.run.packed_tree import StageEntrance
 
@@ -26,7 +27,7 @@ def profile_module(
 
     with reading((parameters, inputs), timed=timed) as read:
         begin = read()
-        with saved_tensors_hooks(keep, as_it_is):
+        with saved_tensors_hooks(keep, unchanged):
             output = run(*args, **kwargs)
         results = [tensor for tensor in tensors(output) if tensor.requires_grad]
         if timed and results:
@@ -127,11 +128,6 @@ def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[T
         return tensor.detach()  # an operation that kept its own result as it is would be kept by it
 
     return keep
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Return a saved tensor unpacked."""
-    return tensor
 
 
 def is_alike(output: Any, *, inputs: Any) -> bool:

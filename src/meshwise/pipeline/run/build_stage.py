@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwise.model.deferred_init import build_without_values
 from meshwise.model.module_copy import copied
-from meshwise.pipeline.cut.model_cut import ModelCut, StageContents
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.remote_parameter import RemoteParameter
 from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
 
@@ -50,19 +50,8 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
                 piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
             ):
                 _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
-        shadow = like.get_submodule(name) if _is_asked(name, met, cut) else None
-        piece.forward = PieceForward(piece, shadow=shadow, route=route, crossing=crossing)
+        piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, crossing=crossing)
     return module
-
-
-def _is_asked(name: str, met: StageContents, cut: ModelCut) -> bool:
-    """Return whether a piece may be asked for the shapes of its output.
-
-    Its gradient is never asked for where the stage computes it, nor where its shapes equal the input's.
-    """
-    calls = enumerate(zip(met.keys, met.modules, strict=True))
-    elsewhere = [key for at, (key, module) in calls if module == name and not met.start <= at < met.stop]
-    return not cut.alike.issuperset(elsewhere)
 
 
 def _let_go(

@@ -72,8 +72,8 @@ class StepClock:
     Events and their dependencies are computed once; then the time of a step is one pass over them.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, *, seconds_per_byte: float = 1.0) -> None:
+        self._schedule, self._seconds_per_byte = schedule, seconds_per_byte
         self._events: list[tuple[int, int, int]] = []
         for _, action, before, other in _dependencies(add_transfers(schedule)):
             duration = 0
@@ -88,9 +88,9 @@ class StepClock:
         return len(self._events)
 
     def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:
-        """Return the step's time when micro-batches take each stage and each edge so long.
+        """Return the time of a step in which each stage takes so long for a micro-batch and sends so many bytes.
 
-        Infinite when a rank alone has to compute for as long as `limit`.
+        It is infinite when a rank alone has to compute for as long as `limit`.
         """
         ranks = [0.0] * self._schedule.ranks
         for load, rank in zip(loads, self._schedule.rank_of, strict=True):
@@ -98,7 +98,8 @@ class StepClock:
         if max(ranks) >= limit:
             return math.inf
         thirds = [part for load in loads for part in (load / 3, 2 * load / 3)]
-        durations = [0.0, *thirds, *(crossing or [0.0] * len(loads))]
+        links = [self._seconds_per_byte * sent for sent in crossing] or [0.0] * len(loads)
+        durations = [0.0, *thirds, *links]
         ends = [0.0]
         for before, other, duration in self._events:
             first, second = ends[before], ends[other]
