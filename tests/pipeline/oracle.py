@@ -36,13 +36,13 @@ def run_stages(stages: list[Stage], call: Call) -> Tensor:
     for stage in stages:
         result = stage.run(call, received=received)
         if stage is not stages[-1]:
-            parcel = pack(result)
+            packed = pack(result)
             arrived = [
-                tensor.detach().clone().requires_grad_(bone.requires_grad)
-                for tensor, bone in zip(parcel.tensors, tensor_specs(parcel.skeleton), strict=True)
+                tensor.detach().clone().requires_grad_(spec.requires_grad)
+                for tensor, spec in zip(packed.tensors, tensor_specs(packed.skeleton), strict=True)
             ]
-            received = unpack(parcel.skeleton, arrived=arrived)
-            crossed.append((parcel.tensors, arrived))
+            received = unpack(packed.skeleton, arrived=arrived)
+            crossed.append((packed.tensors, arrived))
     result.backward()
     for sent, arrived in reversed(crossed):
         pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if a.grad is not None]

@@ -60,7 +60,9 @@ def test_gathers_and_reductions_run_beside_the_computations() -> None:
 
 
 def test_peaks_weigh_every_stage_by_what_it_holds() -> None:
-    assert peaks(make_schedule("1f1b", pp=2, microbatches=3), costs=[ActionCost(held=10), ActionCost(held=3)]) == (
+    assert peaks(
+        make_schedule("1f1b", pp=2, microbatches=3), costs=[ActionCost(activations=10), ActionCost(activations=3)]
+    ) == (
         20,
         3,
     )
@@ -69,7 +71,7 @@ def test_peaks_weigh_every_stage_by_what_it_holds() -> None:
 def test_what_a_backward_for_the_input_frees_is_free() -> None:
     table = Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1")
     assert peaks(table) == (2,)
-    assert peaks(table, costs=ActionCost(held=8, kept=0.25)) == (10,)
+    assert peaks(table, costs=ActionCost(activations=8, kept_for_weights=0.25)) == (10,)
 
 
 def test_events_come_with_their_rank() -> None:

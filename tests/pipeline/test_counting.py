@@ -37,7 +37,7 @@ def test_operations_are_counted_once_of_pieces_that_do_the_same(monkeypatch: pyt
     monkeypatch.setattr(probing, "profile_module", watched)
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)
     product = 2 * 2 * 4 * 4
-    assert [step.took.work for step in seen.steps] == [2 * product, 3 * product, 3 * product, 9 * product, 3 * product]
+    assert [step.cost.work for step in seen.steps] == [2 * product, 3 * product, 3 * product, 9 * product, 3 * product]
     assert counted == [True, True, False, True, False]
 
 
@@ -54,5 +54,5 @@ def test_pieces_that_keep_as_much_and_do_more_are_counted_apart() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), *(Quiet(times) for times in (1, 1, 3)))
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)
-    one, again, three = (step.took for step in seen.steps[1:])
+    one, again, three = (step.cost for step in seen.steps[1:])
     assert (one, three.activations, three.work) == (again, one.activations, 3 * one.work)

@@ -28,13 +28,13 @@ MASK = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([10, 11]),
 @pytest.mark.parametrize("config", [{}, {"tied": True}, {"positions": "rotary", "kv_heads": 1}], ids=str)
 def test_a_gpt(config: dict[str, Any], stages: int) -> None:
     model = gpt(**config)
-    is_the_model(model, lm, cut_model(model, stages=stages, call=lm, wish=CutRequest("params")))
+    is_the_model(model, lm, cut_model(model, stages=stages, call=lm, request=CutRequest("params")))
 
 
 @pytest.mark.parametrize("by", ["time", "params", "memory"])
 def test_every_balance(by: Any) -> None:
     model = gpt()
-    cut = cut_model(model, stages=3, call=lm, wish=CutRequest(by))
+    cut = cut_model(model, stages=3, call=lm, request=CutRequest(by))
     is_the_model(model, lm, cut)
     assert cut.by == by
     assert cut.imbalance >= 1
@@ -45,7 +45,7 @@ def test_a_cut_at_some_of_the_places_of_another(at: tuple[str, ...]) -> None:
     model = gpt(tied=True)
     finest = cut_pieces(model, call=lm)
     assert finest.stages == len(finest.keys)
-    made = cut_model(model, stages=len(at) + 1, call=lm, wish=CutRequest("params", where=CutOptions(at=at)))
+    made = cut_model(model, stages=len(at) + 1, call=lm, request=CutRequest("params", where=CutOptions(at=at)))
     assert finest.coarser(at, model=model) == made
 
 
@@ -75,7 +75,7 @@ def test_a_llama_of_hugging_face_with_a_padding_mask(stages: int) -> None:
         return next_token_loss(logits, (TOKENS, TARGETS))[0]
 
     model = llama()
-    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=CutRequest("params")))
+    is_the_model(model, call, cut_model(model, stages=stages, call=call, request=CutRequest("params")))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 9])
@@ -85,7 +85,7 @@ def test_a_t5_is_cut_anywhere_in_its_encoder_and_decoder(stages: int) -> None:
         return next_token_loss(logits, (TOKENS, TARGETS[:, :9]))[0]
 
     model = t5()
-    cut = cut_model(model, stages=stages, call=call, wish=CutRequest("params"))
+    cut = cut_model(model, stages=stages, call=call, request=CutRequest("params"))
     is_the_model(model, call, cut)
     assert len(cut.ties["shared.weight"]) > 1
 
@@ -101,7 +101,7 @@ def test_the_skips_of_a_unet_are_carried_along(stages: int) -> None:
         squares: Tensor = model(IMAGES).square().sum()
         return squares
 
-    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=CutRequest("params")))
+    is_the_model(model, call, cut_model(model, stages=stages, call=call, request=CutRequest("params")))
 
 
 def test_arguments_by_keyword_and_flags() -> None:
@@ -111,7 +111,7 @@ def test_arguments_by_keyword_and_flags() -> None:
         squares: Tensor = model(IMAGES, flip=True, mask=IMAGES.flip(-1)).square().sum()
         return squares
 
-    is_the_model(model, call, cut_model(model, stages=3, call=call, wish=CutRequest("params")))
+    is_the_model(model, call, cut_model(model, stages=3, call=call, request=CutRequest("params")))
 
 
 def classify(model: nn.Module) -> Tensor:
@@ -122,7 +122,7 @@ def classify(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("how, stages", [("blocks", 3), ("auto", 4), ("auto", 12)])
 def test_a_resnet(how: Any, stages: int) -> None:
     model = ResNet(norm=nn.BatchNorm2d)
-    cut = cut_model(model, stages=stages, call=classify, wish=CutRequest("params", where=CutOptions(how=how)))
+    cut = cut_model(model, stages=stages, call=classify, request=CutRequest("params", where=CutOptions(how=how)))
     is_the_model(model, classify, cut)
 
 
@@ -156,7 +156,7 @@ def test_a_parameter_of_another_stage_is_not_computed_with(device: str) -> None:
         r"head, on stage 1, needs what the model computes with blocks\.0\.weight .* on stage 0\. Give it a second name"
     )
     with pytest.raises(CutError, match=told):
-        cut_model(model, stages=2, call=lambda model: model(TOKENS), wish=CutRequest("params"))
+        cut_model(model, stages=2, call=lambda model: model(TOKENS), request=CutRequest("params"))
 
 
 @pytest.mark.parametrize("model", [Reaching(3), Reaching(0, named=True)], ids=["its own", "named"])
@@ -164,13 +164,13 @@ def test_a_parameter_that_the_stage_has_is(model: Reaching) -> None:
     def call(model: nn.Module) -> Any:
         return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
 
-    is_the_model(model.double(), call, cut_model(model, stages=2, call=call, wish=CutRequest("params")))
+    is_the_model(model.double(), call, cut_model(model, stages=2, call=call, request=CutRequest("params")))
 
 
 def test_what_another_stage_holds_has_a_shape_and_is_not_computed_with() -> None:
     """Also where the example did not show it: in a branch, or in a loss."""
     model = Reaching(3)
-    cut = cut_model(model, stages=2, call=lambda model: model(TOKENS), wish=CutRequest("params"))
+    cut = cut_model(model, stages=2, call=lambda model: model(TOKENS), request=CutRequest("params"))
     weight: Any = make_stage(model, cut=cut, index=1).module.get_submodule("blocks.0").weight
     assert (weight.shape, weight.dtype) == ((8, 8), torch.float64)
     assert weight.size(0) == weight.T[0].numel() == 8
@@ -205,4 +205,4 @@ def test_a_parameter_that_is_asked_for_a_shape_or_a_dtype_may_be_on_another_stag
         return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
 
     model = Shaping(0).double()
-    is_the_model(model, call, cut_model(model, stages=2, call=call, wish=CutRequest("params")))
+    is_the_model(model, call, cut_model(model, stages=2, call=call, request=CutRequest("params")))

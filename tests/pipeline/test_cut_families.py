@@ -70,5 +70,5 @@ def test_a_family(name: str) -> None:
     config, sizes, inputs = FAMILIES[name]
     model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**sizes))
     call = summed(inputs)
-    cut = cut_model(model, stages=3, call=call, wish=CutRequest("params"))
+    cut = cut_model(model, stages=3, call=call, request=CutRequest("params"))
     is_the_model(model, call, cut)

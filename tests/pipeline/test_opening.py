@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.block_entry import inside
+from meshwise.pipeline.cut.block_entry import inner_modules
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, UncutModules, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import probe
@@ -79,7 +79,7 @@ PARTS = ("before", "qkv", "project", "again", "up", "down")
 def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
     model = Decoder().double()
     at = (f"blocks.0.{part}", f"blocks.1.{part}")
-    cut = cut_model(model, stages=3, call=loss_of, wish=CutRequest("params", where=CutOptions(at=at)))
+    cut = cut_model(model, stages=3, call=loss_of, request=CutRequest("params", where=CutOptions(at=at)))
     assert cut.opened == ("blocks.0", "blocks.1")
     is_the_model(model, loss_of, cut)
 
@@ -88,7 +88,7 @@ def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> Non
     model = Decoder(layers=3).double()
     at = ("blocks.1.before", "blocks.1.project", "blocks.1.down", "blocks.2", "head")
     stages = is_the_model(
-        model, loss_of, cut_model(model, stages=6, call=loss_of, wish=CutRequest("params", where=CutOptions(at=at)))
+        model, loss_of, cut_model(model, stages=6, call=loss_of, request=CutRequest("params", where=CutOptions(at=at)))
     )
     blocks = [stage.module.get_submodule("blocks.1") for stage in stages]
     held = [{name for name, _ in block.named_parameters()} for block in blocks]
@@ -106,14 +106,16 @@ def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> Non
 def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
     model = small_gpt()
     whole, auto = (
-        cut_model(model, stages=3, call=small_lm, wish=CutRequest("params", where=CutOptions(how=how)))
+        cut_model(model, stages=3, call=small_lm, request=CutRequest("params", where=CutOptions(how=how)))
         for how in ("blocks", "auto")
     )
     assert whole.opened == ()
     assert auto.imbalance < whole.imbalance * 0.98
     assert all(f"{name} is opened: a stage begins inside" in str(auto) for name in auto.opened)
     is_the_model(model, small_lm, auto)
-    even = cut_model(model, stages=2, call=small_lm, wish=CutRequest("params", where=CutOptions(pieces=("blocks.*",))))
+    even = cut_model(
+        model, stages=2, call=small_lm, request=CutRequest("params", where=CutOptions(pieces=("blocks.*",)))
+    )
     assert even.opened == (), "pieces that were asked for stay whole"
 
 
@@ -125,8 +127,8 @@ def test_a_schedule_gains_by_it() -> None:
     clock = StepClock(schedule)
     taken = {}
     for how in ("blocks", "auto"):
-        wish = CutRequest("time", where=CutOptions(how=how), schedule=schedule)
-        cut = cut_model(model, stages=4, call=lambda model: model(TOKENS), wish=wish)
+        request = CutRequest("time", where=CutOptions(how=how), schedule=schedule)
+        cut = cut_model(model, stages=4, call=lambda model: model(TOKENS), request=request)
         taken[how] = clock(loads=cut.loads) / (sum(cut.loads) * 8 / 4)
     assert taken["auto"] < 0.98 * taken["blocks"]
     assert taken["auto"] < 1.06 * 11 / 8
@@ -166,7 +168,7 @@ class Experts(nn.Module):
     ids=["whole", "own parameters", "reads", "experts", "sequence", "leaf"],
 )
 def test_what_a_block_has_inside(block: nn.Module, parts: tuple[str, ...]) -> None:
-    found = inside(block)
+    found = inner_modules(block)
     assert len(found) == len(parts)
     assert set(found) == set(parts)
 
@@ -202,7 +204,7 @@ def test_a_block_that_could_not_be_told_apart_stays_whole(call: Callable[[nn.Mod
         return out
 
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
-        cut_model(model, stages=2, call=squares, wish=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
+        cut_model(model, stages=2, call=squares, request=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
 
 
 class Repeating(Block):
@@ -218,7 +220,7 @@ def test_nor_is_a_block_opened_that_checkpoints_itself() -> None:
     model.blocks = nn.ModuleList(Repeating(0.0) for _ in range(2)).double()
     call = lambda model: model(torch.ones(2, LENGTH, WIDTH).double())  # noqa: E731
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
-        cut_model(model, stages=2, call=call, wish=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
+        cut_model(model, stages=2, call=call, request=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
 
 
 def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
@@ -231,12 +233,12 @@ def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
             model,
             stages=2,
             call=loss_of,
-            wish=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), pairs=pairs),
+            request=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), pairs=pairs),
         )
     whole = small_gpt()
     inner = UncutModules(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
     at = CutOptions(at=("blocks.1.mlp_norm",))
-    assert cut_model(whole, stages=2, call=small_lm, wish=CutRequest("params", where=at, pairs=inner)).opened == (
+    assert cut_model(whole, stages=2, call=small_lm, request=CutRequest("params", where=at, pairs=inner)).opened == (
         "blocks.1",
     )
 
@@ -360,7 +362,7 @@ class Kept(nn.Linear):
 def test_what_else_the_machine_does_makes_no_stage_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     model, x = nn.Sequential(nn.Linear(2, 2), Kept(2, 2)), torch.ones(1, 2)
-    cut = cut_model(model, stages=2, call=lambda model: model(x).sum(), wish=CutRequest("time"))
+    cut = cut_model(model, stages=2, call=lambda model: model(x).sum(), request=CutRequest("time"))
     assert max(cut.loads) < 0.05
 
 
@@ -371,9 +373,9 @@ def test_a_head_that_runs_once_is_measured_as_blocks_that_run_often() -> None:
     drawn = random.Random(0)
 
     def restless() -> ProbeResult:
-        took = [StepCost(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.steps]
-        steps = tuple(replace(step, took=one) for step, one in zip(seen.steps, took, strict=True))
+        cost = [StepCost(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.steps]
+        steps = tuple(replace(step, cost=one) for step, one in zip(seen.steps, cost, strict=True))
         return replace(seen, steps=steps)
 
-    works = [[step.took.work for step in typical([restless() for _ in range(3)], model=model).steps] for _ in range(40)]
+    works = [[step.cost.work for step in typical([restless() for _ in range(3)], model=model).steps] for _ in range(40)]
     assert abs(mean(work[-1] for work in works) - mean(work[0] for work in works)) < 0.03

@@ -41,7 +41,7 @@ def example(model: nn.Module) -> Tensor:
 def cut(model: nn.Module, *, at: str = "layers.2", bare: bool = False) -> ModelCut:
     """In two; `bare`: of a model without values."""
     cut_from = copy.deepcopy(model).to("meta") if bare else model
-    return cut_model(cut_from, stages=2, call=example, wish=CutRequest(where=CutOptions(at=(at,), how="blocks")))
+    return cut_model(cut_from, stages=2, call=example, request=CutRequest(where=CutOptions(at=(at,), how="blocks")))
 
 
 def through(layers: Any, x: Any, *args: Any) -> Any:
@@ -276,7 +276,7 @@ def test_a_buffer_that_is_changed_by_a_method_is_as_one_of_the_model() -> None:
 
     build = lambda: Model(levelled, *linears(), Level())  # noqa: E731
     with pytest.raises(CutError, match=r"the model changes its buffer layers.4.level outside of its pieces"):
-        cut_model(made(build), stages=3, call=example, wish=CutRequest(where=CutOptions(how="blocks")))
+        cut_model(made(build), stages=3, call=example, request=CutRequest(where=CutOptions(how="blocks")))
 
 
 def test_and_a_piece_that_a_reentrant_checkpoint_hides_from_autograd() -> None:

@@ -79,12 +79,12 @@ def losses_and_gradients(
     """Of one rank: the losses it has, and of each of its stages the gradients."""
     world = world.over(Mesh((("pp", world.size),)))
     schedule = lower(make_schedule(name, pp=world.size, microbatches=MICROBATCHES), gathers=True)
-    cut = cut_model(model, stages=schedule.stages, call=first, wish=CutRequest("params"))
+    cut = cut_model(model, stages=schedule.stages, call=first, request=CutRequest("params"))
     mine = schedule.stages_of(world.rank)
     models = {index: copy.deepcopy(model) for index in mine}
     stages = {index: make_stage(models[index], cut=cut, index=index) for index in mine}
     keepers = {index: Plain() for index in mine}
-    runtime = PipelineRuntime(stages, keepers=keepers, world=world)
+    runtime = PipelineRuntime(stages, storages=keepers, world=world)
     returned = {}
     for _ in range(2):  # the second time every shape is agreed
         returned = runtime.run(schedule, jobs=jobs(present))
@@ -157,11 +157,11 @@ def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, sa
         schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), gathers=False)
         model = nn.Sequential(Choosy(what), Takes(4, 4))
         call = functools.partial(total, x=torch.ones(3, 4))
-        cut = cut_model(model, stages=2, call=call, wish=CutRequest("params"))
+        cut = cut_model(model, stages=2, call=call, request=CutRequest("params"))
         stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
         keeper = Plain()
         keeper.did.append("gather")
-        runtime = PipelineRuntime(stages, keepers={world.rank: keeper}, world=world)
+        runtime = PipelineRuntime(stages, storages={world.rank: keeper}, world=world)
         batches = [torch.ones(3, 4), torch.eye(4)[:3]]
         runtime.run(
             schedule, jobs={i: MicrobatchJob(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)}
@@ -181,13 +181,13 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
 
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), gathers=False)
-        cut = cut_model(model, stages=2, call=first, wish=CutRequest("params"))
+        cut = cut_model(model, stages=2, call=first, request=CutRequest("params"))
         stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank)
         if world.rank == 1:
             stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
         keeper = Plain()
         keeper.did.append("gather")
-        PipelineRuntime({world.rank: stage}, keepers={world.rank: keeper}, world=world).run(
+        PipelineRuntime({world.rank: stage}, storages={world.rank: keeper}, world=world).run(
             schedule, jobs=jobs(range(8))
         )
 

@@ -39,7 +39,7 @@ def mlp() -> MLP:
 
 def test_stages_hold_the_models_own_parameters_under_their_names_and_each_somewhere() -> None:
     model = gpt()
-    cut = cut_model(model, stages=3, call=lm, wish=PARAMS)
+    cut = cut_model(model, stages=3, call=lm, request=PARAMS)
     stages = [make_stage(model, cut=cut, index=index) for index in range(3)]
     held = [dict(stage.module.named_parameters()) for stage in stages]
     assert {name for names in held for name in names} == {name for name, _ in model.named_parameters()}
@@ -50,7 +50,7 @@ def test_stages_hold_the_models_own_parameters_under_their_names_and_each_somewh
 
 def test_a_tied_parameter_is_on_both_stages_and_named_in_the_cut() -> None:
     model = gpt(tied=True)
-    cut = cut_model(model, stages=3, call=lm, wish=PARAMS)
+    cut = cut_model(model, stages=3, call=lm, request=PARAMS)
     assert cut.ties == {"embedding.weight": (0, 2)}
     last = make_stage(model, cut=cut, index=2)
     assert last.module.get_parameter("head.weight") is model.embedding.weight
@@ -77,7 +77,7 @@ def test_running_statistics_are_not_touched_by_the_cut() -> None:
 
 def test_micro_batches_may_differ_in_shape_and_be_in_flight_together() -> None:
     model = gpt()
-    cut = cut_model(model, stages=2, call=lm, wish=PARAMS)
+    cut = cut_model(model, stages=2, call=lm, request=PARAMS)
     first, last = (make_stage(model, cut=cut, index=index) for index in range(2))
     calls = [lambda model, part=TOKENS[:, :size]: model(part) for size in (12, 7, 3)]
     sent = [first.run(call, received={}) for call in calls]
@@ -90,10 +90,10 @@ def test_a_frozen_beginning_sends_no_gradient_back() -> None:
     model.embedding.requires_grad_(requires_grad=False)
     assert model.positions is not None
     model.positions.requires_grad_(requires_grad=False)
-    cut = cut_model(model, stages=7, call=lm, wish=PARAMS)
+    cut = cut_model(model, stages=7, call=lm, request=PARAMS)
     stages = is_the_model(model, lm, cut)
-    parcel = pack(stages[0].run(lm, received={}))
-    assert [bone.requires_grad for bone in tensor_specs(parcel.skeleton)] == [False]
+    packed = pack(stages[0].run(lm, received={}))
+    assert [spec.requires_grad for spec in tensor_specs(packed.skeleton)] == [False]
 
 
 class Recomputing(nn.Module):
@@ -115,7 +115,7 @@ class Recomputing(nn.Module):
 @pytest.mark.parametrize("stages", [2, 4, 6])
 def test_checkpoints_ties_by_use_and_layers_that_run_twice(stages: int) -> None:
     model = Recomputing()
-    cut = cut_model(model, stages=stages, call=lm, wish=PARAMS)
+    cut = cut_model(model, stages=stages, call=lm, request=PARAMS)
     is_the_model(model, lm, cut)
     assert cut.keys == ("embedding", "again", "blocks.0", "blocks.1", "blocks.2", "again:2")
     assert cut.ties["embedding.weight"] == tuple(range(stages))
@@ -139,7 +139,7 @@ class Collecting(nn.Module):
 
 def test_whatever_is_used_later_crosses() -> None:
     model = Collecting()
-    cut = cut_model(model, stages=4, call=total, wish=PARAMS)
+    cut = cut_model(model, stages=4, call=total, request=PARAMS)
     assert cut.crossing[2] == ("layers.0", "layers.1", "layers.2")
     is_the_model(model, total, cut)
 
@@ -147,7 +147,7 @@ def test_whatever_is_used_later_crosses() -> None:
 def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
     """The example used the last layer alone; a run that uses all of them gets no made-up values."""
     model = Collecting()
-    cut = cut_model(model, stages=2, call=lambda model: model(torch.ones(1, 4), every=False), wish=PARAMS)
+    cut = cut_model(model, stages=2, call=lambda model: model(torch.ones(1, 4), every=False), request=PARAMS)
     first, last = (make_stage(model, cut=cut, index=index) for index in range(2))
     out = last.run(lambda model: model(torch.ones(3, 4)), received=first.run(total, received={}))
     assert out[0].isnan().all()
@@ -155,13 +155,13 @@ def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
 
 
 def test_nan_that_was_written_to_is_nan_again_the_next_time() -> None:
-    void, like = NanPlaceholder(), torch.empty(2, 3)
-    first = void.like(like, device=like.device, fresh=False)
-    assert void.like(like, device=like.device, fresh=False).data_ptr() == first.data_ptr()
+    nan, like = NanPlaceholder(), torch.empty(2, 3)
+    first = nan.like(like, device=like.device, fresh=False)
+    assert nan.like(like, device=like.device, fresh=False).data_ptr() == first.data_ptr()
     first.zero_()
-    assert void.like(like, device=like.device, fresh=False).isnan().all()
-    own = void.like(like, device=like.device, fresh=True).zero_()
-    assert void.like(like.flatten(), device=like.device, fresh=False).isnan().all()
+    assert nan.like(like, device=like.device, fresh=False).isnan().all()
+    own = nan.like(like, device=like.device, fresh=True).zero_()
+    assert nan.like(like.flatten(), device=like.device, fresh=False).isnan().all()
     assert not own.any()
 
 
@@ -179,7 +179,7 @@ class Wayward(nn.Module):
 
 def test_another_order_than_the_example_is_an_error_that_names_it() -> None:
     model = Wayward()
-    cut = cut_model(model, stages=2, call=total, wish=PARAMS)
+    cut = cut_model(model, stages=2, call=total, request=PARAMS)
     stage = make_stage(model, cut=cut, index=0)
     with pytest.raises(StageError, match="b runs where a was due"):
         stage.run(lambda model: model(torch.ones(1, 4), swapped=True), received={})
@@ -188,7 +188,7 @@ def test_another_order_than_the_example_is_an_error_that_names_it() -> None:
 
 def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
     model = gpt()
-    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0)
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, request=PARAMS), index=0)
     with pytest.raises(ValueError, match="do not fit the context"):
         stage.run(lambda model: model(TOKENS.repeat(1, 2)), received={})
     assert set(stage.run(lm, received={})) == set(stage.sends)
@@ -196,7 +196,7 @@ def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
 
 def test_hooks_of_the_modules_that_are_left_run() -> None:
     model = gpt()
-    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0)
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, request=PARAMS), index=0)
     ended = []
     for name, module in stage.module.named_modules():
         if name in ("", "blocks.0", "blocks.1"):
@@ -207,7 +207,7 @@ def test_hooks_of_the_modules_that_are_left_run() -> None:
 
 def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
     model = gpt(tied=True)
-    cut = cut_model(model, stages=4, call=lm, wish=PARAMS)
+    cut = cut_model(model, stages=4, call=lm, request=PARAMS)
     for index in range(4):
         module = make_stage(model, cut=cut, index=index).module
         rows = {row.name for row in parameter_table(module).rows}
@@ -219,7 +219,7 @@ def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
 
 def test_by_hand_stages_begin_where_they_are_told_to() -> None:
     model = gpt()
-    cut = cut_model(model, stages=3, call=lm, wish=CutRequest("params", where=CutOptions(at=("blocks.1", "norm"))))
+    cut = cut_model(model, stages=3, call=lm, request=CutRequest("params", where=CutOptions(at=("blocks.1", "norm"))))
     assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
     is_the_model(model, lm, cut)
 
@@ -236,14 +236,14 @@ def test_by_hand_stages_begin_where_they_are_told_to() -> None:
 )
 def test_names_that_cannot_be_cut_at_are_refused(at: tuple[str, ...], message: str) -> None:
     with pytest.raises(CutError, match=message.replace(".", r"\.")):
-        cut_model(gpt(), stages=3, call=lm, wish=CutRequest("params", where=CutOptions(at=at)))
+        cut_model(gpt(), stages=3, call=lm, request=CutRequest("params", where=CutOptions(at=at)))
 
 
 def test_more_stages_than_pieces_is_refused_with_how_many_fit() -> None:
     with pytest.raises(CutError, match=r"9 stages do not fit: .* at most pp·virtual_stages=8"):
-        cut_model(gpt(), stages=9, call=lm, wish=CutRequest("params", where=CutOptions(how="blocks")))
+        cut_model(gpt(), stages=9, call=lm, request=CutRequest("params", where=CutOptions(how="blocks")))
     with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3"):
-        cut_model(mlp(), stages=4, call=total, wish=PARAMS)
+        cut_model(mlp(), stages=4, call=total, request=PARAMS)
 
 
 def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
@@ -251,8 +251,8 @@ def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
         model = gpt()
     call = lambda model: model(TOKENS.to("meta"))  # noqa: E731
     by_memory = CutRequest("memory", where=CutOptions(how="blocks"))
-    cut = cut_model(model, stages=3, call=call, wish=by_memory)
-    assert cut.bounds == cut_model(gpt(), stages=3, call=lm, wish=by_memory).bounds
+    cut = cut_model(model, stages=3, call=call, request=by_memory)
+    assert cut.bounds == cut_model(gpt(), stages=3, call=lm, request=by_memory).bounds
     by_work = cut_model(model, stages=3, call=call)
     assert by_work.by == "operations"
     assert "FLOP" in str(by_work)
@@ -264,12 +264,12 @@ def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
 def test_memory_weighs_the_micro_batches_that_a_stage_holds() -> None:
     """1F1B holds more on early stages, so they get fewer blocks."""
     model = GPT(GPTConfig(vocabulary=31, context=12, layers=12, heads=2, width=8))
-    even = cut_model(model, stages=2, call=lm, wish=CutRequest("memory"))
+    even = cut_model(model, stages=2, call=lm, request=CutRequest("memory"))
     two, three = (make_schedule("1f1b", pp=pp, microbatches=4) for pp in (2, 3))
-    early = cut_model(model, stages=2, call=lm, wish=CutRequest("memory", schedule=two))
+    early = cut_model(model, stages=2, call=lm, request=CutRequest("memory", schedule=two))
     assert early.bounds[1] < even.bounds[1]
     with pytest.raises(CutError, match="the schedule has 3 stages, the cut 2"):
-        cut_model(model, stages=2, call=lm, wish=CutRequest("memory", schedule=three))
+        cut_model(model, stages=2, call=lm, request=CutRequest("memory", schedule=three))
 
 
 class Slow(nn.Module):
@@ -289,11 +289,11 @@ def test_time_is_measured() -> None:
     model = nn.Sequential(*(Slow(rounds=rounds) for rounds in (200, 1, 1, 1)))
     call = lambda model: model(torch.ones(16, 64)).sum()  # noqa: E731
     assert cut_model(model, stages=2, call=call).bounds == (0, 1, 4)
-    assert cut_model(model, stages=2, call=call, wish=PARAMS).bounds == (0, 2, 4)
+    assert cut_model(model, stages=2, call=call, request=PARAMS).bounds == (0, 2, 4)
 
 
 def test_a_cut_prints_as_a_table_and_travels() -> None:
-    cut = cut_model(gpt(tied=True), stages=3, call=lm, wish=CutRequest("params", where=CutOptions(how="blocks")))
+    cut = cut_model(gpt(tied=True), stages=3, call=lm, request=CutRequest("params", where=CutOptions(how="blocks")))
     assert pickle.loads(pickle.dumps(cut)) == cut
     assert str(cut).splitlines() == [
         "stage  runs                      parameters  params  part    then sends",
@@ -311,14 +311,14 @@ def test_a_cut_prints_as_a_table_and_travels() -> None:
 def test_a_parcel_takes_any_tree_apart_and_together() -> None:
     shared = torch.ones(2, requires_grad=True)
     values = {"a": (shared, None, 3), "b": [{"c": shared, "d": torch.arange(3)}]}
-    parcel = pack(values)
-    assert [tuple(tensor.shape) for tensor in parcel.tensors] == [(2,), (3,)]
-    skeleton = pickle.loads(pickle.dumps(parcel.skeleton))
-    assert [(bone.dtype, bone.requires_grad) for bone in tensor_specs(skeleton)] == [
+    packed = pack(values)
+    assert [tuple(tensor.shape) for tensor in packed.tensors] == [(2,), (3,)]
+    skeleton = pickle.loads(pickle.dumps(packed.skeleton))
+    assert [(spec.dtype, spec.requires_grad) for spec in tensor_specs(skeleton)] == [
         (torch.float64, True),
         (torch.int64, False),
     ]
-    back = unpack(skeleton, arrived=parcel.tensors)
+    back = unpack(skeleton, arrived=packed.tensors)
     assert back["a"][0] is back["b"][0]["c"] is shared
     assert back["a"][1:] == (None, 3)
 
@@ -349,7 +349,7 @@ def test_a_model_may_change_in_place_what_it_was_given() -> None:
 
 def test_one_stage_is_the_whole_model() -> None:
     model = mlp()
-    cut = cut_model(model, stages=1, call=total, wish=PARAMS)
+    cut = cut_model(model, stages=1, call=total, request=PARAMS)
     assert cut.crossing == ()
     stage = make_stage(model, cut=cut, index=0)
     torch.testing.assert_close(run_stages([stage], total), total(model).detach(), rtol=0, atol=0)
@@ -357,7 +357,7 @@ def test_one_stage_is_the_whole_model() -> None:
 
 def test_a_model_that_is_nowhere_whole_is_cut_and_born_stage_by_stage() -> None:
     source = build_with_values(gpt, seed=3)
-    cut = cut_model(source.module, stages=2, call=lambda model: model(TOKENS.to("meta")), wish=PARAMS)
+    cut = cut_model(source.module, stages=2, call=lambda model: model(TOKENS.to("meta")), request=PARAMS)
     stages = [make_stage(source.module, cut=cut, index=index) for index in range(2)]
     for stage in stages:
         for row in parameter_table(stage.module).rows:

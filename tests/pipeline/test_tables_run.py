@@ -59,11 +59,11 @@ class OneProcess:
         if stage + 1 == len(self.stages):
             self.outputs[stage, index] = [result]
             return
-        parcel = pack(result)
+        packed = pack(result)
         after = (stage + 1, index)
-        self.outputs[stage, index] = list(parcel.tensors)
-        self.arrived[after] = [t.detach().clone().requires_grad_() for t in parcel.tensors]
-        self.received[after] = unpack(parcel.skeleton, arrived=self.arrived[after])
+        self.outputs[stage, index] = list(packed.tensors)
+        self.arrived[after] = [t.detach().clone().requires_grad_() for t in packed.tensors]
+        self.received[after] = unpack(packed.skeleton, arrived=self.arrived[after])
 
     def backward(self, stage: int, index: int) -> None:
         outputs, leaves = self.outputs.pop((stage, index)), self.arrived.pop((stage, index), [])
@@ -82,7 +82,7 @@ def test_a_schedule_gives_the_gradients_of_one_process(name: str, tied: bool) ->
     model = GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, tied=tied))
     schedule = lower(make_schedule(name, pp=2, microbatches=4), gathers=True)
     call = lambda model: lm(model, 0)  # noqa: E731
-    cut = cut_model(model, stages=schedule.stages, call=call, wish=CutRequest("params"))
+    cut = cut_model(model, stages=schedule.stages, call=call, request=CutRequest("params"))
     stages = [make_stage(model, cut=cut, index=index) for index in range(cut.stages)]
     for index in range(4):
         lm(model, index).backward()

@@ -79,9 +79,9 @@ def cut_source(
             return example.forward(model, given)
         return call_loss(model, given, forward=example.forward, loss=example.loss)[0]
 
-    wish = CutRequest(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
+    request = CutRequest(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
     try:
-        return cut_for(source.module, stages=schedule.stages, micro=micro, run=run, wish=wish)
+        return cut_for(source.module, stages=schedule.stages, micro=micro, run=run, request=request)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
 
@@ -104,11 +104,11 @@ class CopiedBatchRun:
 
 
 def cut_for(
-    model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: CutRequest
+    model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], request: CutRequest
 ) -> ModelCut:
     """Return the cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
     call = CopiedBatchRun(micro, run=run)
-    cut = cut_model(model, stages=stages, call=call, wish=wish)
+    cut = cut_model(model, stages=stages, call=call, request=request)
     return dataclasses.replace(cut, writes=call.written or cut.writes)  # one that was made before is not made again
 
 

@@ -45,7 +45,7 @@ from meshwise.model.parameter_table import ParameterOptions, check_trains, param
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.build_stage import bare, make_stage
+from meshwise.pipeline.run.build_stage import make_stage, without_values
 from meshwise.pipeline.run.stage import FeatureWidth
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.schedules.validate import in_flight
@@ -303,7 +303,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
     blocks = setting.policy.blocks.names(source.module)
-    like = bare(source.module)
+    like = without_values(source.module)
     convert(like, precision=setting.storage.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
@@ -319,12 +319,12 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         earlier = frozenset(name for name, holders in cut.holders.items() if holders[0] < index)
         place = StagePlace(world.group("pp").index, earlier)
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
-        met = cut.met(index)
-        absent = frozenset(met.modules) - frozenset(met.modules[met.start : met.stop])
+        contents = cut.contents(index)
+        absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
         own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
         stages[index] = LiveStage(stage, *_build_engine(source.part(stage.module), own, recall=recall, stage=place))
         kept = in_flight(schedule)[index]
-        halves = {name: f"{name} of stage {index}" for name in met.opened}
+        halves = {name: f"{name} of stage {index}" for name in contents.opened}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
         _release(source.module)

@@ -49,7 +49,7 @@ class StagedRunner:
         self.evaluated_in = schedule.microbatches
         self._keepers = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
-        self._runtime = PipelineRuntime(runs, keepers=self._keepers, world=self._world)
+        self._runtime = PipelineRuntime(runs, storages=self._keepers, world=self._world)
 
     @cached_property
     def _forwards(self) -> Schedule:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as tables, what checks and times them, and the cut of a model into stages."""
+"""Pipeline parallelism: schedules as tables, the cut of a model into stages, and the run of both."""

@@ -245,9 +245,9 @@ def _kinds(
     except ValueError:
         return tuple(range(plan.pp)), options  # for the real code to say
     options = dataclasses.replace(options, parts=parts)
-    wish = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
+    request = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
-        cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, wish=wish)
+        cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, request=request)
     except CutError:
         return tuple(range(plan.pp)), options  # for the real code to say
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])

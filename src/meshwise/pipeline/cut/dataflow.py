@@ -1,17 +1,16 @@
-"""Trace what the tensors of a running model were made of: outputs of pieces, and side effects of pieces.
+"""Trace which pieces of a model the tensors of a run depend on: by outputs and by side effects of pieces.
 
-Autograd's graph does not tell: it ends at `detach`, under `no_grad`, and at integers and booleans. So every operation
-below autograd is watched, and what it makes was made of what it was given. Memory is followed, so views are too, and
-changes in place. A number that is read from a tensor, or a shape that its values decide, may decide all that follows.
+Autograd's graph is not enough: it ends at `detach`, under `no_grad`, and at integers and booleans. So every operation
+below autograd is watched: its results depend on its arguments. Memory is followed, and with it views and changes in
+place. After a number is read from a tensor, or values decide a shape, everything that follows depends on them.
 
     | h = embedding(tokens)          h        needs embedding
     | wide = h.argmax(-1) > 3        wide     needs embedding
     | y = block(h, wide, losses)     y        needs block
-    |                                losses   have an effect of block: it put there what it does not return
+    |                                losses   has an effect of block, which appended a tensor to it
     |                                h        has one as well, if block changes it in place
 
-Numbers and other plain values are not followed through Python. So a piece that puts a tensor into a list or mapping
-that it received has an effect on everything that follows.
+Numbers and other plain values are not followed through Python.
 """
 
 import contextlib
@@ -36,9 +35,9 @@ class Dependencies:
     needs: frozenset[str] = frozenset()
     """Keys of the pieces whose outputs are in it."""
     effects: frozenset[str] = frozenset()
-    """Keys of the pieces that have put something into it which they did not return."""
+    """Keys of the pieces that changed it by a side effect."""
     parameters: frozenset[str] = frozenset()
-    """Parameters of pieces that something between the pieces has put into it."""
+    """Parameters of pieces that code between the pieces computed it with."""
 
     def __or__(self, other: "Dependencies") -> "Dependencies":
         return Dependencies(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
@@ -53,28 +52,28 @@ def unchanged(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Hand:
-    """A piece that puts something somewhere."""
+class _Writer:
+    """A piece that stores values outside of its outputs."""
 
-    past: Dependencies
-    put: Callable[[Any], Any]
-    """What stands for a value, where it is put."""
+    dependencies: Dependencies
+    stand_in: Callable[[Any], Any]
+    """Maps a stored value to the value that replaces it outside of the piece."""
 
 
 class DataflowTracer(TorchDispatchMode):
-    """Knows the past of every tensor that was made while it was entered; of all others, that they have none."""
+    """Dispatch mode that records the dependencies of the tensors that are made inside; others have none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changed: set[str] = set()
         """Keys of the pieces whose outputs were changed in place."""
 
-        self._pasts: WeakKeyDictionary[torch.UntypedStorage, Dependencies] = WeakKeyDictionary()
+        self._dependencies: WeakKeyDictionary[torch.UntypedStorage, Dependencies] = WeakKeyDictionary()
         self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._read = self._used = _NOTHING
         self._piece: str | None = None
-        self._reads = _Reads(self)
+        self._reads = _ValueReads(self)
 
     def __enter__(self) -> "DataflowTracer":
         self._reads.__enter__()
@@ -89,24 +88,24 @@ class DataflowTracer(TorchDispatchMode):
         """Return the dependencies of a tree of tensors and of the numbers that the model has read so far."""
         return self._of(values) | self._read
 
-    def name(self, parameters: Mapping[str, Tensor]) -> None:
-        """Register parameters of pieces, so that reads between the pieces are noticed."""
+    def register_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        """Register parameters of pieces, to notice where code between the pieces computes with them."""
         self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
 
-    def is_of_pieces(self, tensor: Tensor) -> bool:
-        """Return whether something that pieces have computed is in it."""
+    def depends_on_pieces(self, tensor: Tensor) -> bool:
+        """Return whether the tensor depends on a piece."""
         return self._of(tensor) != _NOTHING
 
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
         """Return the output of a piece in memory of its own, unless it was `made` by the piece."""
         own = tensor.detach() if made else tensor.detach().clone()
-        self._pasts[own.untyped_storage()] = Dependencies(frozenset((key,)))
+        self._dependencies[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
         return own
 
     @contextlib.contextmanager
     def inside(self, key: str) -> Iterator[None]:
-        """Inside, a piece runs."""
+        """Attribute the operations inside to the piece `key`."""
         before, self._piece = (self._piece, self._used), key
         self._used = _NOTHING
         try:
@@ -114,105 +113,116 @@ class DataflowTracer(TorchDispatchMode):
         finally:
             self._piece, self._used = before
 
-    def reads(self, past: Dependencies) -> None:
-        """Python reads something with this past."""
+    def record_read(self, dependencies: Dependencies) -> None:
+        """Record that Python reads the values of a tensor with these dependencies."""
         if self._piece is None:
-            self._read |= past
+            self._read |= dependencies
         else:
-            self._used |= past
+            self._used |= dependencies
 
     @contextlib.contextmanager
-    def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = unchanged) -> Iterator[None]:
-        """Inside, a piece is given `held` in place of `values`; what it changes and puts there is then here too."""
-        before = map_tensors(unchanged, held)
+    def replacing(
+        self, values: Any, *, by: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
+    ) -> Iterator[None]:
+        """Run a piece on `by` in place of `values`, and afterwards repeat on `values` what it changed in `by`."""
+        before = map_tensors(unchanged, by)
         yield
-        if held is not values:
-            self._back(values, before, held, _Hand(Dependencies(effects=frozenset((key,))), put))
+        if by is not values:
+            self._write_back(values, before, by, _Writer(Dependencies(effects=frozenset((key,))), stand_in))
 
     @contextlib.contextmanager
-    def in_place_of(self, module: nn.Module, *, held: nn.Module, key: str, put: Callable[[Any], Any]) -> Iterator[None]:
-        """Run a copy of a piece instead of the piece within the block; attributes that it sets are then set on both."""
-        before = [dict(vars(one)) for one in held.modules()]
+    def replacing_module(
+        self, module: nn.Module, *, by: nn.Module, key: str, stand_in: Callable[[Any], Any]
+    ) -> Iterator[None]:
+        """Run the copy `by` in place of a piece, and afterwards set on the piece the attributes that the copy set."""
+        before = [dict(vars(one)) for one in by.modules()]
         yield
-        hand = _Hand(Dependencies(effects=frozenset((key,))), put)
-        for one, other, was in zip(module.modules(), held.modules(), before, strict=True):
+        writer = _Writer(Dependencies(effects=frozenset((key,))), stand_in)
+        for one, other, was in zip(module.modules(), by.modules(), before, strict=True):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
-            vars(one).update((name, self._copy(value, hand)) for name, value in kept.items())
+            vars(one).update((name, self._copy(value, writer)) for name, value in kept.items())
 
     @property
     def used(self) -> Dependencies:
         """Dependencies that the running piece has used so far."""
         return Dependencies(self._used.needs, self._used.effects - {self._piece})
 
-    def changes(self, tensor: Tensor, *, past: Dependencies) -> None:
-        """Record an in-place change of a tensor by something with the dependencies `past`."""
+    def record_change(self, tensor: Tensor, *, dependencies: Dependencies) -> None:
+        """Record an in-place change of a tensor, which from now on has these dependencies too."""
         memory = tensor.untyped_storage()
-        self._pasts[memory] = self._pasts.get(memory, _NOTHING) | past
+        self._dependencies[memory] = self._dependencies.get(memory, _NOTHING) | dependencies
         if memory in self._outputs:
             self.changed.add(self._outputs[memory])
 
-    def _back(self, old: Any, was: Any, now: Any, hand: _Hand) -> Any:
-        """Return the stand-in for `now`, given that `old` replaced `was`."""
+    def _write_back(self, old: Any, was: Any, now: Any, writer: _Writer) -> Any:
+        """Return the new value outside of a piece for `old`, whose copy inside changed from `was` to `now`."""
         if isinstance(old, list) and isinstance(now, list):
             pairs = itertools.zip_longest(old, was, now[: len(old)])
-            old[:] = [self._back(*three, hand) for three in pairs][: len(now)]
-            old += [self._copy(one, hand) for one in now[len(old) :]]
+            old[:] = [self._write_back(*three, writer) for three in pairs][: len(now)]
+            old += [self._copy(one, writer) for one in now[len(old) :]]
         elif isinstance(old, MutableMapping) and isinstance(now, Mapping):
             for key in now:
-                old[key] = self._back(old[key], was[key], now[key], hand) if key in old else self._copy(now[key], hand)
+                old[key] = (
+                    self._write_back(old[key], was[key], now[key], writer)
+                    if key in old
+                    else self._copy(now[key], writer)
+                )
         elif isinstance(old, tuple) and isinstance(now, tuple) and len(old) == len(now):
             for three in zip(old, was, now, strict=True):
-                self._back(*three, hand)
+                self._write_back(*three, writer)
         elif now is not was:
-            return self._copy(now, hand)
-        elif isinstance(old, Tensor) and hand.past.effects <= self._of(now).effects:
-            self.changes(old, past=hand.past)
+            return self._copy(now, writer)
+        elif isinstance(old, Tensor) and writer.dependencies.effects <= self._of(now).effects:
+            self.record_change(old, dependencies=writer.dependencies)
         return old
 
-    def _copy(self, values: Any, hand: _Hand) -> Any:
-        """Return the stand-ins for values that a piece stores where others may find them."""
+    def _copy(self, values: Any, writer: _Writer) -> Any:
+        """Return copies for use outside of the piece that stored these values."""
 
         def made(tensor: Tensor) -> Tensor:
             own = tensor.detach().clone()
-            self._pasts[own.untyped_storage()] = hand.past
+            self._dependencies[own.untyped_storage()] = writer.dependencies
             return own
 
-        return map_tensors(made, hand.put(values))
+        return map_tensors(made, writer.stand_in(values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        decided = self._of(_deciding(func, args, kwargs))
+        decided = self._of(_size_deciding(func, args, kwargs))
         placed, named = _in_one_place((args, kwargs))
         result = _zeros_elsewhere(func, placed, named) if self._piece is None else None
         result = func(*placed, **named) if result is None else result
-        past = self._of((args, kwargs))
+        dependencies = self._of((args, kwargs))
         if self._piece is not None:
-            self._used |= past
-            past = Dependencies(effects=frozenset((self._piece,)))
-        elif not func.is_view and func.overloadpacket not in _SHAPED:
+            self._used |= dependencies
+            dependencies = Dependencies(effects=frozenset((self._piece,)))
+        elif not func.is_view and func.overloadpacket not in _SHAPE_READERS:
             memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
-            past |= Dependencies(parameters=frozenset(self._names[one] for one in memories if one in self._names))
+            dependencies |= Dependencies(
+                parameters=frozenset(self._names[one] for one in memories if one in self._names)
+            )
         given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
         for tensor in _written(func, args, kwargs):
-            self.changes(tensor, past=past)
+            self.record_change(tensor, dependencies=dependencies)
         made = list(tensors(result))
         for tensor in made:
             if tensor.untyped_storage() not in given:
-                self._pasts[tensor.untyped_storage()] = past
+                self._dependencies[tensor.untyped_storage()] = dependencies
         if self._piece is None:
-            self._read |= decided if made else past
+            self._read |= decided if made else dependencies
         return result
 
     def _of(self, values: Any) -> Dependencies:
         found = _NOTHING
         for tensor in tensors(values):
-            found |= self._pasts.get(tensor.untyped_storage(), _NOTHING)
+            found |= self._dependencies.get(tensor.untyped_storage(), _NOTHING)
         return found
 
 
 def _in_one_place(given: Any) -> Any:
-    """Return the arguments of an operation, all on the meta device if one is: a piece may create a mask without a
-    device. A piece that runs there may make tensors of its own, a mask or positions, and name no device for them.
+    """Return the arguments of an operation, all on the meta device if one is.
+
+    A piece that runs on meta tensors may create others, a mask or positions, without naming a device.
     """
     if not any(tensor.is_meta for tensor in tensors(given)):
         return given
@@ -220,43 +230,40 @@ def _in_one_place(given: Any) -> Any:
 
 
 def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return zeros for a copy from the meta device to the example's device, or None for any other operation.
-
-    What pieces return there is zeros as well.
-    """
+    """Return zeros for a copy from the meta device to another device, and None for any other operation."""
     device = kwargs.get("device")
     if func is not torch.ops.aten._to_copy.default or not args[0].is_meta or device is None or device.type == "meta":
         return None
     return torch.zeros_like(args[0], dtype=kwargs.get("dtype"), device=device)
 
 
-class _Reads(TorchFunctionMode):
-    """Notices what Python reads out of tensors past torch's operations."""
+class _ValueReads(TorchFunctionMode):
+    """Function mode that notices values which Python reads without an operation of torch."""
 
-    def __init__(self, provenance: DataflowTracer) -> None:
+    def __init__(self, tracer: DataflowTracer) -> None:
         super().__init__()
-        self._provenance = provenance
+        self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OUT:
-            self._provenance.reads(self._provenance._of(args))
+        if func in _VALUE_READERS:
+            self._tracer.record_read(self._tracer._of(args))
         return func(*args, **(kwargs or {}))
 
 
-_SHAPED = frozenset(
+_SHAPE_READERS = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
         *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
         *("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randint_like", "randn_like"),
     )
 )
-"""What reads no values of the tensor that it is given."""
+"""Operations that read the shape of a tensor, and no values."""
 
-_OUT = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
-"""What gives the values of a tensor to Python."""
+_VALUE_READERS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
+"""Functions that hand the values of a tensor to Python without an operation."""
 
 
-def _deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _size_deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments whose values decide the size of the result; empty for most operations."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return []

@@ -1,4 +1,4 @@
-"""Models and calls whose tensors have no values."""
+"""Run parts of a model whose tensors have no values."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.shape_constants import ShapeConstants
 
 
-def is_bare(model: nn.Module) -> bool:
-    """Return whether its parameters have no values."""
+def has_no_values(model: nn.Module) -> bool:
+    """Return whether parameters of the model are on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -29,6 +29,6 @@ def device_of(inputs: Any) -> torch.device:
 
 @contextlib.contextmanager
 def sizes_known() -> Iterator[ShapeConstants]:
-    """Inside, pieces run without values, but for what follows from sizes alone."""
+    """Run pieces on meta tensors inside; values that follow from sizes alone are known."""
     with MetaKernels(), ShapeConstants() as constants, constants.forward():
         yield constants

@@ -1,6 +1,6 @@
-"""The cut of a model into stages, as a value: which stage runs what, what crosses, what is tied, and why it is so.
+"""Cut a model into stages; the cut is a value that says what each stage runs, holds and sends.
 
-A cut is made from one example on one rank and is the same for all of them: numbers and names that can be sent, printed
+A cut is made from one example on one rank, and the other ranks receive it: numbers and names that can be sent, printed
 and compared. `build_stage.py` makes a stage from it.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwise.model.blocks import Patterns, partition
 from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, bounds_by_name, loads_of
-from meshwise.pipeline.cut.meta_values import is_bare
+from meshwise.pipeline.cut.meta_values import has_no_values
 from meshwise.pipeline.cut.module_hooks import refuse_hooks
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import Call, probe
@@ -33,9 +33,9 @@ class CutOptions:
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
     how: Literal["auto", "blocks"] = "auto"
-    """Between the model's pieces. `auto` opens blocks where boundaries inside of them make a difference."""
+    """`blocks` cuts between the model's pieces, `auto` also inside of blocks where that pays."""
     made: "ModelCut | None" = field(default=None, compare=False, repr=False)
-    """A cut that was made of the same model in the same way, and is not made again."""
+    """An earlier cut of the same model, which is used again."""
 
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks"):
@@ -44,13 +44,13 @@ class CutOptions:
 
 @dataclass(frozen=True)
 class UncutModules:
-    """Modules between which no stage can begin: those that open a pair of tensor parallelism, those that close one."""
+    """Modules between which no stage can begin: the first and the second matrices of tensor-parallel pairs."""
 
     first: frozenset[str] = frozenset()
     second: frozenset[str] = frozenset()
 
     def are_whole(self, module: str) -> bool:
-        """Return whether there is no pair that the module has one side of."""
+        """Return whether the module contains both sides of its pairs, or none."""
         first, second = (
             any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.first, self.second)
         )
@@ -62,15 +62,15 @@ class CutRequest:
     """Request for a cut: the quantity to balance and the options."""
 
     by: Literal["time", "params", "memory"] = "time"
-    """What makes two stages equal: seconds of forward and backward (of a model without values, operations), parameters,
-    or bytes of parameters, their states and activations."""
+    """Quantity to balance: seconds of forward and backward (on the meta device, operations), parameters, or bytes of
+    parameters, their states and activations."""
     where: CutOptions = CutOptions()
-    """Where it may be cut."""
+    """Places at which the model may be cut."""
     schedule: Schedule | None = None
-    """What the stages will run. `memory` then counts the activations that each stage holds at a time, and `time` makes
-    the step short, which is more than small stages: some come earlier than others, and some share a rank."""
+    """Schedule of the stages. With it, `memory` counts the micro-batches that each stage holds, and `time` minimizes
+    the step instead of the largest stage."""
     pairs: UncutModules = UncutModules()
-    """What tensor parallelism splits."""
+    """Pairs that tensor parallelism splits."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class StageContents:
     """Contents of a stage, in running order."""
 
     keys: tuple[str, ...]
-    """As those of the cut, in which only `opened` are opened."""
+    """Keys of the steps; only the blocks in `opened` are opened."""
     modules: tuple[str, ...]
     """The module of each."""
     start: int
-    """The first that is the stage's own."""
+    """Place of the first step that the stage computes."""
     stop: int
-    """The first after them that is not."""
+    """Place after the last step that it computes."""
     opened: tuple[str, ...]
-    """The blocks that the stage has a part of."""
+    """Blocks of which the stage computes a part."""
 
 
 @dataclass(frozen=True)
@@ -94,30 +94,30 @@ class ModelCut:
     """A model in stages. Prints as a table."""
 
     keys: tuple[str, ...]
-    """What runs, in order: pieces of the model, a second call of one as `name:2`. Of an
-    opened block the modules inside, and then, under its own name, what it does last."""
+    """Steps in running order: pieces of the model, a second call of one as `name:2`. An opened block has its modules,
+    and then, under its own name, the rest of its code."""
     modules: tuple[str, ...]
-    """The module of each."""
+    """Name of the module of each step."""
     bounds: tuple[int, ...]
     """Stage k runs `keys[bounds[k]:bounds[k + 1]]`."""
     crossing: tuple[tuple[str, ...], ...]
-    """What stage k sends to stage k + 1: keys of outputs."""
+    """Keys of the outputs that stage k sends to stage k + 1."""
     changed: frozenset[str]
-    """Keys of outputs that the model changes in place between its pieces: what is sent is a copy, made before."""
-    alike: frozenset[str]
-    """Keys of outputs that are as large as what their piece is given."""
+    """Keys of outputs that the model changes in place between its pieces; stages send copies made before."""
+    same_shape: frozenset[str]
+    """Keys of outputs with the shape of their piece's input."""
     holders: Mapping[str, tuple[int, ...]]
     """The stages that hold each parameter, under its first name."""
     parameters: tuple[int, ...]
-    """How many elements of parameters each stage holds, with those that others hold as well."""
+    """Elements of the parameters that each stage holds; tied ones count on each."""
     loads: tuple[float, ...]
-    """What was balanced, per stage."""
+    """Balanced quantity of each stage."""
     by: str
-    """What that is."""
+    """Name of the balanced quantity."""
     opened: tuple[str, ...] = ()
-    """The blocks that a boundary is inside of."""
+    """Blocks with a boundary inside."""
     writes: bool = False
-    """Whether the model changes its batch in place: then each stage is given a copy."""
+    """Whether the model changes its batch in place; then each stage receives a copy."""
 
     @property
     def stages(self) -> int:
@@ -126,11 +126,11 @@ class ModelCut:
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several stages hold: each is one logical parameter, whose gradients have to be summed."""
+        """Parameters that several stages hold; each is one logical parameter, whose gradients are summed."""
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
 
-    def met(self, stage: int) -> StageContents:
-        """Return the contents of a stage: blocks without a boundary inside are whole."""
+    def contents(self, stage: int) -> StageContents:
+        """Return the contents of a stage; blocks without a boundary of this stage inside are whole."""
         start, stop = self.bounds[stage : stage + 2]
         kept, opened = list(range(len(self.keys))), []
         for name in self.opened:
@@ -149,9 +149,9 @@ class ModelCut:
         )
 
     def coarser(self, at: Sequence[str], *, model: nn.Module) -> "ModelCut":
-        """Return the same model cut at these only of the places that it is cut at: by the keys that stages begin with.
+        """Return the cut with only those stage boundaries that lie before the keys `at`.
 
-        Raises ValueError for another key.
+        Raises ValueError for a key at which no stage begins.
         """
         begins = [self.keys[bound] for bound in self.bounds[:-1]]
         firsts = [0, *(begins.index(key) for key in at)]
@@ -168,7 +168,7 @@ class ModelCut:
 
     @property
     def imbalance(self) -> float:
-        """The largest stage's load, as a multiple of the mean."""
+        """Load of the largest stage, as a multiple of the mean."""
         return max(self.loads) * self.stages / (sum(self.loads) or 1.0)
 
     def __str__(self) -> str:
@@ -194,8 +194,8 @@ class ModelCut:
         return "\n".join(lines)
 
 
-def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = CutRequest()) -> ModelCut:
-    """Cut a model into stages, as even as can be.
+def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest = CutRequest()) -> ModelCut:
+    """Return a cut of a model into stages, as even as possible.
 
     `call(model)` runs an example micro-batch on the device of the model's parameters and returns the result or the
     loss. The model, torch's generators and the gradients stay as they were.
@@ -203,9 +203,9 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
     Raises CutError when fewer stages fit than are asked for (with the number), and when `at` names no place to cut, or
     places out of order. Also for a schedule of another number of stages.
     """
-    if wish.schedule is not None and wish.schedule.stages != stages:
-        raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
-    where, timed = wish.where, wish.by == "time"
+    if request.schedule is not None and request.schedule.stages != stages:
+        raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")
+    where, timed = request.where, request.by == "time"
     if where.made is not None and where.made.stages == stages:
         return where.made
     opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
@@ -213,7 +213,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
     opens = [
         step.key
         for step in seen.steps
-        if step.inside and all(wish.pairs.are_whole(part.module) for part in step.inside)
+        if step.inside and all(request.pairs.are_whole(part.module) for part in step.inside)
     ]
     fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
     if fit < stages:
@@ -221,28 +221,28 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = C
             f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most pp·virtual_stages={fit}"
         )
     if where.at:
-        return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), wish)
-    return _cut(model, balance(model, seen=seen, aim=_aim(wish, stages), opens=opens), wish)
+        return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), request)
+    return _cut(model, balance(model, seen=seen, aim=_aim(request, stages), opens=opens), request)
 
 
 def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
-    """Cut a model before each piece with parameters but the first. Raises CutError as `cut_model` does."""
+    """Return a cut with one stage for each piece with parameters. Raises CutError as `cut_model` does."""
     seen = probe(model, call=call, pieces=pieces)
     begins = [place for place, step in enumerate(seen.steps) if step.parameters]
     return _cut(model, BalancedSteps(seen, (0, *begins[1:], len(seen.steps))), CutRequest(by="params"))
 
 
 def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
-    """Return whether these are calls of whole pieces, so that none lies inside of one."""
+    """Return whether these names are whole pieces, and none lies inside of a block."""
     pieces = {piece.module for unit in partition(model) for piece in unit}
     return all(name.partition(":")[0] in pieces for name in names)
 
 
-def _aim(wish: CutRequest, stages: int) -> BalanceAim:
-    return BalanceAim(wish.by, stages, wish.schedule)
+def _aim(request: CutRequest, stages: int) -> BalanceAim:
+    return BalanceAim(request.by, stages, request.schedule)
 
 
-def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest) -> ModelCut:
+def _cut(model: nn.Module, balanced: BalancedSteps, request: CutRequest) -> ModelCut:
     seen, bounds = balanced.seen, balanced.bounds
     if len(bounds) > 2:
         refuse_hooks(model, pieces={step.module for step in seen.steps})
@@ -250,18 +250,18 @@ def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest) -> ModelCu
     keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
     holders = _holders(model, seen, bounds)
     _refuse_readers(seen, bounds, holders)
-    loads = loads_of(model, seen=seen, aim=_aim(wish, stages))
+    loads = loads_of(model, seen=seen, aim=_aim(request, stages))
     return ModelCut(
         keys=keys,
         modules=tuple(step.module for step in seen.steps),
         bounds=bounds,
         crossing=tuple(seen.crossing(bound) for bound in bounds[1:-1]),
         changed=seen.changed.intersection(keys),
-        alike=frozenset(step.key for step in seen.steps if step.alike),
+        same_shape=frozenset(step.key for step in seen.steps if step.same_shape),
         holders=holders,
         parameters=_parameters(model, holders, stages),
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
-        by="operations" if wish.by == "time" and is_bare(model) else wish.by,
+        by="operations" if request.by == "time" and has_no_values(model) else request.by,
         opened=balanced.opened,
     )
 
@@ -286,8 +286,8 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
 
 
 def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
-    """Raise CutError where what lies between pieces computes with a parameter that its stage does not hold."""
-    users = [(step.key, bisect_right(bounds, place) - 1, step.past) for place, step in enumerate(seen.steps)]
+    """Raise CutError where code between pieces computes with a parameter that its stage does not hold."""
+    users = [(step.key, bisect_right(bounds, place) - 1, step.dependencies) for place, step in enumerate(seen.steps)]
     for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
         for name in sorted(past.parameters):
             if stage not in holders[name]:
@@ -298,7 +298,7 @@ def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[s
 
 
 def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the stages that use each parameter; one that nothing uses is on the last."""
+    """Return the stages that use each parameter; an unused parameter is on the last stage."""
     last = len(bounds) - 2
     stages: dict[str, set[int]] = {name: set(range(last + 1)) for name in seen.everywhere}
     for stage, (start, stop) in enumerate(pairwise(bounds)):

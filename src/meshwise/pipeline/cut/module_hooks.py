@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model that is cut into stages.
+"""Call backward hooks of modules in a model that is cut into stages.
 
 Torch calls a module's forward between two marks in the graph: a gradient that passes both is shown to backward hooks. A
 stage sends what a piece's forward returns, which lies between the marks:
@@ -6,10 +6,10 @@ stage sends what a piece's forward returns, which lies between the marks:
     stage 1     mark ── forward ──┬── mark      never passed: the gradient arrives between them
                                   └── sent ──►  received ── mark      stage 2
 
-So backward hooks of pieces are taken off the modules of a stage, and the piece itself, where it computes, puts the
-marks around what it sends. Modules that a stage has a part of have no such place, and hooks there are refused.
+So a stage takes the backward hooks off its pieces, and where a piece computes it puts the marks around what it sends.
+A module that several stages share has no such place; backward hooks on it are refused.
 
-Forward hooks run on every stage, on what was received as on what was computed.
+Forward hooks run on every stage, on received values and on computed ones.
 """
 
 from collections.abc import Callable, Collection
@@ -22,15 +22,15 @@ from meshwise.pipeline.cut.partition import CutError
 
 
 class PieceBackwardHooks:
-    """Backward hooks of a piece in a stage, where torch does not run them."""
+    """Backward hooks of a piece in a stage, which torch itself would not call."""
 
     def __init__(self, module: nn.Module, *, computes: bool) -> None:
-        """Take them off a module. `computes`: somewhere in this stage; elsewhere they are another stage's to call."""
+        """Take the hooks off a module; they are called if this stage `computes` it, else by the stage that does."""
         self._module = module
         self._before = list(module._backward_pre_hooks.values())
         module._backward_pre_hooks.clear()
         self._after: list[Callable[..., Any]] = []
-        if module._is_full_backward_hook or not computes:  # one that is not hangs on the node that made the output
+        if module._is_full_backward_hook or not computes:  # other hooks are on the graph node of the output
             self._after = list(module._backward_hooks.values())
             module._backward_hooks.clear()
 
@@ -44,7 +44,7 @@ class PieceBackwardHooks:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether gradients are shown to hooks on this module."""
+    """Return whether the module has hooks that see gradients."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 

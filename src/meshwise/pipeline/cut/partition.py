@@ -15,7 +15,7 @@ from meshwise.pipeline.schedules.schedule_clock import StepClock
 
 
 class CutError(ValueError):
-    """A model that cannot be cut as it was asked for."""
+    """Error for a model that cannot be cut as requested."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class CutSteps:
     """Steps to partition: one entry per step, in running order."""
 
     loads: Sequence[Sequence[float]]
-    """Per stage, what each step adds to it; a stage may weigh steps differently (it holds more micro-batches)."""
+    """Load of each step, for each stage; a stage that holds more micro-batches counts more activations."""
     solid: Sequence[bool]
-    """Which steps could be a stage on their own: those with parameters."""
+    """True for steps that can be a stage on their own: those with parameters."""
     crossing: Sequence[float]
-    """What would be sent, if the row were cut before this step."""
+    """Bytes that a cut before each step sends."""
     before: Sequence[float] = ()
-    """What a cut before this step adds to the stage that ends there; nothing, when empty."""
+    """Load that a cut before each step adds to the stage that ends there; empty for none."""
     after: Sequence[float] = ()
-    """What it adds to the stage that begins there."""
+    """Load that it adds to the stage that begins there."""
 
     def largest(self, bounds: Sequence[int]) -> float:
         """Return the load of the largest of the stages between these bounds."""
         return max(_Table(self).loads(bounds))
 
     def merged(self, places: Sequence[int]) -> "CutSteps":
-        """Return the row with cuts allowed only before these steps; the first is step 0."""
+        """Return steps that can only be cut at these places; the first place is 0."""
         parts = list(pairwise((*places, len(self.solid))))
         return CutSteps(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
@@ -51,8 +51,9 @@ class CutSteps:
 
 
 def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
-    """Return the cuts worth trying: all of `always`, none of `never`. Of other cuts less than `apart` from each other
-    in loads, the one where least crosses.
+    """Return the places worth trying: all of `always`, none of `never`, and others at least `apart` in load.
+
+    Of places that are nearer to each other, the one where least crosses is taken.
     """
     sums = [0.0, *accumulate(max(steps.loads, key=sum))]
     kept = sorted(always)
@@ -97,11 +98,11 @@ def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
 def quicken(
     steps: CutSteps, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
-    """Return bounds from which no move makes a step of the schedule shorter, and that step's time.
+    """Return bounds from which no move makes a step of the schedule shorter, and the time of that step.
 
-    From the given ones moves are made that do, until there is none or so many were tried; first those that leave the
-    largest stage smallest. Moving a step from stage i to stage j moves every bound between them by one. Where steps are
-    of several kinds, an equal step may be some steps away.
+    The search makes moves from `bounds` until none helps or `tries` were timed; moves with the smallest largest stage
+    come first. Moving a step from stage i to stage j moves every bound between them by one. Where steps are of several
+    kinds, an equal step may be some steps away.
     """
     table = _Table(steps)
     best = clock(loads=table.loads(bounds), crossing=table.sent(bounds), limit=math.inf)
@@ -121,11 +122,11 @@ def quicken(
 
 
 REACH = 4
-"""By how many steps a move moves one bound at most."""
+"""Most steps by which a move moves one bound."""
 
 
 def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield every inner bound moved by some steps, and every run of them by one, where that leaves no stage empty."""
+    """Yield the bounds after each move: one bound by up to REACH steps, or several neighbouring ones by one."""
     for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
         reach = REACH if first == last else 1
         for by in (by for by in range(-reach, reach + 1) if by):
@@ -135,7 +136,7 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
-    """Return the bounds with the least sent, then the least sum of squared loads, when no stage may exceed `limit`."""
+    """Return the bounds with the fewest bytes sent, then the least sum of squared loads; no load exceeds `limit`."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     for stage in range(table.stages):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
@@ -153,7 +154,7 @@ def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
 
 
 class _Table:
-    """Loads of ranges of steps, by differences of running sums."""
+    """Loads of ranges of steps, as differences of running sums."""
 
     def __init__(self, steps: CutSteps) -> None:
         self.stages, self.count, self.crossing = len(steps.loads), len(steps.solid), steps.crossing
@@ -172,11 +173,11 @@ class _Table:
         return [self.crossing[bound] for bound in bounds[1:-1]]
 
     def load(self, stage: int, start: int, end: int) -> float:
-        """Return the load of a stage of these steps; infinite if no stage can have it."""
+        """Return the load of a stage of these steps; infinite if none of them has parameters."""
         if self._solid[end] == self._solid[start]:
             return math.inf
         return self.alone(stage, start, end) + self._after[start] + self._before[end]
 
     def alone(self, stage: int, start: int, end: int) -> float:
-        """Return the same without what the cuts add: the more steps, the more."""
+        """Return the load without the cost of the cuts at both ends; it grows with the steps."""
         return self._sums[stage][end] - self._sums[stage][start]

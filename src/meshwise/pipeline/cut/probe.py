@@ -1,14 +1,13 @@
-"""Watch one run of a whole model on an example: the order of its pieces, their dependencies and their costs.
+"""Watch a model run on an example: the order of its pieces, their dependencies and their costs.
 
-A value may reach a later piece through sums, residual connections or any other code between pieces. It is followed back
-to the outputs that it was made of (`dataflow.py`), which would have to cross a cut. Following takes time, so time is
-measured in separate runs.
+A value may reach a later piece through sums, residual connections or any other code between pieces. `dataflow.py`
+follows it back to the outputs that it depends on, which would have to cross a cut. That takes time, so time is measured
+in separate runs.
 
-Of a model on the meta device the pieces run there, and operations are counted in place of time. What lies between
-them runs where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
+The pieces of a model on the meta device run there, and operations are counted in place of time. The code between them
+runs where the example is, on zeros: models look at values of masks and positions there.
 
-Blocks that can be opened (`block_entry.py`) run in the same way in runs of their own, for what the modules in them need
-and cost.
+Blocks that can be opened (`block_entry.py`) are watched in another run, in which their modules are the pieces.
 """
 
 import contextlib
@@ -31,20 +30,20 @@ from meshwise.model.deferred_init import build_without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copied
 from meshwise.model.shape_constants import ShapeConstants
-from meshwise.pipeline.cut.block_entry import inside, is_repeated
+from meshwise.pipeline.cut.block_entry import inner_modules, is_repeated
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
-from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare
+from meshwise.pipeline.cut.meta_values import as_zeros, device_of, has_no_values
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
 from meshwise.pipeline.cut.profile_module import (
     LossTail,
-    cut_off,
-    is_alike,
-    kind_of,
-    noting,
+    bytes_of,
+    cost_meter,
+    detached_inputs,
+    has_input_shape,
+    operations_key,
     profile_module,
-    reading,
-    size,
+    saved_bytes_hook,
 )
 from meshwise.pipeline.run.packed_tree import StageEntrance
 from meshwise.pipeline.run.split_backward import is_reentrant
@@ -52,18 +51,18 @@ from meshwise.pipeline.run.split_backward import is_reentrant
 Call = Callable[[nn.Module], Any]
 
 ROUNDS = 3
-"""Runs that time is measured in; the median of a piece, and of those like it, counts. Operations are counted once."""
+"""Runs in which time is measured; the median over equal pieces counts. Operations are counted once."""
 
 
 def probe(
     model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False
 ) -> ProbeResult:
-    """Run `call(model)` on a copy that shares the model's parameters and nothing else.
+    """Return the steps of `call(model)`, which runs on a copy that shares only the model's parameters.
 
     `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
     With `opens`, blocks that can be opened have steps inside.
 
-    Raises CutError for patterns that name nothing, and a piece that is called in a reentrant checkpoint of torch.
+    Raises CutError for patterns that name nothing, and for a piece inside of a reentrant checkpoint of torch.
     """
     try:
         found = [piece for unit in partition(model, units=pieces) for piece in unit]
@@ -76,7 +75,7 @@ def probe(
         seen = _seen(model, call, found, timed=timed)
         called = {step.module for step in seen.steps}
         seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in called})
-    parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
+    parts = {piece.module: inner_modules(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
     if not any(parts.values()):
         return seen
     opened = _seen(model, call, found, timed=timed, parts=parts)
@@ -101,23 +100,23 @@ class _Modes:
     """Dispatch modes of a run: known values of meta tensors, and dependencies."""
 
     known: ShapeConstants = field(default_factory=ShapeConstants)
-    followed: DataflowTracer = field(default_factory=DataflowTracer)
+    tracer: DataflowTracer = field(default_factory=DataflowTracer)
 
 
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
-"""Of blocks, the modules in them that are watched in their place."""
+"""Names of the modules in each block that are watched in its place."""
 
 
 def _seen(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> ProbeResult:
-    """Return the result of runs in which these parts are watched in place of the blocks."""
+    """Return the result of a traced run and, if `timed`, of separate runs that measure time."""
     modes = _Modes()
     with contextlib.ExitStack() as stack:
-        for mode in (MetaKernels(), modes.known, modes.followed) if is_bare(model) else (modes.followed,):
+        for mode in (MetaKernels(), modes.known, modes.tracer) if has_no_values(model) else (modes.tracer,):
             stack.enter_context(mode)
-        seen = _run(model, call, found, modes, timed=timed and is_bare(model), parts=parts)
-    if not timed or is_bare(model):
+        seen = _run(model, call, found, modes, timed=timed and has_no_values(model), parts=parts)
+    if not timed or has_no_values(model):
         return seen
     with kept():
         runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
@@ -126,9 +125,9 @@ def _seen(
 
 
 def _with_costs(steps: Sequence[ProbedStep], costs: Sequence[ProbedStep]) -> tuple[ProbedStep, ...]:
-    """Return the same steps with what they took in another run."""
+    """Return the steps with the costs of the same steps in another run."""
     return tuple(
-        dataclasses.replace(step, took=cost.took, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
+        dataclasses.replace(step, cost=cost.cost, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
         for step, cost in zip(steps, costs, strict=True)
     )
 
@@ -136,16 +135,16 @@ def _with_costs(steps: Sequence[ProbedStep], costs: Sequence[ProbedStep]) -> tup
 def _run(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], modes: _Modes, *, timed: bool, parts: _Parts
 ) -> ProbeResult:
-    """Return one run."""
+    """Return the result of one run."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
-    bare = is_bare(model)
+    bare = has_no_values(model)
     watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
     shadow = copied(model, tensors={t: build_without_values(t) for t in _tensors(model)}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
-    modes.followed.name({name: watched.get_parameter(name) for name in owned})
+    modes.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
     before = _buffers_outside(watched, pieces=pieces)
     watch = _Watch({piece.module: piece.parameters for piece in found}, modes, timed=timed)
     for name, module in pieces.items():
@@ -158,7 +157,9 @@ def _run(
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
         return dataclasses.replace(watch.seen(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
-        for module in pieces.values():  # which would hold this run's tensors until the next collection of garbage
+        for (
+            module
+        ) in pieces.values():  # otherwise it keeps the tensors of this run alive until the next garbage collection
             del module.forward
 
 
@@ -167,7 +168,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str]) -> None:
-    """Parameters without values, which the model uses outside of its pieces, as zeros where the example is."""
+    """Replace parameters that the model uses outside of its pieces by zeros on the device of the example."""
     device = device_of((args, kwargs))
     for name in names:
         path, _, key = name.rpartition(".")
@@ -177,15 +178,15 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 
 
 class _Watch:
-    """Observations of a run so far."""
+    """Everything observed so far in a run."""
 
     def __init__(self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, *, timed: bool) -> None:
         self.timed = timed
         self.steps: list[ProbedStep] = []
         self.counted: dict[Hashable, StepCost] = {}
-        """Of modules without values, by their kind: those that are alike do the same, and to count takes its time."""
+        """Costs of modules on the meta device by their operations: equal modules are counted once."""
         self.parameters = parameters
-        self.followed, self.known = modes.followed, modes.known
+        self.tracer, self.known = modes.tracer, modes.known
         self.since = LossTail(())
         self._calls: Counter[str] = Counter()
         self._hidden: list[str] = []
@@ -198,72 +199,72 @@ class _Watch:
             self._hidden.append(key)
         return key
 
-    def past(self, values: Any) -> Dependencies:
-        """Return the dependencies of values between the pieces. Raises CutError where a checkpoint hides it from
-        autograd.
-        """
+    def dependencies(self, values: Any) -> Dependencies:
+        """Return the dependencies of values between the pieces. Raises CutError inside of a reentrant checkpoint."""
         if self._hidden and is_reentrant(tensors(values)):
             raise CutError(
                 f"{self._hidden[-1]} is called in a reentrant checkpoint of torch, which no gradient of what a stage "
                 "receives would leave; use checkpoint(..., use_reentrant=False), or recompute=full in the plan"
             )
-        return self.followed.of(values)
+        return self.tracer.of(values)
 
     def output(self, values: Any, *, key: str, made: bool = False) -> Any:
-        """Return the output of a step, cut off from what it was made of. `made`: in memory that nothing else has."""
+        """Return the output of a step as the beginning of a new graph. `made`: nothing else has its memory."""
         return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
     def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
-        own = self.followed.output(tensor, key=key, made=made)
+        own = self.tracer.output(tensor, key=key, made=made)
         if not own.dtype.is_floating_point:
             return own
         entered: Tensor = StageEntrance.apply(own.requires_grad_())
         return entered
 
     def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
-        """Return all of it. Only a block that is called once, and whose output is all that leaves it, can be opened."""
-        past = self.past(result)
-        pasts = {step.key: [step.past, *(part.past for part in step.inside)] for step in self.steps}
+        """Return the result. A block can be opened if it is called once, and only its output leaves it."""
+        needed = self.dependencies(result)
+        everything = {
+            step.key: [step.dependencies, *(part.dependencies for part in step.inside)] for step in self.steps
+        }
 
         def opens(step: ProbedStep) -> bool:
-            others = [past, *(one for key, several in pasts.items() if key != step.key for one in several)]
+            others = [needed, *(one for key, several in everything.items() if key != step.key for one in several)]
             used = {key for one in others for key in one.needs | one.effects}
             return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
 
         steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
-        return ProbeResult(tuple(steps), past, everywhere, frozenset(self.followed.changed))
+        return ProbeResult(tuple(steps), needed, everywhere, frozenset(self.tracer.changed))
 
 
 class _Watched:
-    """Stands where a piece's forward was."""
+    """Forward of a watched piece, in place of its own."""
 
     def __init__(
         self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str], shadow: nn.Module | None
     ) -> None:
-        """`shadow` runs in place of a module without values, on the meta device."""
+        """`shadow` is the copy on the meta device that runs in place of the module, or None."""
         self._name, self._module, self._watch, self._parts = name, module, watch, parts
         self._shadow = shadow
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the piece on its own, and note what it took."""
+        """Return the output of the piece, and record its step."""
         watch, given = self._watch, (args, kwargs)
-        past, device = watch.past(given), device_of(given)
+        needed, device = watch.dependencies(given), device_of(given)
         key = watch.key(self._name)
         if self._shadow is None:
             output, step = self._step(key, self._module, given)
         else:
-            put, inputs = partial(as_zeros, device=device), map_tensors(lambda tensor: tensor.to("meta"), given)
-            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # of what has been computed zeros stand here
-            watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.followed.is_of_pieces(a))
+            stand_in, inputs = partial(as_zeros, device=device), map_tensors(lambda tensor: tensor.to("meta"), given)
+            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros stand for computed values here
+            watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.tracer.depends_on_pieces(a))
             _share_hooks(self._module, other=self._shadow)
             with (
-                watch.followed.given(given, held=inputs, key=key, put=put),
-                watch.followed.in_place_of(self._module, held=self._shadow, key=key, put=put),
+                watch.tracer.replacing(given, by=inputs, key=key, stand_in=stand_in),
+                watch.tracer.replacing_module(self._module, by=self._shadow, key=key, stand_in=stand_in),
                 watch.known.forward(),
             ):
                 output, step = self._without_values(key, self._shadow, inputs)
-            output = put(output)
-        watch.steps.append(dataclasses.replace(step, past=past | step.past))
+            output = stand_in(output)
+        watch.steps.append(dataclasses.replace(step, dependencies=needed | step.dependencies))
         output = watch.output(output, key=key, made=self._shadow is not None)
         watch.since = LossTail(output)
         return output
@@ -284,26 +285,26 @@ class _Watched:
             block = _Inside(self._name, module, watch, parts=self._parts)
             output = block.run(*inputs)
             return output, ProbedStep(
-                key, self._name, parameters, Dependencies(), size(output), StepCost(0.0, 0.0), inside=block.steps
+                key, self._name, parameters, Dependencies(), bytes_of(output), StepCost(0.0, 0.0), inside=block.steps
             )
-        output, took, used = _own_forward(module, key, watch, inputs=inputs)
+        output, cost, used = _own_forward(module, key, watch, inputs=inputs)
         return output, ProbedStep(
-            key, self._name, parameters, used, size(output), took, is_alike(output, inputs=inputs)
+            key, self._name, parameters, used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
         )
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
-    """Give a copied module the hooks of the original, including later ones: some models register hooks as they run."""
+    """Give a copied module the hooks of the original: some models register hooks as they run."""
     for one, copy in zip(module.modules(), other.modules(), strict=True):
-        vars(copy).update((name, held) for name, held in vars(one).items() if "hooks" in name)
+        vars(copy).update((name, value) for name, value in vars(one).items() if "hooks" in name)
 
 
 _WITH_BACKWARD = 3.0
-"""Forward and backward of operations with two operands, in forwards."""
+"""Cost of forward and backward of operations with two operands, in multiples of the forward."""
 
 
 class _Inside:
-    """A run of a block in which the modules in it are watched as the pieces of the model are."""
+    """Run of a block in which its modules are watched like pieces."""
 
     def __init__(self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str]) -> None:
         self.steps: tuple[ProbedStep, ...] = ()
@@ -317,15 +318,13 @@ class _Inside:
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output; afterwards `steps` are those inside, none when the modules do not run once each
-        or, under torch's checkpoint, will again.
-        """
+        """Return the block's output, and set `steps`: none if a module does not run once, or again in the backward."""
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
-        keep = noting(self._kept, parameters=self._module.parameters())
+        keep = saved_bytes_hook(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
         try:
-            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, unchanged):
+            with cost_meter(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, unchanged):
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
@@ -334,21 +333,24 @@ class _Inside:
                 del part.forward
         found = sorted(step.module for step in self._found)
         if not self._repeated and found == sorted(f"{self._name}.{name}" for name in parts):
-            took = StepCost(kept, _WITH_BACKWARD * between, between)
-            past, alike = self._watch.followed.of(output), is_alike(output, inputs=inputs)
-            self.steps = (*self._found, ProbedStep(self._name, self._name, (), past, size(output), took, alike))
+            cost = StepCost(kept, _WITH_BACKWARD * between, between)
+            needed, same_shape = self._watch.tracer.of(output), has_input_shape(output, inputs=inputs)
+            self.steps = (
+                *self._found,
+                ProbedStep(self._name, self._name, (), needed, bytes_of(output), cost, same_shape),
+            )
         return output
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Stands where the module's forward was."""
+        """Return the output of a module of the block, and record its step."""
         self._repeated |= is_repeated()
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
-        past = watch.followed.of(inputs)
-        output, took, used = _own_forward(module, full, watch, inputs=inputs)
-        took = StepCost(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
+        needed = watch.tracer.of(inputs)
+        output, cost, used = _own_forward(module, full, watch, inputs=inputs)
+        cost = StepCost(cost.activations + kept, cost.work + _WITH_BACKWARD * between, between)
         step = ProbedStep(
-            full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs=inputs)
+            full, full, self._held[name], needed | used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
         )
         self._found.append(step)
         output = watch.output(output, key=full)
@@ -356,7 +358,7 @@ class _Inside:
         return output
 
     def _between(self) -> tuple[float, int]:
-        """Return the seconds and bytes of the block's own code since its last module."""
+        """Return the work and the kept bytes of the block's own code since its last module."""
         kept = sum(self._kept.values())
         self._kept.clear()
         return self._read() - self._since, kept
@@ -366,17 +368,21 @@ def _own_forward(
     module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
 ) -> tuple[Any, StepCost, Dependencies]:
     """Return the result of the class's own `forward`, its cost, and the dependencies it used."""
-    run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
-    counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
-    kind = kind_of(module, inputs=held)
+    run, parameters, separate = (
+        partial(type(module).forward, module),
+        list(module.parameters()),
+        detached_inputs(inputs),
+    )
+    counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(separate)))
+    kind = operations_key(module, inputs=separate)
     known = watch.counted.get(kind) if counts else None
-    with watch.followed.inside(key), watch.followed.given(inputs, held=held, key=key):
-        output, took = profile_module(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
-        if known is not None and known.activations != took.activations:
-            output, took = profile_module(run, inputs=held, parameters=parameters, timed=True)
+    with watch.tracer.inside(key), watch.tracer.replacing(inputs, by=separate, key=key):
+        output, cost = profile_module(run, inputs=separate, parameters=parameters, timed=watch.timed and known is None)
+        if known is not None and known.activations != cost.activations:
+            output, cost = profile_module(run, inputs=separate, parameters=parameters, timed=True)
         elif counts:
-            took = watch.counted[kind] = known or took
-        return output, took, watch.followed.used
+            cost = watch.counted[kind] = known or cost
+        return output, cost, watch.tracer.used
 
 
 def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, tuple[Tensor, int]]:

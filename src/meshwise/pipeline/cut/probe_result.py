@@ -1,4 +1,4 @@
-"""Results of a watched run of a model: its steps, their dependencies and costs."""
+"""Result of watching a model run: its steps, their dependencies and costs."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
@@ -18,14 +18,13 @@ class StepCost:
     """Cost of a step."""
 
     activations: float
-    """Bytes that its forward keeps for its backward."""
+    """Bytes that the forward keeps for the backward."""
     work: float
-    """Of its forward and backward: seconds, or without values floating-point operations; 0 where nobody asked."""
+    """Forward and backward: seconds, or on the meta device floating-point operations; 0 if not measured."""
     between: float = 0.0
-    """Inside of a block: the forward of what the block itself does before this step, and after the one before; `work`
-    has it too."""
+    """Inside of a block: forward of the block's own code between the previous step and this one; `work` includes it."""
     earlier: float = 0.0
-    """Inside of a block: the same of all that is before them."""
+    """Inside of a block: forward of the block's own code before the previous step."""
 
 
 @dataclass(frozen=True)
@@ -38,56 +37,54 @@ class ProbedStep:
     """The piece's name in the model."""
     parameters: tuple[str, ...]
     """First names of the parameters it uses."""
-    past: Dependencies
-    """What it is given was made of."""
+    dependencies: Dependencies
+    """Dependencies of its inputs."""
     output: int
     """Bytes that it returns."""
-    took: StepCost
-    """What it took."""
-    alike: bool = False
-    """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of hidden states
-    do."""
+    cost: StepCost
+    same_shape: bool = False
+    """Whether it returns one tensor with the shape and dtype of its first input, as blocks do with hidden states."""
     inside: "tuple[ProbedStep, ...]" = ()
-    """Of a block that can be opened, its steps: the modules in it, and under the block's own key what it does last."""
+    """Steps of a block that can be opened: its modules, and last, under the block's own key, the rest of its code."""
 
     def parts(self) -> "Iterator[ProbedStep]":
-        """Its steps inside, which take together what it takes."""
-        kept = self.took.activations / (sum(step.took.activations for step in self.inside) or 1.0)
-        worked = self.took.work / (sum(step.took.work for step in self.inside) or 1.0)
+        """Yield the steps inside, with costs that add up to the cost of the block."""
+        kept = self.cost.activations / (sum(step.cost.activations for step in self.inside) or 1.0)
+        worked = self.cost.work / (sum(step.cost.work for step in self.inside) or 1.0)
         earlier = 0.0
         for step in self.inside:
-            between = step.took.between * worked if step is not self.inside[0] else 0.0
-            took = StepCost(step.took.activations * kept, step.took.work * worked, between, earlier)
-            yield dataclasses.replace(step, took=took)
-            earlier += step.took.between * worked
+            between = step.cost.between * worked if step is not self.inside[0] else 0.0
+            cost = StepCost(step.cost.activations * kept, step.cost.work * worked, between, earlier)
+            yield dataclasses.replace(step, cost=cost)
+            earlier += step.cost.between * worked
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of a watched run."""
+    """Everything that a cut needs to know of a model."""
 
     steps: tuple[ProbedStep, ...]
     """The calls, in order."""
     result: Dependencies
-    """What the result was made of."""
+    """Dependencies of the result."""
     everywhere: tuple[str, ...]
-    """Parameters that the model uses outside its pieces; every stage needs them."""
+    """Parameters that the model uses outside of its pieces; every stage needs them."""
     changed: frozenset[str]
     """The steps whose outputs are then changed in place."""
     changed_buffers: Collection[str] = ()
     """Buffers outside of the pieces that the model changes."""
     tail: float = 0.0
-    """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
+    """Seconds of forward and backward after the last step, as of the loss; 0 if not measured."""
 
     def opened(self, keys: Collection[str]) -> "ProbeResult":
-        """Return the row with those among these blocks opened that can be opened."""
+        """Return the steps with these blocks opened, where they can be."""
         steps = (
             part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
         )
         return dataclasses.replace(self, steps=tuple(steps))
 
     def begins(self, keys: Collection[str]) -> dict[str, int]:
-        """Return where each piece begins in the opened row, and each inner step of these blocks but their last."""
+        """Return the place of each step once these blocks are opened, except for their last inner steps."""
         found: dict[str, int] = {}
         place = 0
         for step in self.steps:
@@ -98,7 +95,7 @@ class ProbeResult:
         return found
 
     def ends(self, keys: Collection[str]) -> frozenset[int]:
-        """Return where the last step of each of these blocks is in the opened row."""
+        """Return the places of the last inner steps of these blocks once they are opened."""
         steps = self.opened(keys).steps
         return frozenset(place for place, step in enumerate(steps) if step.key in keys)
 
@@ -109,9 +106,9 @@ class ProbeResult:
         )
 
     def effect(self, position: int) -> tuple[str, str] | None:
-        """Return a step before a cut, and who needs what it has done beside returning its output, after the cut."""
+        """Return a step before a cut with a side effect, and the step after it that needs the effect, if any."""
         before = [step.key for step in self.steps[:position]]
-        after = [(step.key, step.past) for step in self.steps[position:]]
+        after = [(step.key, step.dependencies) for step in self.steps[position:]]
         for name, past in (*after, ("the result", self.result)):
             for key in sorted(past.effects):
                 if any(key == one or key.startswith(f"{one}.") for one in before):
@@ -120,7 +117,7 @@ class ProbeResult:
 
     @cached_property
     def sent(self) -> tuple[float, ...]:
-        """The bytes that would cross a cut before each step."""
+        """Bytes that would cross a cut before each step."""
         change = [0.0] * (len(self.steps) + 2)
         for place, (step, last) in enumerate(zip(self.steps, self._last, strict=True)):
             if last > place:
@@ -130,11 +127,11 @@ class ProbeResult:
 
     @cached_property
     def _last(self) -> tuple[int, ...]:
-        """The last step that needs the output of each, or the end."""
+        """For each step, the last step that needs its output; the number of steps if the result does."""
         places = {step.key: place for place, step in enumerate(self.steps)}
         last = list(range(len(self.steps)))
         for place, step in enumerate(self.steps):
-            for key in step.past.needs:
+            for key in step.dependencies.needs:
                 last[places[key]] = place
         for key in self.result.needs:
             last[places[key]] = len(self.steps)
@@ -142,15 +139,15 @@ class ProbeResult:
 
 
 def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
-    """Return the first of several runs of one model, with the median work of each step and of those that are like it.
+    """Return the first of several runs of one model, each step with the median work of all equal steps.
 
-    Equal steps (blocks of one kind) do the same work, so where their times differ, the machine was disturbed. The least
-    would be too little for many blocks beside one head: of more times, the least is less.
+    Equal steps (blocks of one kind) do the same work; their times differ because the machine was disturbed. The minimum
+    would favour kinds with many steps: the more measurements, the smaller their minimum.
     """
     found: dict[Any, list[StepCost]] = {}
     for run in runs:
         for kind, step in _kinds(run.steps, model):
-            found.setdefault(kind, []).append(step.took)
+            found.setdefault(kind, []).append(step.cost)
     medians = {
         kind: StepCost(some[0].activations, median(one.work for one in some), median(one.between for one in some))
         for kind, some in found.items()
@@ -158,7 +155,7 @@ def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
 
     def with_medians(steps: Sequence[ProbedStep], *within: Any) -> tuple[ProbedStep, ...]:
         return tuple(
-            dataclasses.replace(step, took=medians[kind], inside=with_medians(step.inside, *kind))
+            dataclasses.replace(step, cost=medians[kind], inside=with_medians(step.inside, *kind))
             for kind, step in _kinds(steps, model, *within)
             if kind[:-1] == within
         )
@@ -167,10 +164,10 @@ def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
 
 
 def _kinds(steps: Sequence[ProbedStep], model: nn.Module, *within: Any) -> Iterator[tuple[Any, ProbedStep]]:
-    """Yield each step, those inside of blocks too, with what is the same of steps that do the same."""
+    """Yield (kind, step) for each step and for those inside of blocks; equal steps have one kind."""
     for place, step in enumerate(steps):
         module = type(model.get_submodule(step.module))
         shapes = tuple(model.get_parameter(name).shape for name in step.parameters)
-        kind = (*within, (module, shapes, step.output, step.took.activations, place if within else 0))
+        kind = (*within, (module, shapes, step.output, step.cost.activations, place if within else 0))
         yield kind, step
         yield from _kinds(step.inside, model, *kind)

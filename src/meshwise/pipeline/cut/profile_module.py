@@ -1,4 +1,4 @@
-"""A part of a model, run on its own: what its forward and its backward take, in time or operations, and in bytes."""
+"""Run a part of a model on its own, and measure its forward and backward: time or operations, and bytes kept."""
 
 import contextlib
 import time
@@ -20,12 +20,12 @@ from meshwise.pipeline.run.packed_tree import StageEntrance
 def profile_module(
     run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
 ) -> tuple[Any, StepCost]:
-    """Run a part of a model; its backward too, when it is timed."""
+    """Return the output of `run(*inputs)` and its cost. `timed` runs the backward too; otherwise the work is 0."""
     args, kwargs = inputs
     kept: dict[int, int] = {}
-    keep = noting(kept, parameters=parameters)
+    keep = saved_bytes_hook(kept, parameters=parameters)
 
-    with reading((parameters, inputs), timed=timed) as read:
+    with cost_meter((parameters, inputs), timed=timed) as read:
         begin = read()
         with saved_tensors_hooks(keep, unchanged):
             output = run(*args, **kwargs)
@@ -37,8 +37,8 @@ def profile_module(
     return output, StepCost(sum(kept.values()), work)
 
 
-def cut_off(inputs: Any) -> Any:
-    """Return a tree of tensors without what they came from: the same memory."""
+def detached_inputs(inputs: Any) -> Any:
+    """Return the inputs as the beginning of a new graph, in the same memory."""
 
     def own(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -55,36 +55,34 @@ class LossTail:
     def __init__(self, output: Any) -> None:
         self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
         self._cuda = any(tensor.is_cuda for tensor in self._from)
-        self._begin = now(cuda=self._cuda)
+        self._begin = read_clock(cuda=self._cuda)
 
     def to(self, result: Any) -> float:
         """Return the seconds up to here, and of the backward from this result."""
         ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
         if ends and self._from:
             torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
-        return now(cuda=self._cuda) - self._begin
+        return read_clock(cuda=self._cuda) - self._begin
 
 
 @contextlib.contextmanager
-def reading(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
+def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
     """Yield a function that returns the cost so far: seconds, or operations on the meta device."""
-    held = list(tensors(values))
+    inputs = list(tensors(values))
     if not timed:
         yield float
-    elif any(tensor.is_meta for tensor in held):
+    elif any(tensor.is_meta for tensor in inputs):
         counted = FlopCounterMode(display=False)
-        counted.mod_tracker = _Nowhere()  # type: ignore[assignment]
+        counted.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
         with counted:
             yield lambda: float(counted.get_total_flops())
     else:
-        cuda = any(tensor.is_cuda for tensor in held)
-        yield lambda: now(cuda=cuda)
+        cuda = any(tensor.is_cuda for tensor in inputs)
+        yield lambda: read_clock(cuda=cuda)
 
 
-class _Nowhere(contextlib.AbstractContextManager[None]):
-    """Replaces the module tracker of torch's flop counter: that hooks the inputs of modules, and fails where a model
-    asks for the gradient of one of them.
-    """
+class _NoModuleTracker(contextlib.AbstractContextManager[None]):
+    """Replacement for the module tracker of torch's flop counter, which fails where a model differentiates inside."""
 
     parents = frozenset({"Global"})
 
@@ -94,7 +92,7 @@ class _Nowhere(contextlib.AbstractContextManager[None]):
 
 @contextlib.contextmanager
 def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Afterwards the parameters have the gradients that they had before."""
+    """Restore the gradients of the parameters afterwards."""
     before = [parameter.grad for parameter in parameters]
     try:
         yield
@@ -103,21 +101,20 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def now(*, cuda: bool) -> float:
-    """Return seconds by some clock, when a GPU, if there is one, has done what it was given.
+def read_clock(*, cuda: bool) -> float:
+    """Return seconds of a clock; with `cuda`, after the GPU has finished its queue.
 
-    Where torch computes with this thread alone, this is the thread's processor time. So a busy machine gives stages as
-    even as a quiet one does.
+    If torch computes with one thread, it is that thread's processor time: other load of the machine does not count.
     """
     if cuda:
         streams_of(torch.device("cuda")).synchronize()
     return time.thread_time() if not cuda and torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a hook on saved tensors that notes the bytes of what is kept, parameters aside.
+def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a pack hook that writes the bytes of each saved memory to `kept`, except for parameters.
 
-    The graph holds it, so it leads to nothing that leads to the graph.
+    The graph keeps the hook alive, so the hook refers to nothing that refers to the graph.
     """
     stored = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -130,26 +127,26 @@ def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[T
     return keep
 
 
-def is_alike(output: Any, *, inputs: Any) -> bool:
-    """Return whether a value is one tensor, of the shape and dtype of the first of others."""
+def has_input_shape(output: Any, *, inputs: Any) -> bool:
+    """Return whether the output is one tensor with the shape and dtype of the first input."""
     first = next(tensors(inputs), None)
     if first is None or not isinstance(output, Tensor):
         return False
     return (output.shape, output.dtype) == (first.shape, first.dtype)
 
 
-def size(value: Any) -> int:
+def bytes_of(value: Any) -> int:
     """Return the bytes of a value's tensors, each counted once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
 
 
-def kind_of(module: nn.Module, *, inputs: Any) -> Hashable:
+def operations_key(module: nn.Module, *, inputs: Any) -> Hashable:
     """Return a key of a module's operations: its parts, their parameters and its inputs."""
     return *map(_make, module.modules()), _kinds(module.parameters()), _kinds(tensors(inputs))
 
 
 def _make(module: nn.Module) -> Hashable:
-    """Its class, and the numbers and words that its forward may go by."""
+    """Return the class of a module, and the plain attributes that may change its forward."""
     return type(module), *(
         (name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)
     )

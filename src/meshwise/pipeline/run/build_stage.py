@@ -1,4 +1,4 @@
-"""A stage, made from a model and its cut."""
+"""Make a stage from a model and its cut."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -12,7 +12,7 @@ from meshwise.pipeline.run.remote_parameter import RemoteParameter
 from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
 
 
-def bare(model: nn.Module) -> nn.Module:
+def without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a model without values."""
     return copied(
         model, tensors={tensor: build_without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -20,49 +20,51 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
-    """Stage `index` of a model that was cut. `like`: the model without values, in the dtypes that it is to run in.
+    """Return stage `index` of a model. `like` is the model without values, in the dtypes of the run.
 
     Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. The
     parameters of other stages are released; their memory is free unless another object holds the model.
     """
-    crossing = StageRun(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
-    module = _blocks(model, cut, index, crossing, like or bare(model))
+    crossing = StageRun(
+        cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
+    )
+    module = _blocks(model, cut, index, crossing, like or without_values(model))
     receives = cut.crossing[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
 
 
 def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, like: nn.Module) -> nn.Module:
-    """Return the model, with the pieces of other stages without parameters."""
-    met = cut.met(index)
-    held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
+    """Return a copy of the model in which the pieces of other stages have no parameters."""
+    contents = cut.contents(index)
+    kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
-    pieces = {name: module.get_submodule(name) for name in met.modules}
-    modules = [pieces[name] for name in met.modules]
-    route = StageRoute(met.keys, modules=modules, start=met.start, stop=met.stop)
+    pieces = {name: module.get_submodule(name) for name in contents.modules}
+    modules = [pieces[name] for name in contents.modules]
+    route = StageRoute(contents.keys, modules=modules, start=contents.start, stop=contents.stop)
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
-        _let_go(owner, owner._parameters, held, bare_owner._parameters, path=path)
+        _release(owner, owner._parameters, kept, bare_owner._parameters, path=path)
     for name, piece in pieces.items():
-        if name in met.opened:
+        if name in contents.opened:
             piece.forward = OpenedBlock(piece, route=route, crossing=crossing)
             continue
-        if name not in met.modules[met.start : met.stop]:
+        if name not in contents.modules[contents.start : contents.stop]:
             for (path, owner), bare_owner in zip(
                 piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
             ):
-                _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
+                _release(owner, owner._buffers, kept, bare_owner._buffers, path=path)
         piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, crossing=crossing)
     return module
 
 
-def _let_go(
-    owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int], like: Mapping[str, Any], *, path: str
+def _release(
+    owner: nn.Module, tensors: MutableMapping[str, Any], kept: set[int], like: Mapping[str, Any], *, path: str
 ) -> None:
-    """Forget the parameters, or the buffers, of the module at `path` that are not held here.
+    """Replace parameters or buffers of the module at `path` that this stage does not keep by `RemoteParameter`s.
 
-    What stays under the name is for a model that asks for a dtype or a shape; to compute with it is an error.
+    A model can still ask them for a dtype or a shape; computing with one is an error.
     """
     for name, tensor in list(tensors.items()):
         bare = like[name]
-        if tensor is not None and bare is not None and id(tensor) not in held:
+        if tensor is not None and bare is not None and id(tensor) not in kept:
             del tensors[name]
             setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))

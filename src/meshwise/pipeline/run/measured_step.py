@@ -1,14 +1,13 @@
-"""A step as it was: when every rank did what, how long it did nothing, and where that went.
+"""Measure a step: when each rank did what, and why it did not compute the rest of the time.
 
 The time of a step in which a rank does not compute is split by cause:
 
-    | ideal        what the schedule alone costs: every stage as long as the mean, and nothing else takes any time
-    | imbalance    what it costs more that stages differ, when every computation takes its stage's mean
-    | receives     what it waited longer than that, for messages and for the last rank: transfers, and computations that
-    |              were now longer and now shorter
-    | collectives  waits inside computations (layers that are split, units that are gathered), and for reductions, less
-    |              what the rank would have idled by the clock: for a rank that is slower it waits in them as well
-    | other        the rest: what the interpreter does between actions
+    | ideal        bubble of the schedule with equal stages, when nothing else takes time
+    | imbalance    more, because stages differ: every computation takes its stage's mean
+    | receives     more, waiting for messages and for the last rank: transfers, and computations of varying length
+    | collectives  waits inside computations (split layers, gathered units) and for reductions, less the time that the
+    |              rank would have idled by the clock: it waits for a slower rank in collectives as well
+    | other        the rest: the interpreter between actions
 """
 
 import dataclasses
@@ -36,42 +35,42 @@ _ROUNDS = 8
 def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> float:
     """Return how far this rank's clock is ahead of the first rank's, in seconds; 0 within the measurement error.
 
-    The first rank asks every other one for the time and takes the quickest answer: the clock was read somewhere between
-    question and answer (Cristian, 1989). Every rank calls it.
+    The first rank asks every other one for the time and takes the quickest answer: the clock was read between question
+    and answer (Cristian, 1989). Every rank calls it.
     """
     line = world.over(Mesh((("rank", world.size),)))
     offsets = [0.0] * world.size
     for rank in range(1, world.size):
         if world.rank == 0:
-            offsets[rank] = min((_asked(line, rank, now) for _ in range(_ROUNDS)), key=lambda answer: answer[1])[0]
+            offsets[rank] = min((_ask_clock(line, rank, now) for _ in range(_ROUNDS)), key=lambda answer: answer[1])[0]
         elif world.rank == rank:
             for _ in range(_ROUNDS):
-                _answer(line, now)
-    told: list[float] = world.exchange(offsets)[0]
-    return told[world.rank]
+                _answer_clock(line, now)
+    agreed: list[float] = world.exchange(offsets)[0]
+    return agreed[world.rank]
 
 
-def _asked(line: World, rank: int, now: Callable[[], float]) -> tuple[float, float]:
-    """Return how far the clock of `rank` is ahead, and the seconds that the question took."""
-    told = torch.zeros(1, dtype=torch.float64, device=line.device)
+def _ask_clock(line: World, rank: int, now: Callable[[], float]) -> tuple[float, float]:
+    """Return how far the clock of `rank` is ahead, and the seconds between question and answer."""
+    message = torch.zeros(1, dtype=torch.float64, device=line.device)
     asked = now()
-    line.send(told, axis="rank", to=rank).wait()
-    line.recv(told, axis="rank", source=rank).wait()
-    there, answered = told.item(), now()
+    line.send(message, axis="rank", to=rank).wait()
+    line.recv(message, axis="rank", source=rank).wait()
+    there, answered = message.item(), now()
     within = asked <= there <= answered
     return 0.0 if within else there - (asked + answered) / 2, answered - asked
 
 
-def _answer(line: World, now: Callable[[], float]) -> None:
-    told = torch.zeros(1, dtype=torch.float64, device=line.device)
-    line.recv(told, axis="rank", source=0).wait()
-    told.item()  # on a GPU the wait does not hold up the host
-    told.fill_(now())
-    line.send(told, axis="rank", to=0).wait()
+def _answer_clock(line: World, now: Callable[[], float]) -> None:
+    message = torch.zeros(1, dtype=torch.float64, device=line.device)
+    line.recv(message, axis="rank", source=0).wait()
+    message.item()  # on a GPU the wait does not hold up the host
+    message.fill_(now())
+    line.send(message, axis="rank", to=0).wait()
 
 
 _Means: TypeAlias = Mapping[ActionKind, float]
-"""How long each kind of computation takes, of those that there are."""
+"""Mean duration of each kind of computation that occurs."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class LostTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Sum of all causes."""
         return self.ideal + self.imbalance + self.receives + self.collectives + self.other
 
 
@@ -95,13 +94,13 @@ class MeasuredStep:
     """One step, measured. Prints as a table."""
 
     schedule: Schedule
-    """What was run, as `passes.lower` made it."""
+    """Schedule that was run, from `passes.lower`."""
     step: Timeline
-    """All of it: the row of the schedule, and what is before and after."""
+    """Timeline of the whole step: the row of the schedule, and the time before and after."""
 
     @cached_property
     def run(self) -> Timeline:
-        """The rows of the schedule alone, from the first action to the last of any rank."""
+        """Timeline of the schedule alone, from the first action to the last of any rank."""
         events = [event for rank in range(self.step.ranks) for event in self._inside(rank)]
         return Timeline(_from_zero(events), self.step.pipelines)
 
@@ -129,7 +128,7 @@ class MeasuredStep:
 
     @cached_property
     def lost(self) -> tuple[LostTime, ...]:
-        """Per rank, what it does not compute from the first action of any rank to the last."""
+        """Time that each rank does not compute, between the first and the last action of any rank."""
         return tuple(map(self._lost, range(self.run.ranks)))
 
     def _lost(self, rank: int) -> LostTime:
@@ -163,7 +162,7 @@ class MeasuredStep:
         ]
 
     def _clocked(self, means: Sequence[Sequence[_Means]]) -> Timeline:
-        """Return all pipelines by the clock, for the micro-batches that there were."""
+        """Return the clock's timeline of all pipelines, with these means, for the micro-batches that were run."""
         present = {event.microbatch for row in self.run.computing for event in row}
         rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
         events: list[Event] = []
@@ -197,29 +196,25 @@ class MeasuredStep:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """Keep it in a file (JSON). Raises OSError."""
+        """Write the measurement to a JSON file. Raises OSError."""
         events = [dataclasses.astuple(event) for event in self.step.events]
-        told = {"schedule": str(self.schedule), "pipelines": self.step.pipelines, "events": events}
-        path.write_text(json.dumps(told), encoding="utf-8")
+        fields = {"schedule": str(self.schedule), "pipelines": self.step.pipelines, "events": events}
+        path.write_text(json.dumps(fields), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> "MeasuredStep":
-        """Return the measurement in a file of `write`. Raises OSError, and ValueError, naming the file, for one that
-        holds something else.
-        """
+        """Return the measurement in a file of `write`. Raises OSError, and ValueError for another kind of file."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            events = [Event(rank, TimelineRow(stream), *rest) for rank, stream, *rest in told["events"]]
-            pipelines = tuple(map(tuple, told["pipelines"]))
-            return cls(Schedule.parse(told["schedule"]), Timeline(tuple(events), pipelines))
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            events = [Event(rank, TimelineRow(stream), *rest) for rank, stream, *rest in fields["events"]]
+            pipelines = tuple(map(tuple, fields["pipelines"]))
+            return cls(Schedule.parse(fields["schedule"]), Timeline(tuple(events), pipelines))
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a timeline of a run: {error}") from None
 
 
 def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
-    """Return the steps that were recorded on all ranks of `world`; the rows of `schedule` are its ranks. Every rank
-    calls it.
-    """
+    """Return the steps that all ranks of `world` recorded. Every rank calls it."""
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])
     steps = zip(*(_steps(rank, spans) for rank, spans in enumerate(every)), strict=True)
@@ -231,7 +226,7 @@ def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule)
 
 
 def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
-    """Yield the events of a rank, step by step, each from its begin to its update."""
+    """Yield the events of each step of a rank, from its begin to its update."""
     others = [span for span in spans if span.waits or span.beside]
     step: list[Event] = []
     for span in (span for span in spans if not (span.waits or span.beside)):
@@ -245,7 +240,7 @@ def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
 
 
 def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Return the same, the first of them at 0."""
+    """Return the events shifted so that the first begins at 0."""
     start = min(event.start for event in events)
     return tuple(dataclasses.replace(one, start=one.start - start, stop=one.stop - start) for one in events)
 
@@ -257,6 +252,6 @@ def _event(rank: int, span: TimedSpan) -> Event:
 
 
 def _cost(means: _Means) -> ActionCost:
-    """Return the cost of a stage; what it does not do is not asked for."""
+    """Return the cost of a stage; kinds of computation that do not occur cost 0."""
     absent = dict.fromkeys(COMPUTE, 0.0) | dict(means)
     return ActionCost(absent[ActionKind.F], absent[ActionKind.I], absent[ActionKind.W], backward=absent[ActionKind.B])

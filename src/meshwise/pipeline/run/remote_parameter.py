@@ -1,8 +1,7 @@
-"""Replace another stage's parameter by a tensor whose shape and dtype can be read, and with which no operation can
-compute.
+"""Replace another stage's parameter by a tensor that has a shape and a dtype, and that refuses to be computed with.
 
-A plain tensor without values would not do: torch multiplies by such a matrix on the CPU, without an error, and makes of
-it whatever lies in memory. TorchScript, and `torch.tensor` of a tensor, ask no subclass and do so still.
+A meta tensor is not enough: torch multiplies by one on the CPU without an error, and returns what lies in memory.
+TorchScript and `torch.tensor` ignore subclasses, and still do so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,11 @@ REMEDY = (
     "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=CutOptions(at=…)), "
     "model.cut_at of a job"
 )
-"""What to do where a stage needs a parameter that another one holds."""
+"""Advice for a stage that needs a parameter of another stage."""
 
 _CASTS = frozenset((Tensor.to, Tensor.type_as))
 _LIKE = frozenset((*_CASTS, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.is_same_size))
-"""What asks its second tensor for a shape, or for a dtype: the device that it would have here is the first one's."""
+"""Functions that read the shape or the dtype of their second tensor; the result is on the device of the first."""
 
 _SHAPED = frozenset(
     (
@@ -31,11 +30,11 @@ _SHAPED = frozenset(
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like, torch.rand_like, torch.randn_like),
     )
 )
-"""What makes another tensor, of which nothing is elsewhere where its device is told."""
+"""Functions that make a new tensor; with an explicit device, it belongs to this stage."""
 
 
 class RemoteParameter(Tensor):
-    """A parameter or a buffer that another stage holds. To compute with it raises StageError."""
+    """Parameter or buffer that another stage holds. Computing with it raises StageError."""
 
     known_as: str
     """Its name in the model."""
@@ -55,7 +54,7 @@ class RemoteParameter(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer what asks for its shape; views of it, and what is made of nothing else, are elsewhere, too."""
+        """Answer questions about the shape; results of remote parameters alone are remote, too."""
         known = kwargs or {}
         given = list(tensors((args, known)))
         where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, RemoteParameter))

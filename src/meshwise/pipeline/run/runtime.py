@@ -1,16 +1,15 @@
-"""The interpreter: walks this rank's row of a lowered table.
+"""Interpret a schedule: run this rank's row of a lowered table, action by action.
 
-It knows no schedule. The table decides what is computed when and what travels between which ranks in which order;
-`validate` has checked that no rank waits for ever. What is left to do here:
+The table decides the order of computations and messages; `validate` has checked that no rank waits for ever.
 
-    | 2RECV_F0   posted before its turn, as soon as its shapes are known; waited for at its turn
-    | 2F0        the stage's forward; what leaves for a stage on the same rank is handed over
-    | 2SEND_F0   begun and not waited for, before the row is through
-    | 2B0 2I0 2W0     whole, or in two parts (`split_backward.py`)
-    | 2GATHER 2FREE 2REDUCE     asked of whoever keeps the stage's parameters
+    | 2RECV_F0                  posted as soon as its shapes are known; waited for at its turn
+    | 2F0                       the stage's forward; a stage on the same rank receives the output directly
+    | 2SEND_F0                  started; waited for when the receiver has answered, or at the end of the row
+    | 2B0 2I0 2W0               the backward, whole or in two parts (`split_backward.py`)
+    | 2GATHER 2FREE 2REDUCE     passed to the storage of the stage's parameters
 
-Shapes are agreed once for each edge and each shape of a micro-batch. The skeleton precedes the first message of its
-kind; later messages are tensors alone. A micro-batch without rows is passed over on every rank.
+Shapes are agreed once for each edge and each shape of a micro-batch: a header precedes the first message; later
+messages are tensors alone. A micro-batch without rows is left out on every rank.
 """
 
 import pickle
@@ -47,19 +46,19 @@ class StageStorage(Protocol):
     """Storage of the parameters of a stage, as the runtime uses it."""
 
     def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
-        """Inside, the stage runs micro-batch `index`: forward, or (`again`) backward."""
+        """Run micro-batch `index` inside: its forward, or with `again` its backward."""
 
     def gather(self) -> None:
-        """Start to make the parameters whole."""
+        """Start to gather the parameters."""
 
     def ready(self) -> None:
-        """Return when they are."""
+        """Wait until the parameters are gathered."""
 
     def free(self) -> None:
-        """Put them to rest."""
+        """Free the gathered parameters."""
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks that have other rows: the stage's last has arrived."""
+        """Sum the gradients over the ranks with other rows, after the stage's last backward."""
 
 
 @dataclass
@@ -77,21 +76,21 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 Header = Sequence[tuple[int, Any]]
-"""What crosses, each with its number among what the stage sends: stages that are alike have the same."""
+"""Each crossing value with its number among the values that the stage sends; equal stages have equal headers."""
 
 
 class PipelineRuntime:
     """Runtime of this rank's stages over the axis `pp`."""
 
-    def __init__(self, stages: Mapping[int, Stage], *, keepers: Mapping[int, StageStorage], world: World) -> None:
-        self._stages, self._keepers, self._world = stages, keepers, world
+    def __init__(self, stages: Mapping[int, Stage], *, storages: Mapping[int, StageStorage], world: World) -> None:
+        self._stages, self._storages, self._world = stages, storages, world
         self._rank = world.group("pp").index
         self._agreed: dict[tuple[int, Hashable], Mapping[str, Any]] = {}
 
     def run(self, schedule: Schedule, *, jobs: Mapping[int, MicrobatchJob]) -> dict[int, Any]:
-        """Do this rank's row for the micro-batches that there are; what the last stage returned, where that is here.
+        """Run this rank's row for the micro-batches in `jobs`, and return what the last stage returned, if it is here.
 
-        Raises StageError when what crosses differs between micro-batches of the same shapes, and what a stage raises.
+        Raises StageError when shapes or numbers differ between micro-batches of equal shapes, and what a stage raises.
         """
         return _Walk(self, schedule, jobs).run()
 
@@ -100,7 +99,7 @@ class _Walk:
     """Interpreter of one step."""
 
     def __init__(self, runtime: PipelineRuntime, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
-        self._stages, self._keepers = runtime._stages, runtime._keepers
+        self._stages, self._storages = runtime._stages, runtime._storages
         self._world, self._rank, self._agreed = runtime._world, runtime._rank, runtime._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
         self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
@@ -114,7 +113,7 @@ class _Walk:
         self._arrived = self._acknowledged()
 
     def run(self) -> dict[int, Any]:
-        """Do this rank's row."""
+        """Run this rank's row."""
         for action in self._rows[self._rank]:
             self._world.journal.doing = action
             try:
@@ -129,25 +128,25 @@ class _Walk:
         return self._returned
 
     def _do(self, action: Action) -> None:
-        keeper, kind = self._keepers[action.stage], action.kind
+        storage, kind = self._storages[action.stage], action.kind
         if kind in COMPUTE:
-            keeper.ready()
+            storage.ready()
             self._compute(kind, _place(action))
         elif kind in SENDS:
             self._send(action)
         elif kind in RECEIVES:
             self._receive(action)
         elif kind is ActionKind.GATHER:
-            keeper.gather()
+            storage.gather()
         elif kind is ActionKind.FREE:
-            keeper.free()
+            storage.free()
         else:
-            keeper.reduce()
+            storage.reduce()
 
     # ---- computing ---------------------------------------------------------------------------------------------
 
     def _compute(self, kind: ActionKind, place: Place) -> None:
-        with self._keepers[place[0]].running(place[1], again=kind is not ActionKind.F):
+        with self._storages[place[0]].running(place[1], again=kind is not ActionKind.F):
             if kind is ActionKind.F:
                 self._forward(place)
             elif kind is ActionKind.W:
@@ -169,13 +168,13 @@ class _Walk:
             flight.outputs = [result] if training and result.requires_grad else []
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
-        parcel = pack(result)
-        flight.outputs = [tensor for tensor in parcel.tensors if tensor.requires_grad]
-        detached = [tensor.detach() for tensor in parcel.tensors]
+        packed = pack(result)
+        flight.outputs = [tensor for tensor in packed.tensors if tensor.requires_grad]
+        detached = [tensor.detach() for tensor in packed.tensors]
         if self._ranks[stage.index + 1] == self._rank:
-            self._enter((stage.index + 1, index), parcel.skeleton, detached)
+            self._deliver((stage.index + 1, index), packed.skeleton, detached)
         else:
-            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, parcel.skeleton), detached
+            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, packed.skeleton), detached
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -200,11 +199,11 @@ class _Walk:
             else:
                 self._leaving[ActionKind.SEND_B, place] = None, back
 
-    def _enter(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
-        """Give a stage what it receives."""
+    def _deliver(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
+        """Hand the received values to a stage."""
         flight = self._flights[place]
-        for tensor, bone in zip(arrived, tensor_specs(skeleton), strict=True):
-            tensor.requires_grad_(bone.requires_grad)
+        for tensor, spec in zip(arrived, tensor_specs(skeleton), strict=True):
+            tensor.requires_grad_(spec.requires_grad)
         flight.received = unpack(skeleton, arrived=arrived)
         flight.leaves = [tensor for tensor in arrived if tensor.requires_grad]
 
@@ -217,14 +216,13 @@ class _Walk:
             self._agreed[key] = skeleton
             return [(self._stages[stage].sends.index(name), value) for name, value in skeleton.items()]
         agreed = self._agreed[key]
-        now, before = _described(skeleton), _described(agreed)
+        now, before = _description(skeleton), _description(agreed)
         for name in agreed:
             if now[name] != before[name]:
                 raise StageError(
-                    f"stage {stage} sends as {name}, for micro-batch {index}, {_words(skeleton[name])}, and for "
-                    f"another one of the same shapes {_words(agreed[name])}. Between micro-batches of the same shapes "
-                    "only values of tensors may differ, not shapes, dtypes, gradients or other values. Return a number "
-                    "that differs as a tensor"
+                    f"stage {stage} sends as {name}, for micro-batch {index}, {_as_text(skeleton[name])}, and for "
+                    f"another one of the same shapes {_as_text(agreed[name])}. Only values of tensors may differ "
+                    "between them, not shapes, dtypes, gradients or numbers. Return a number that differs as a tensor"
                 )
         return None
 
@@ -235,7 +233,7 @@ class _Walk:
         self._sending[rank].append(sends)
 
     def _acknowledged(self) -> dict[Action, int]:
-        """Return the number of of this rank's messages the other end of each receive has received before it sends."""
+        """For each receive, return how many messages of this rank its sender has received before it sends."""
         found: dict[Action, int] = {}
         for row in self._rows:
             count = 0
@@ -247,7 +245,7 @@ class _Walk:
         return found
 
     def _release(self, rank: int, count: int) -> None:
-        """End the first `count` messages to a rank, which has received them: their memory is free."""
+        """Finish the first `count` messages to a rank, which has received them, and free their memory."""
         while self._waited[rank] < count:
             for work in self._sending[rank].popleft():
                 work.wait()
@@ -266,12 +264,12 @@ class _Walk:
         expected = self._expected(action)
         if expected is not None:
             self._coming.popleft()
-            made = [torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in expected]
+            made = [torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device) for spec in expected]
             source = self._other_end(action)
             self._posted = (made, [self._world.recv(part, axis="pp", source=source) for part in made if part.numel()])
 
     def _expected(self, action: Action) -> Sequence[Tensor] | None:
-        """Return tensors like those that will arrive; None while it is not known."""
+        """Return tensors with the shapes of the next message, or None while they are unknown."""
         stage, index = _place(action)
         if action.kind is ActionKind.RECV_B:
             flight = self._flights.get((stage, index))
@@ -282,9 +280,9 @@ class _Walk:
     def _receive(self, action: Action) -> None:
         stage, index = place = _place(action)
         if self._posted is None:
-            told = self._world.recv_value(axis="pp", source=self._other_end(action))
+            header = self._world.recv_value(axis="pp", source=self._other_end(action))
             names = self._stages[stage].receives
-            self._agreed[stage - 1, self._jobs[index].shapes] = {names[number]: value for number, value in told}
+            self._agreed[stage - 1, self._jobs[index].shapes] = {names[number]: value for number, value in header}
             self._post()
         assert self._posted is not None
         (arrived, works), self._posted = self._posted, None
@@ -294,7 +292,7 @@ class _Walk:
         if action.kind is ActionKind.RECV_B:
             self._flights[place].gradients = list(arrived)
         else:
-            self._enter(place, self._agreed[stage - 1, self._jobs[index].shapes], arrived)
+            self._deliver(place, self._agreed[stage - 1, self._jobs[index].shapes], arrived)
 
 
 def _place(action: Action) -> Place:
@@ -306,14 +304,14 @@ def _place_text(action: Action) -> str:
     return f"stage {action.stage}" + ("" if action.microbatch is None else f", micro-batch {action.microbatch}")
 
 
-def _described(skeleton: Mapping[str, Any]) -> dict[str, Any]:
+def _description(skeleton: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description on which sender and receiver must agree; a tensor that occurs twice travels once."""
-    number = {id(bone): place for place, bone in enumerate(tensor_specs(skeleton))}
+    number = {id(spec): place for place, spec in enumerate(tensor_specs(skeleton))}
     return {
         name: (signature(value, other=pickle.dumps), [(number[id(one)], one.requires_grad) for one in tensors(value)])
         for name, value in skeleton.items()
     }
 
 
-def _words(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return " ".join(repr(value).split()).replace("..., device='meta', ", "")

@@ -1,6 +1,6 @@
-"""A backward in two parts: I, the gradients of what was received; W, the gradients of the parameters, any time later.
+"""Run a backward in two parts: I computes the gradients of received values, and W later the parameters' gradients.
 
-Asking autograd twice would compute the way down twice. But a node of the graph, of a matrix product for example,
+Two calls of autograd would compute the shared path twice. But a node of the graph, of a matrix product for example,
 computes the gradients of its two operands independently, and autograd omits those that are not needed. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to what was received
@@ -8,10 +8,10 @@ computes the gradients of its two operands independently, and autograd omits tho
                ▼             ▼                               I runs the spine, and keeps what arrives at n4 and n2
               W b           W a                              W starts again at n4 and at n2, towards the parameters
 
-What I has used and W does not need is let go in between. What is computed is what one backward computes, node by node
-(Qi et al., 2023; torch's pipelining does it so as well).
-A parameter that hangs on the spine in several places gets its gradient with I: from one of the places, autograd would
-reach the others again. So does one whose place torch's checkpoint computes again: it would for every place anew.
+Saved tensors that W does not need are freed after I. The nodes compute what one backward computes (Qi et al., 2023;
+torch's pipelining does the same).
+A parameter that is reached from the spine at several nodes gets its gradient with I: from one of the nodes, autograd
+would reach the others again. So does a parameter behind torch's checkpoint, which would recompute once more.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ class WeightBackward:
         self._pending: list[Callable[[], None]] = []
 
     def later(self, work: Callable[[], None]) -> None:
-        """Note a part of it."""
+        """Add work to the second part."""
         self._pending.append(work)
 
     def run(self) -> None:
-        """W: accumulate the gradients of the parameters into their `.grad`."""
+        """Run W: accumulate the gradients of the parameters into their `.grad`."""
         while self._pending:
             self._pending.pop(0)()
 
@@ -49,10 +49,9 @@ class WeightBackward:
 def backward_input(
     outputs: Sequence[Tensor], *, gradients: Sequence[Tensor], received: Sequence[Tensor], parameters: Iterable[Tensor]
 ) -> WeightBackward:
-    """I: accumulate the gradients of `received`, leaves, into their `.grad`; the parameters' are left for W.
+    """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
 
-    `outputs` require gradients, and `gradients` are theirs. Without anything received there is no I, and W is the whole
-    backward.
+    `gradients` belong to `outputs`, which require gradients. If nothing was received, W is the whole backward.
     """
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
@@ -88,7 +87,7 @@ def backward_input(
 
 
 def is_reentrant(values: Iterable[Tensor]) -> bool:
-    """Return whether a reentrant checkpoint of torch is in what they were made by."""
+    """Return whether a reentrant checkpoint of torch is in the graph of these values."""
     return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
 
 
@@ -98,8 +97,9 @@ def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], g
 
 
 def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
-    """From a node of the spine to the parameters, with the gradients that had arrived there. A hook on its tensor has
-    had its say in them: it was called in I, and is called again here.
+    """Run the backward from a node of the spine to the parameters, with the gradients that arrived there in I.
+
+    Hooks on the node's tensor have changed these gradients in I. They are called again here; their result is replaced.
     """
     arrived = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
     hook = place.register_prehook(lambda _: tuple(gradients))
@@ -109,9 +109,9 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
 
 
 def _forget(node: Node) -> None:
-    """Let go of what a node has saved that will not run again: I leaves for W only what W needs.
+    """Free the tensors that a node saved, which will not run again.
 
-    Single numbers stay: the factor of a dropout is none to a rehearsal, which records what is done to tensors.
+    Single numbers stay: a rehearsal, which records tensors, treats the factor of a dropout as a number.
     """
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
@@ -124,7 +124,7 @@ def _nothing(_saved: object) -> None:
 
 
 def _computed_again(node: Node) -> bool:
-    """Return whether torch's checkpoint has in its hands what the node has saved."""
+    """Return whether torch's checkpoint recomputes the tensors that the node saved."""
     return any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
 
 
@@ -137,7 +137,7 @@ def _saved(node: Node) -> Iterator[Any]:
 
 @cache
 def _saved_by(kind: type[Node]) -> tuple[str, ...]:
-    """Return the attributes of a kind of node under which the tensors are that it has saved."""
+    """Return the names of the attributes with the saved tensors of a kind of node."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -147,7 +147,7 @@ def _node(leaf: Tensor) -> Node:
 
 
 class _Graph:
-    """Nodes below some outputs, in the same order every time, and their edges."""
+    """Graph below some outputs; the order of its nodes is deterministic."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self.nodes: dict[Node, None] = {}
@@ -170,7 +170,7 @@ class _Graph:
         return any(node.name() == _REENTRANT for node in self.nodes)
 
     def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
-        """Return the nodes from which one of the leaves can be reached; the leaves that can be reached as well."""
+        """Return the nodes from which one of the leaves can be reached, including these leaves."""
         found: set[Node] = set()
         waiting = [leaf for leaf in leaves if leaf in self.nodes]
         while waiting:
@@ -181,7 +181,7 @@ class _Graph:
         return found
 
     def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
-        """Return the nodes of the spine at which ways to the leaf leave it; None for a way that never was on it."""
+        """Return the nodes at which paths to the leaf leave the spine; None for a path that never was on it."""
         found: set[Node | None] = set()
         seen: set[Node] = set()
         waiting = [leaf] if leaf in self.nodes else []

@@ -1,7 +1,7 @@
-"""A stage: a part of a model that runs the model's own forward.
+"""Run a stage: a part of a model, by the model's own forward.
 
 Rewriting a model into a list of layers breaks everything that is not a list of layers: keyword arguments, masks, rotary
-tables, an encoder beside a decoder. So a stage *is* the model, with the same class, names and forward. The pieces
+tables, an encoder and a decoder. So a stage *is* the model, with the same class, names and forward. The pieces
 (embedding, blocks, norm, head) of other stages have no parameters in it and do not compute:
 
     the model        embedding   block 0   block 1   block 2   block 3   norm   head
@@ -39,18 +39,19 @@ from meshwise.pipeline.run.packed_tree import enter
 
 
 class StageError(RuntimeError):
-    """A stage met something else than the cut has seen."""
+    """Error for a run of a stage that differs from the example of the cut."""
 
 
 Place: TypeAlias = tuple[bool, int, dict[str, Any]]
-"""A point of a run: whether there is one, which piece comes next, what has been received."""
+"""Point of a run: whether a run is open, the number of the next piece, the received values."""
 
 
 @dataclass(frozen=True)
 class FeatureWidth:
-    """The features of what runs from piece to piece: how many a rank has, and how many there are. `made`: the pieces
-    that make it of something else, as an embedding does, and the dim of what they return that has the features.
-    `tokens`: the same of its tokens, in the forward under way; between `blocks` and in them a rank may have a part.
+    """Sizes of the hidden states under tensor parallelism: features and tokens, on a rank and in total.
+
+    `made` maps pieces that make hidden states of something else, as an embedding does, to the dim of the features.
+    `tokens` returns the number of tokens (on this rank, in total) in the current forward; it counts inside `blocks`.
     """
 
     own: int = 0
@@ -60,18 +61,19 @@ class FeatureWidth:
     blocks: Collection[str] = ()
 
     def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
-        """Return a meta-tensor copy of the output of submodule `name`. The shadow module knows no rank: it receives all
-        features and tokens, and returns the part of one rank.
+        """Return this rank's part of the output of piece `name`, as meta tensors.
+
+        `shadow` is the piece as on one process: it receives all features and tokens.
         """
         own, whole = self.tokens()
         if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
             return self._ask(shadow, name=name, args=args, kwargs=kwargs)
-        # Masks and rotary tables that it is handed beside the hidden states have all tokens.
-        stream = _first((args, kwargs.get("hidden_states")))
-        if stream is None or stream.dim() < 2 or stream.size(-2) != own or not stream.is_floating_point():
+        # Masks and rotary tables have all tokens; hidden states have the part of this rank.
+        hidden = _first((args, kwargs.get("hidden_states")))
+        if hidden is None or hidden.dim() < 2 or hidden.size(-2) != own or not hidden.is_floating_point():
             return self._ask(shadow, name=name, args=args, kwargs=kwargs)
-        wide = stream.new_empty(*stream.shape[:-2], whole, stream.size(-1))
-        args, kwargs = map_tensors(lambda x: wide if x is stream else x, (args, kwargs))
+        wide = hidden.new_empty(*hidden.shape[:-2], whole, hidden.size(-1))
+        args, kwargs = map_tensors(lambda x: wide if x is hidden else x, (args, kwargs))
         returned = self._ask(shadow, name=name, args=args, kwargs=kwargs)
         out = _first(returned)
         if out is None or out.dim() < 2 or out.size(-2) != whole:
@@ -87,8 +89,8 @@ class FeatureWidth:
             return shadow(*args, **kwargs)
 
         def change(x: Tensor, size: int, to: int) -> Tensor:
-            alike = x.dtype == first.dtype and x.dim() == first.dim() and x.size(-1) == size
-            return x.new_empty(*x.shape[:-1], to) if alike else x
+            matches = x.dtype == first.dtype and x.dim() == first.dim() and x.size(-1) == size
+            return x.new_empty(*x.shape[:-1], to) if matches else x
 
         args, kwargs = map_tensors(lambda x: change(x, self.own, self.whole), (args, kwargs))
         returned = shadow(*args, **kwargs)
@@ -106,13 +108,11 @@ def _first(tree: Any) -> Tensor | None:
 
 
 class StageRun:
-    """Values that one run of a stage has received and computed so far. Lives as long as the stage, open during a
-    run.
-    """
+    """Values that the current run of a stage has received and computed; the stage uses one object for all runs."""
 
-    def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
-        self.sends, self.changed, self.alike = sends, changed, alike
-        self.void = NanPlaceholder()
+    def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
+        self.sends, self.changed, self.same_shape = sends, changed, same_shape
+        self.nan = NanPlaceholder()
         self.width = FeatureWidth()
         self.open = self.repeats = False
         self.received: dict[str, Any] = {}
@@ -128,24 +128,24 @@ class StageRun:
             self.keep(key, value=value)
 
     def keep(self, key: str, *, value: Any) -> None:
-        """Send this value at the end, if it is needed: as it is now, whatever the model does to it."""
+        """Store a value to send at the end, if a later stage needs it; a copy, if the model will change it."""
         if key in self.sends and not self.repeats:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def received_of(self, key: str) -> Any:
-        """Return a value that an earlier stage sent, unchanged by the model."""
+        """Return a value that an earlier stage sent; a copy, if the model will change it."""
         value = self.received[key]
         return map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def device_for(self, given: Tensor) -> torch.device:
-        """Return the device on which results of `given` would be. A model that brings it to a piece's own parameters
-        finds none here.
+        """Return the device for a result of `given`, which is on the meta device if the model moved it to a parameter's
+        device.
         """
         here = (tensor.device for tensor in tensors(self.received))
         return next(here, given.device) if given.is_meta else given.device
 
     def leave(self) -> None:
-        """End the model's forward. A repeated run needs no exception to end."""
+        """Leave the model's forward by an exception, unless a block is run again."""
         if not self.repeats:
             raise StageForwardLeft
 
@@ -155,7 +155,7 @@ class StageRun:
 
     @contextlib.contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Inside, a block that was run from this point on is run again."""
+        """Run a block again inside, from this point on."""
         left, repeated = self.here(), self.repeats
         (self.open, self.position, self.received), self.repeats = place, True
         try:
@@ -164,14 +164,14 @@ class StageRun:
             (self.open, self.position, self.received), self.repeats = left, repeated
 
     def stop(self) -> dict[str, Any]:
-        """End a run, and forget all of it but what is sent."""
+        """End a run and return the values to send."""
         sent = self.sent
         self.open, self.received, self.sent = False, {}, {}
         return sent
 
 
 class Stage:
-    """Stage `index` of `count`.
+    """Part of a model that one rank runs: stage `index` of `count`.
 
     `module` holds this stage's parameters under the names that they have in the whole model. A parameter that several
     stages hold (a tie) is a parameter in each: their gradients have to be summed.
@@ -188,18 +188,17 @@ class Stage:
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """The keys of what `run` returns, all that the next stage receives; of the last stage, nothing."""
+        """Keys of the values that `run` returns for the next stage; empty on the last stage."""
         return tuple(self.crossing.sends)
 
     def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
-        """Return one forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens),
-        targets)`.
+        """Return the result of one forward. `call` runs the model on a micro-batch, as in
+        `lambda model: loss(model(tokens), targets)`.
 
-        The last stage returns what `call` returns, any other what it sends: a value, a tree of tensors, for every key
-        in `sends`. `received` is what the stage before returned; a tensor in it that requires a gradient should be
-        a leaf, and has it in `.grad` after the backward.
+        The last stage returns what `call` returns, any other a tree of tensors for every key in `sends`. `received` is
+        the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
 
-        Raises StageError when pieces run in another order than the cut has seen.
+        Raises StageError when pieces run in another order than in the example of the cut.
         """
         self.crossing.start(received)
         try:
@@ -215,7 +214,7 @@ class Stage:
 
 
 class PieceForward:
-    """The forward of one piece in one stage: computes, returns what was received, or returns NaN, call by call."""
+    """Forward of a piece in a stage: each call computes, returns the received output, or returns NaN."""
 
     def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", crossing: StageRun) -> None:
         self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
@@ -223,9 +222,9 @@ class PieceForward:
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands where the module's `forward` was."""
+        """Replace the `forward` of the module."""
         crossing, route = self._crossing, self._route
-        if not crossing.open:  # recomputed in the backward by torch's checkpoint, or called by the user
+        if not crossing.open:  # called by torch's checkpoint in the backward, or by the user
             return self._own(args, kwargs)
         key = route.key(crossing.position, module=self._module)
         if crossing.position >= route.stop:
@@ -244,13 +243,13 @@ class PieceForward:
         return self._hooks.around(partial(type(self._module).forward, self._module), args=args, kwargs=kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
-        """NaN in the shapes that the piece would return."""
+        """Return NaN in the shapes of the piece's output."""
         crossing = self._crossing
         first = next(tensors((args, kwargs)), torch.empty(()))
-        shapes = first if key in crossing.alike else self._shapes_for(key, args, kwargs)
+        shapes = first if key in crossing.same_shape else self._shapes_for(key, args, kwargs)
         fresh = key in crossing.changed
         device = crossing.device_for(first)
-        return map_tensors(lambda like: crossing.void.like(like, device=device, fresh=fresh), shapes)
+        return map_tensors(lambda like: crossing.nan.like(like, device=device, fresh=fresh), shapes)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return the output of the piece as meta tensors, computed once per input shapes."""
@@ -270,13 +269,13 @@ class PieceForward:
 
 
 class OpenedBlock:
-    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last."""
+    """Forward of an opened block: its modules are pieces, and the block itself is the last piece."""
 
     def __init__(self, module: nn.Module, *, route: "StageRoute", crossing: StageRun) -> None:
         self._module, self._route, self._crossing = module, route, crossing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands where the module's `forward` was."""
+        """Replace the `forward` of the module."""
         output = type(self._module).forward(self._module, *args, **kwargs)
         crossing = self._crossing
         key = self._route.key(crossing.position, module=self._module)
@@ -288,18 +287,18 @@ class OpenedBlock:
 
 
 class NanPlaceholder:
-    """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times."""
+    """Source of NaN tensors (integers: 0) of any shape in one memory; a stage of a deep model returns many."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
-        """NaN in the shape and dtype of a tensor; `fresh`, in memory of its own, that may be written to."""
+        """Return NaN in the shape and dtype of a tensor; with `fresh`, in memory that may be written to."""
         place = (tensor.dtype, device)
         flat = self._flat.get(place)
         if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
             value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
-            with torch.inference_mode(mode=False):  # what is made there has no version, and cannot be used elsewhere
+            with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
                 flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
             if fresh:
                 return flat.view(tensor.shape)
@@ -308,18 +307,18 @@ class NanPlaceholder:
 
 
 class StageRoute:
-    """The order of all pieces' calls, and the part of it that is one stage's."""
+    """Order of the calls of all pieces, and the range that one stage computes."""
 
     def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
         self._keys, self._modules = keys, modules
         self.start, self.stop = start, stop
 
     def computes(self, module: nn.Module) -> bool:
-        """Return whether a call of this module is the stage's."""
+        """Return whether the stage computes a call of this module."""
         return any(one is module for one in self._modules[self.start : self.stop])
 
     def key(self, position: int, *, module: nn.Module) -> str:
-        """Return the call at this position, which has to be this module's."""
+        """Return the key of the call at this position. Raises StageError if it is not a call of `module`."""
         if position >= len(self._keys) or self._modules[position] is not module:
             due = self._keys[position] if position < len(self._keys) else "the end"
             name = next(key for key, one in zip(self._keys, self._modules, strict=True) if one is module)
@@ -330,9 +329,9 @@ class StageRoute:
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
-    """Return a hashable key of inputs on which output shapes depend: shapes, dtypes and plain values.
+    """Return a hashable key of inputs: equal keys give equal output shapes. It has shapes, dtypes and plain values.
 
-    `other` maps a value that is none of these to its key.
+    `other` maps any other value to its key.
     """
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
@@ -342,6 +341,6 @@ def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: typ
         return tuple((key, signature(value, other=other)) for key, value in tree.items())
     if isinstance(tree, tuple | list):
         return tuple(signature(value, other=other) for value in tree)
-    if isinstance(tree, float) and math.isnan(tree):  # which is no other's equal, nor its own
+    if isinstance(tree, float) and math.isnan(tree):  # NaN does not equal itself
         return repr(tree)
     return tree if isinstance(tree, int | float | str | None) else other(tree)

@@ -1,4 +1,4 @@
-"""The schedules by name: what each needs, and the function that returns its table."""
+"""Schedules as tables: built by name, read from a file, checked, completed for a run, and timed."""
 
 from meshwise.pipeline.schedules.named import SCHEDULES, NamedSchedule, make_schedule, planned_schedule, read_schedule
 

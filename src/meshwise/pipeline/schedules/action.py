@@ -1,4 +1,4 @@
-"""A schedule as a value: for every rank, the actions it does, in order.
+"""Represent a schedule as a table: for each rank, its actions in order.
 
 A pipeline schedule written as control flow can be run and nothing else. Written as a table it is checked before anybody
 starts, timed, drawn, compared with another one in a test, read from a file, and run by one interpreter:
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot work, or one asked for in a way that it does not allow."""
+    """Error for a schedule that cannot work, or that cannot be built for these numbers."""
 
 
 class ActionKind(StrEnum):
@@ -41,15 +41,13 @@ COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 UNITS = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
-"""What concerns a stage as a whole and carries no micro-batch."""
+"""Kinds that concern a stage as a whole and have no micro-batch."""
 
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d*)")
 
 
 class Action(NamedTuple):
-    """An action of a rank for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`. A schedule has many, which are
-    made and looked up over and over: a tuple.
-    """
+    """Action of a rank for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`. A tuple, because it is fast."""
 
     stage: int
     kind: ActionKind
@@ -73,7 +71,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table. Prints one row per rank, and parses back."""
+    """Table of the actions of all ranks. Prints one row per rank, and parses back."""
 
     rows: tuple[tuple[Action, ...], ...]
 
@@ -83,9 +81,9 @@ class Schedule:
         ranks: dict[int, int] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
-                held_by = ranks.setdefault(action.stage, rank)
-                if held_by != rank:
-                    raise ScheduleError(f"stage {action.stage} is on rank {held_by}, but rank {rank} does {action}")
+                owner = ranks.setdefault(action.stage, rank)
+                if owner != rank:
+                    raise ScheduleError(f"stage {action.stage} is on rank {owner}, but rank {rank} does {action}")
         if missing := sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys()):
             raise ScheduleError(f"no rank does anything for stage {', '.join(map(str, missing))}")
         return tuple(ranks[stage] for stage in range(len(ranks)))
@@ -97,12 +95,12 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages there are, over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.rank_of)
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of micro-batches a step has."""
+        """Number of micro-batches of a step."""
         return 1 + max((a.microbatch for a in self.actions() if a.microbatch is not None), default=-1)
 
     @cached_property
@@ -123,7 +121,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Return a table of one line per rank. Dots (a pause, for the eye) and what follows `#` are passed over.
+        """Return the table in a text of one line per rank. Dots (pauses for the eye) and `#` comments are ignored.
 
         Raises ScheduleError with the line and the word that is not an action.
         """

@@ -1,4 +1,4 @@
-"""Schedules with whole backwards, from their published order.
+"""Build the schedules with whole backwards, from their published order.
 
 Every rank does some forwards first, then one forward and one backward in turn, then the remaining backwards. The
 schedules differ in the number of first forwards and in the order in which a rank goes through its stages. With p ranks,
@@ -17,7 +17,7 @@ from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def naive(pp: int, *, microbatches: int) -> Schedule:
-    """Return one micro-batch at a time goes all the way down and up: the model is split, nothing overlaps."""
+    """Return the schedule without overlap: one micro-batch at a time goes through all stages and back."""
     return Schedule(
         tuple(
             tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
@@ -27,18 +27,18 @@ def naive(pp: int, *, microbatches: int) -> Schedule:
 
 
 def gpipe(pp: int, *, microbatches: int) -> Schedule:
-    """Return all forwards, then all backwards."""
+    """Return the GPipe schedule: all forwards, then all backwards."""
     return looped(pp, microbatches=microbatches, virtual_stages=1)
 
 
 def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
-    """1F1B: rank r runs p - r - 1 forwards ahead, so that the first of its backwards finds it at the p-th at most."""
+    """Return the 1F1B schedule: rank r runs p - r - 1 forwards before it alternates, and holds at most p - r."""
     steps = _Steps(pp, [(0, index) for index in range(microbatches)], 1)
     return steps.schedule([pp - rank - 1 for rank in range(pp)])
 
 
 def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
-    """1F1B over a ring: stage s is on rank s mod p, and p micro-batches at a time go round the ring v times.
+    """Return interleaved 1F1B: stage s is on rank s mod p; p micro-batches at a time go round the ranks v times.
 
     `microbatches` has to be a multiple of `pp`.
     """
@@ -53,14 +53,14 @@ def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
 
 
 def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
-    """Breadth first over the same ring: all micro-batches through a stage before any goes through the rank's next."""
+    """Return the breadth-first schedule: a rank runs all micro-batches through a stage before its next stage."""
     order = [(lap, index) for lap in range(virtual_stages) for index in range(microbatches)]
     steps = _Steps(pp, order, virtual_stages)
     return steps.schedule([len(order)] * pp)
 
 
 class _Steps:
-    """The forwards that every rank does, as (lap round the ring, micro-batch); backwards take the laps in reverse."""
+    """Order of the forwards of every rank, as (lap round the ranks, micro-batch); backwards take laps in reverse."""
 
     def __init__(self, pp: int, order: Sequence[tuple[int, int]], laps: int) -> None:
         self._pp, self._order, self._laps = pp, order, laps

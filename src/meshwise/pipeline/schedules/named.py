@@ -1,4 +1,4 @@
-"""Schedules by the names that a plan gives them, and what each needs of the plan."""
+"""Build a schedule from its name in a plan, or read a table from a file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from meshwise.plan.plan_keys import in_words, is_path
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule of a given name: the function, and what it can be asked for."""
+    """Schedule with a name: the function that builds it, and the numbers that it allows."""
 
     build: Callable[[int, int, int], Schedule]
     """(pp, microbatches, virtual_stages) to the table."""
     virtual: tuple[int, int | None]
-    """The least and the greatest number of stages a rank, None for any."""
+    """Smallest and largest number of stages per rank; None for any."""
     least: Callable[[int], int] = lambda _pp: 1
-    """The least number of micro-batches for so many ranks."""
+    """Smallest number of micro-batches for so many ranks."""
     step: Callable[[int], int] = lambda _pp: 1
-    """What the number of micro-batches is a multiple of."""
+    """Number of which the micro-batches have to be a multiple, for so many ranks."""
     overlaps: bool = True
     """Whether ranks compute at the same time."""
 
     def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
-        """Return the nearest (microbatches, virtual_stages) that this schedule can do: those given, if it can."""
+        """Return the nearest (microbatches, virtual_stages) that this schedule allows."""
         least, most = self.virtual
         step = self.step(pp)
         fewer = microbatches // step * step
@@ -56,31 +56,31 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table of a schedule; `virtual_stages`, the stages a rank, is by default the fewest that it can do
-    with.
+    """Return the table of a schedule. `virtual_stages`, the stages per rank, is by default the fewest possible.
 
     A name with a `/` or a `.` in it is the path of a file with a table, which has to be for these numbers.
 
-    Raises ScheduleError for an unknown name, for numbers that the schedule cannot do (with the nearest it can), and for
-    a table that cannot be read or cannot work.
+    Raises ScheduleError for an unknown name, and for a table that cannot be read or cannot work. For numbers that the
+    schedule does not allow, the error names the nearest that it does.
     """
     if is_path(name):
         return _from_file(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; the schedules are {' '.join(SCHEDULES)}")
-    recipe = SCHEDULES[name]
-    virtual = recipe.virtual[0] if virtual_stages is None else virtual_stages
+    named = SCHEDULES[name]
+    virtual = named.virtual[0] if virtual_stages is None else virtual_stages
     if min(pp, microbatches, virtual) < 1:
         raise ScheduleError(f"pp={pp} microbatches={microbatches} virtual_stages={virtual}: each is at least 1")
-    works = recipe.nearest(pp, microbatches=microbatches, virtual_stages=virtual)
+    works = named.nearest(pp, microbatches=microbatches, virtual_stages=virtual)
     if works != (microbatches, virtual):
         raise ScheduleError(_refusal(name, pp, given=(microbatches, virtual), works=works))
-    return recipe.build(pp, microbatches, virtual)
+    return named.build(pp, microbatches, virtual)
 
 
 def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table that is run for a plan: the same, which sends first (`passes.send_first`), but for what a file
-    has and where nothing is to overlap.
+    """Return the table that is run for a plan: `make_schedule` with `passes.send_first`.
+
+    Tables from files, and schedules without overlap, are run as they are.
 
     Raises ScheduleError as `make_schedule` does.
     """
@@ -89,13 +89,13 @@ def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: i
 
 
 def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, int]) -> str:
-    recipe = SCHEDULES[name]
+    named = SCHEDULES[name]
     needs = []
     if given[0] != works[0]:
-        step, least = recipe.step(pp), recipe.least(pp)
+        step, least = named.step(pp), named.least(pp)
         needs.append(f"a multiple of pp={pp} micro-batches" if step > 1 else f"at least {least} micro-batches")
     if given[1] != works[1]:
-        least, most = recipe.virtual
+        least, most = named.virtual
         needs.append(f"virtual_stages={least}" if least == most else f"at least virtual_stages={least}")
     return (
         f"schedule={name} with pp={pp} needs {' and '.join(needs)}, not microbatches={given[0]} virtual_stages="
@@ -109,12 +109,12 @@ def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | N
         schedule = read_schedule(Path(path))
     except OSError as error:
         raise ScheduleError(f"schedule={path} cannot be read: {error.strerror}") from None
-    held = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
-    given = (pp, microbatches, held if virtual_stages is None else virtual_stages)
-    if given != (schedule.ranks, schedule.microbatches, held):
+    virtual = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    given = (pp, microbatches, virtual if virtual_stages is None else virtual_stages)
+    if given != (schedule.ranks, schedule.microbatches, virtual):
         raise ScheduleError(
             f"the table in {path} is not for pp={pp} microbatches={microbatches} virtual_stages={given[2]}. Nearest "
-            f"that works: 'pp={schedule.ranks} microbatches={schedule.microbatches} virtual_stages={held} "
+            f"that works: 'pp={schedule.ranks} microbatches={schedule.microbatches} virtual_stages={virtual} "
             f"schedule={in_words(path)}'"
         )
     return schedule

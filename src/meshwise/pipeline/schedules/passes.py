@@ -32,11 +32,11 @@ def lower(schedule: Schedule, *, gathers: bool) -> Schedule:
 
 
 def send_first(schedule: Schedule) -> Schedule:
-    """Return the backwards after a rank's last forward in two parts, side by side.
+    """Return the table with the backwards after a rank's last forward in two parts, one after the other.
 
     From then on every rank waits for gradients alone. With whole backwards, each stage computes its weights' gradients
     before it sends its input's gradient. That costs (p - 1) w of the bubble (p - 1) (f + i + w) of 1F1B, where w is at
-    most f. Nothing is held for longer, as W follows at once.
+    most f. No activation is kept for longer, because W follows at once.
     """
     rows = []
     for row in schedule.rows:
@@ -52,9 +52,9 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Return an I directly followed by its own W becomes B.
+    """Return the table with B in place of every I that its own W follows directly.
 
-    In a table with transfers these are the ones whose gradient no other rank waits for, and nothing is delayed.
+    In a table with transfers, no other rank waits for the gradients of these; nothing is delayed.
     """
     return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
 
@@ -71,7 +71,7 @@ def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
 
 @lru_cache(maxsize=8)
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Send what another rank waits for as soon as it is there; receive just before it, or what follows it, is needed.
+    """Return the table with a send after each value that another rank needs, and a receive before its use.
 
     Messages between two ranks keep one order, because a transport may match them by order alone. Where a rank needs a
     later message first, it receives the earlier ones with it. A table that has transfers already is returned as is.
@@ -102,9 +102,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def sent(action: Action, *, schedule: Schedule) -> Action | None:
-    """Return the send that an action of computing gives rise to: none inside a rank, and none at the ends of the
-    model.
-    """
+    """Return the send that follows a computation, or None inside of a rank and at the ends of the model."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F and _crosses(schedule, stage, stage + 1):
         return Action(stage, ActionKind.SEND_F, microbatch)
@@ -114,7 +112,7 @@ def sent(action: Action, *, schedule: Schedule) -> Action | None:
 
 
 def received(action: Action, *, schedule: Schedule) -> Action | None:
-    """Return the receive that an action of computing waits for."""
+    """Return the receive that a computation waits for, or None."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F and _crosses(schedule, stage - 1, stage):
         return Action(stage, ActionKind.RECV_F, microbatch)
@@ -140,7 +138,7 @@ def _crosses(schedule: Schedule, stage: int, following: int) -> bool:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """REDUCE after the last action of each stage that adds to its gradients."""
+    """Return the table with a REDUCE after the last backward of each stage."""
     rows = []
     for row in schedule.rows:
         last = {action.stage: place for place, action in enumerate(row) if action.kind in (ActionKind.B, ActionKind.W)}
@@ -156,7 +154,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def add_gathers(schedule: Schedule) -> Schedule:
-    """GATHER each stage one computation before its first use, and FREE it after its last."""
+    """Return the table with a GATHER one computation before the first use of each stage, and a FREE after its last."""
     return Schedule(tuple(tuple(_gathered(row)) for row in schedule.rows))
 
 

@@ -1,4 +1,4 @@
-"""When everything in a schedule happens, given what it costs: the step's time, the bubbles and the memory.
+"""Time a schedule by the costs of its actions: the step's time, the bubbles and the memory.
 
 Every rank does its actions in order. A computation takes its time; a receive waits until the message is there. A send
 costs the rank nothing: the message leaves at once, or when the link has carried the one before it. Gathers and
@@ -36,14 +36,14 @@ class ActionCost:
     """Time to make the stage's parameters whole."""
     reduce: float = 0.0
     """Time to reduce its gradients."""
-    held: float = 1.0
-    """Activations kept from F to the end of the backward, in bytes, or in micro-batches."""
-    kept: float = 1.0
-    """The part of them that I leaves for W."""
+    activations: float = 1.0
+    """Activations kept from F to the end of the backward, in bytes or in micro-batches."""
+    kept_for_weights: float = 1.0
+    """Part of the activations, from 0 to 1, that I leaves for W."""
 
 
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
-    """Time a table, given one cost for all stages or one for each. Transfers are added when it has none.
+    """Return the timeline of a table, given one cost for all stages or one for each. Missing transfers are added.
 
     An event of a send is when the message is on the link. Raises ScheduleError for costs of another number of stages,
     and for a table that deadlocks.
@@ -58,7 +58,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 
 
 def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> tuple[float, ...]:
-    """Return the most that each rank holds at a time, in the unit of `ActionCost.held`.
+    """Return the peak of the activations on each rank, in the unit of `ActionCost.activations`.
 
     Raises ScheduleError for costs of another number of stages.
     """
@@ -67,7 +67,7 @@ def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 
 
 class StepClock:
-    """The clock of one schedule for many loads, a third of each for F, I and W: how long a step takes.
+    """Clock of one schedule for many loads, a third of each for F, I and W: returns the time of a step.
 
     Events and their dependencies are computed once; then the time of a step is one pass over them.
     """
@@ -115,20 +115,20 @@ def _each(costs: ActionCost | Sequence[ActionCost], schedule: Schedule) -> tuple
 
 
 def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[ActionKind, float]]) -> float:
-    held = peak = 0.0
+    now = peak = 0.0
     for action in row:
-        held += changes[action.stage].get(action.kind, 0.0)
-        peak = max(peak, held)
+        now += changes[action.stage].get(action.kind, 0.0)
+        peak = max(peak, now)
     return peak
 
 
 def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
     """Return the change in a rank's memory per kind of action."""
     return {
-        ActionKind.F: cost.held,
-        ActionKind.B: -cost.held,
-        ActionKind.I: -cost.held * (1 - cost.kept),
-        ActionKind.W: -cost.held * cost.kept,
+        ActionKind.F: cost.activations,
+        ActionKind.B: -cost.activations,
+        ActionKind.I: -cost.activations * (1 - cost.kept_for_weights),
+        ActionKind.W: -cost.activations * cost.kept_for_weights,
     }
 
 
@@ -161,7 +161,7 @@ def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
 
 
 def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
-    """Return the event that an action is."""
+    """Return an action as an event of a timeline."""
     if action.kind in COMPUTE:
         stream = TimelineRow.COMPUTE
     elif action.kind in RECEIVES:

@@ -16,9 +16,9 @@ def validate(schedule: Schedule) -> None:
     """Check a table of computations. Raises ScheduleError with what is wrong, on which rank and at which action."""
     if added := [action for action in schedule.actions() if action.kind not in COMPUTE]:
         raise ScheduleError(f"{added[0]} is added when the table is run; write F, B, I and W alone")
-    _once(schedule)
+    _check_counts(schedule)
     for rank, row in enumerate(schedule.rows):
-        _ordered(schedule, rank, row)
+        _check_order(schedule, rank, row)
     for _ in walk(add_transfers(schedule)):
         pass
 
@@ -55,20 +55,17 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     assert not any(channels.values()), "messages are sent that no rank receives"
 
 
-_CHANGE = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.W: -1.0}
-"""By how many the micro-batches change whose activations a stage keeps."""
-
-
 def in_flight(schedule: Schedule) -> tuple[float, ...]:
     """Return, per stage, the largest number of micro-batches whose activations are kept at once."""
+    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.W: -1.0}
     return tuple(
-        max(accumulate(_CHANGE.get(action.kind, 0.0) for action in schedule.rows[rank] if action.stage == stage))
+        max(accumulate(change.get(action.kind, 0.0) for action in schedule.rows[rank] if action.stage == stage))
         for stage, rank in enumerate(schedule.rank_of)
     )
 
 
-def _once(schedule: Schedule) -> None:
-    """Every stage has one forward and one backward, whole or in two parts, of every micro-batch."""
+def _check_counts(schedule: Schedule) -> None:
+    """Check that every stage has one forward and one backward of every micro-batch, whole or in two parts."""
     counts = Counter(schedule.actions())
     if twice := [action for action, count in counts.items() if count > 1]:
         raise ScheduleError(f"rank {schedule.rank_of[twice[0].stage]} does {twice[0]} twice")
@@ -88,7 +85,8 @@ def _once(schedule: Schedule) -> None:
                 )
 
 
-def _ordered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+    """Check that a rank computes in an order that the model allows."""
     seen: set[Action] = set()
     for action in row:
         for alternatives in _before(schedule, action):

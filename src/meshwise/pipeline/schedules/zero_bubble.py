@@ -1,4 +1,4 @@
-"""Schedules with split backwards: I at once, because the stage before waits for it; W later, in gaps.
+"""Build the schedules with split backwards: I at once, because the stage before waits for it; W later, in gaps.
 
 Let f, i and w be the times of a stage's F, I and W. The bubble of a rank, from its first action to its last, is
 
@@ -22,7 +22,7 @@ from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def zb_h1(pp: int, *, microbatches: int) -> Schedule:
-    """Return the memory of 1F1B with a third of its bubble."""
+    """Return the ZB-H1 schedule: the memory of 1F1B with a third of its bubble."""
     return _greedy(microbatches, ahead=[pp - rank for rank in range(pp)], most=pp)
 
 
@@ -32,10 +32,9 @@ def zb_h2(pp: int, *, microbatches: int) -> Schedule:
 
 
 def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
-    """Return a schedule in which every rank does in each unit of time the first action that is allowed.
+    """Return the schedule in which every rank does, in each unit of time, the first action that is allowed.
 
-    A micro-batch is held from its F to its W, at most `most` of them; rank r's forwards run at most `ahead[r]` ahead of
-    its I.
+    A rank has at most `most` micro-batches between F and W; its forwards are at most `ahead[rank]` ahead of its I.
     """
     ranks = range(len(ahead))
     rows: list[list[Action]] = [[] for _ in ranks]
@@ -60,7 +59,10 @@ def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
 
 
 def zb_v(pp: int, *, microbatches: int) -> Schedule:
-    """Return the memory of 1F1B and no bubble when F, I and W take the same time; at least 2p micro-batches."""
+    """Return the ZB-V schedule: the memory of 1F1B, and no bubble when F, I and W take equal time.
+
+    It needs at least 2p micro-batches.
+    """
     return Schedule(tuple(_zb_v_row(rank, pp, microbatches) for rank in range(pp)))
 
 
@@ -79,7 +81,7 @@ def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def dualpipev(pp: int, *, microbatches: int) -> Schedule:
-    """DualPipe cut in half: forwards and backwards in pairs that could hide each other's communication.
+    """Return DualPipe cut in half: forwards and backwards in pairs that could hide each other's communication.
 
     At least 2p micro-batches. The phases follow DeepSeek's `dualpipev.py`.
     """
@@ -103,7 +105,7 @@ def _dualpipev_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 
 
 class _Row:
-    """A row under construction: `F1` is the next forward of the rank's second stage, `W` the oldest W that is left."""
+    """Row under construction: `F1` is the next forward of the rank's second stage, `W` the oldest W that is left."""
 
     def __init__(self, *stages: int) -> None:
         self.actions: list[Action] = []
@@ -112,7 +114,7 @@ class _Row:
         self._left: list[Action] = []
 
     def add(self, words: str, *, times: int) -> None:
-        """Do the words, so many times."""
+        """Append the actions of these words, so many times."""
         for word in words.split() * times:
             kind, stage = ActionKind(word[0]), self._stages[int(word[1:] or 0)]
             if kind is ActionKind.W:
