@@ -27,7 +27,7 @@ class Subject:
     forward: Callable[[nn.Module, Any], Any] | None = None
     where: CutOptions = field(default_factory=CutOptions)
     rules: dict[str, str] | None = None
-    born: bool = True
+    deferred: bool = True
     """Whether it is handed over as a function; otherwise as a module with its values."""
 
 
@@ -76,7 +76,7 @@ def logits_of_pair(model: nn.Module, batch: Any) -> Any:
 
 SUBJECTS = {
     "gpt": Subject(lambda stages: gpt(stages, tied=False), tokens, next_token_loss),
-    "tied": Subject(lambda stages: gpt(stages, tied=True), tokens, next_token_loss, born=False),
+    "tied": Subject(lambda stages: gpt(stages, tied=True), tokens, next_token_loss, deferred=False),
     "resnet": Subject(
         lambda stages: ResNet(1 if stages < 8 else 2).double(),
         images,
@@ -84,7 +84,7 @@ SUBJECTS = {
         rules={"stem.*": "whole", "layer*.*.*": "whole", "head": "head"},
     ),
     "llama": Subject(llama, tokens, next_token_loss, forward=logits_of),
-    "t5": Subject(t5, tokens, next_token_loss, forward=logits_of_pair, born=False),
+    "t5": Subject(t5, tokens, next_token_loss, forward=logits_of_pair, deferred=False),
 }
 
 

@@ -95,7 +95,7 @@ def only(gradients: Any) -> Tensor:
 
 
 class Hooked(nn.Module):
-    """Hooks on tensors and on modules that change gradients, above parameters and beside them."""
+    """Hooks on tensors and on modules that change gradients, above parameters and next to them."""
 
     def __init__(self, *, on: str) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Hooked(nn.Module):
     [(on, True) for on in ("product", "scale", "output", "node", "module", "parameter")]
     + [(on, False) for on in ("product", "scale", "output", "node", "parameter")],
 )
-def test_what_hooks_make_of_a_gradient_is_made_once(on: str, received: bool) -> None:
+def test_hooks_change_a_gradient_once(on: str, received: bool) -> None:
     model = nn.Sequential(Hooked(on=on), Hooked(on=on))
     x = torch.randn(4, 8, requires_grad=received)
     gradient = torch.randn(4, 8)
@@ -157,7 +157,7 @@ class Remembered(nn.Module):
         return out
 
 
-def test_between_i_and_w_only_what_w_needs_is_kept() -> None:
+def test_saved_tensors_that_w_does_not_need_are_freed_after_i() -> None:
     """The second product needs its input, which is the activation's output; nobody needs the activation's input."""
     model = Remembered()
     x = torch.randn(2, 12, 8, requires_grad=True)
@@ -190,7 +190,7 @@ def test_under_autocast_i_and_w_are_the_backward_bit_by_bit(dtype: torch.dtype) 
         assert torch.equal(found, wanted)
 
 
-def test_w_has_all_parameters_of_a_block_and_may_wait() -> None:
+def test_w_computes_all_parameter_gradients_and_may_run_later() -> None:
     """Micro-batches in flight: all I first, then all W."""
     model = nn.Sequential(Block(CONFIG), Block(CONFIG))
     inputs = [torch.randn(2, size, 8, requires_grad=True) for size in (12, 5, 7)]
@@ -219,7 +219,7 @@ def test_the_first_stage_has_no_i() -> None:
     assert model.weight.grad.eq(2).all()
 
 
-def test_what_no_output_depends_on_gets_no_gradient() -> None:
+def test_unused_parameters_get_no_gradient() -> None:
     model, unused = nn.Linear(4, 4), nn.Linear(4, 4)
     frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
     x, other = torch.ones(2, 4, requires_grad=True), torch.ones(2, requires_grad=True)

@@ -47,7 +47,7 @@ def test_stages_have_costs_of_their_own() -> None:
         clock(TWO, costs=[ActionCost()] * 3)
 
 
-def test_gathers_and_reductions_run_beside_the_computations() -> None:
+def test_gathers_and_reductions_overlap_computations() -> None:
     table = lower(Schedule.parse("0F0 1F0 1B0 0B0"), gathers=True)
     timeline = clock(table, costs=ActionCost(gather=2, reduce=5))
     at = times(timeline)
@@ -59,7 +59,7 @@ def test_gathers_and_reductions_run_beside_the_computations() -> None:
     assert timeline.seconds == 17
 
 
-def test_peaks_weigh_every_stage_by_what_it_holds() -> None:
+def test_peaks_weigh_each_stage_by_its_activations() -> None:
     assert peaks(
         make_schedule("1f1b", pp=2, microbatches=3), costs=[ActionCost(activations=10), ActionCost(activations=3)]
     ) == (
@@ -68,7 +68,7 @@ def test_peaks_weigh_every_stage_by_what_it_holds() -> None:
     )
 
 
-def test_what_a_backward_for_the_input_frees_is_free() -> None:
+def test_peaks_count_activations_that_i_frees() -> None:
     table = Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1")
     assert peaks(table) == (2,)
     assert peaks(table, costs=ActionCost(activations=8, kept_for_weights=0.25)) == (10,)
@@ -80,7 +80,7 @@ def test_events_come_with_their_rank() -> None:
     assert clock(TWO).stages == ((0,), (1,))
 
 
-def test_what_is_waited_for_within_a_computation_is_not_computing() -> None:
+def test_waits_inside_of_a_computation_are_not_computing() -> None:
     computed = [Event(0, TimelineRow.COMPUTE, "F", start, start + 4, 0, 0) for start in (0.0, 5.0)]
     waits = [Event(0, TimelineRow.WAIT, "all_gather", start, start + 1) for start in (1.0, 4.0, 8.0)]
     timeline = Timeline((*computed, *waits), ((0,),))

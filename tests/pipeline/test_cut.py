@@ -26,7 +26,7 @@ MASK = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([10, 11]),
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("config", [{}, {"tied": True}, {"positions": "rotary", "kv_heads": 1}], ids=str)
-def test_a_gpt(config: dict[str, Any], stages: int) -> None:
+def test_a_gpt_is_cut(config: dict[str, Any], stages: int) -> None:
     model = gpt(**config)
     is_the_model(model, lm, cut_model(model, stages=stages, call=lm, request=CutRequest("params")))
 
@@ -120,7 +120,7 @@ def classify(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("how, stages", [("blocks", 3), ("auto", 4), ("auto", 12)])
-def test_a_resnet(how: Any, stages: int) -> None:
+def test_a_resnet_is_cut(how: Any, stages: int) -> None:
     model = ResNet(norm=nn.BatchNorm2d)
     cut = cut_model(model, stages=stages, call=classify, request=CutRequest("params", where=CutOptions(how=how)))
     is_the_model(model, classify, cut)
@@ -152,22 +152,22 @@ class Reaching(nn.Module):
 def test_a_parameter_of_another_stage_is_not_computed_with(device: str) -> None:
     """torch multiplies by a matrix without values on the CPU, and makes of it whatever lies in memory."""
     model = Reaching(0).to(device)
-    told = (
+    message = (
         r"head, on stage 1, needs what the model computes with blocks\.0\.weight .* on stage 0\. Give it a second name"
     )
-    with pytest.raises(CutError, match=told):
+    with pytest.raises(CutError, match=message):
         cut_model(model, stages=2, call=lambda model: model(TOKENS), request=CutRequest("params"))
 
 
 @pytest.mark.parametrize("model", [Reaching(3), Reaching(0, named=True)], ids=["its own", "named"])
-def test_a_parameter_that_the_stage_has_is(model: Reaching) -> None:
+def test_a_parameter_of_the_same_stage_is_computed_with(model: Reaching) -> None:
     def call(model: nn.Module) -> Any:
         return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
 
     is_the_model(model.double(), call, cut_model(model, stages=2, call=call, request=CutRequest("params")))
 
 
-def test_what_another_stage_holds_has_a_shape_and_is_not_computed_with() -> None:
+def test_a_remote_parameter_has_a_shape_and_is_not_computed_with() -> None:
     """Also where the example did not show it: in a branch, or in a loss."""
     model = Reaching(3)
     cut = cut_model(model, stages=2, call=lambda model: model(TOKENS), request=CutRequest("params"))
@@ -175,8 +175,8 @@ def test_what_another_stage_holds_has_a_shape_and_is_not_computed_with() -> None
     assert (weight.shape, weight.dtype) == ((8, 8), torch.float64)
     assert weight.size(0) == weight.T[0].numel() == 8
     assert copy.deepcopy(weight) is weight
-    real = torch.ones(8, dtype=torch.float32)
-    assert torch.equal(real.expand_as(weight), torch.ones(8, 8))
+    plain = torch.ones(8, dtype=torch.float32)
+    assert torch.equal(plain.expand_as(weight), torch.ones(8, 8))
     assert torch.equal(weight.new_zeros(3, device="cpu") + torch.ones_like(weight[0, :3], device="cpu"), torch.ones(3))
     for compute in (
         lambda: torch.zeros(2, 8) @ weight,

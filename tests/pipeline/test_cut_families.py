@@ -66,7 +66,7 @@ def summed(inputs: dict[str, Tensor]) -> Callable[[nn.Module], Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family(name: str) -> None:
+def test_each_family_is_cut(name: str) -> None:
     config, sizes, inputs = FAMILIES[name]
     model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**sizes))
     call = summed(inputs)

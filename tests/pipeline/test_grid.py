@@ -84,7 +84,7 @@ def existing(model: str, stages: int) -> nn.Module:
 
 def given(model: str, stages: int) -> nn.Module | Callable[[], nn.Module]:
     subject = SUBJECTS[model]
-    return functools.partial(subject.build, stages) if subject.born else copy.deepcopy(existing(model, stages))
+    return functools.partial(subject.build, stages) if subject.deferred else copy.deepcopy(existing(model, stages))
 
 
 @functools.cache
@@ -131,6 +131,6 @@ def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int
     ],
     ids=lambda case: " ".join(map(str, case)),
 )
-def test_on_real_processes_too(case: tuple[str, int, str, int, str, int], processes: Processes) -> None:
+def test_on_processes(case: tuple[str, int, str, int, str, int], processes: Processes) -> None:
     schedule, pp, model, zero, tp, dp = case
     check(plan_of(schedule, pp, zero, tp, dp), model, on=processes)

@@ -63,7 +63,7 @@ def test_hooks_do_what_they_do_on_one_process(hook: Hook, plan: str) -> None:
     agrees(by_plan(plan, lambda: hooked(hook)), by_one(hook))
 
 
-def test_they_make_a_difference() -> None:
+def test_the_hooks_change_the_result() -> None:
     plain = by_one(lambda _model: None)
     for name in ("backward of blocks", "backward of layers", "parameters", "accumulated"):
         assert abs(by_one(HOOKS[name])[0][1] - plain[0][1]) > 1e-3
@@ -71,7 +71,7 @@ def test_they_make_a_difference() -> None:
 
 @pytest.mark.parametrize("at", ["body.blocks.1", "body.blocks.2.up", "head"])
 @pytest.mark.parametrize("name", ["backward of layers", "backward pre of blocks"])
-def test_wherever_a_stage_begins(name: str, at: str) -> None:
+def test_hooks_wherever_a_stage_begins(name: str, at: str) -> None:
     if name == "backward pre of blocks" and at.endswith("up"):
         with pytest.raises(PlanError, match=re.escape(at)):
             by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=CutOptions(at=(at,)))

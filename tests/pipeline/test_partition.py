@@ -98,7 +98,7 @@ def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None
     assert heaviest(bounds) == steps.largest(bounds) == min(map(heaviest, every(steps)))
 
 
-def test_of_places_that_are_near_the_one_where_least_crosses_is_tried() -> None:
+def test_of_near_places_the_one_with_the_least_crossing_is_tried() -> None:
     steps = CutSteps([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
     assert worthwhile(steps, apart=0.1, always=(0,), never=()) == [0, 2, 5]
     assert worthwhile(steps, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
@@ -153,7 +153,7 @@ def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
     assert quicken(steps, bounds=divide(steps), clock=seconds)[0] in every(steps)
 
 
-def test_a_rank_that_takes_too_long_alone_ends_the_question() -> None:
+def test_the_clock_stops_at_its_limit() -> None:
     seconds = StepClock(make_schedule("1f1b", pp=2, microbatches=4))
     assert seconds(loads=[1.0, 2.0]) == 9.0
     assert seconds(loads=[1.0, 2.0], limit=8.0) == math.inf

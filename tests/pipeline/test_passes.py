@@ -78,7 +78,7 @@ def test_a_rank_without_forwards_left_sends_before_it_turns_to_the_weights() -> 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped"])
 @pytest.mark.parametrize("pp, microbatches", [(2, 2), (2, 8), (4, 4), (4, 8), (8, 16)])
-def test_nobody_waits_for_weights_at_the_end_and_nothing_more_is_held(name: str, pp: int, microbatches: int) -> None:
+def test_send_first_shortens_the_step_with_the_same_memory(name: str, pp: int, microbatches: int) -> None:
     whole = make_schedule(name, pp=pp, microbatches=microbatches)
     ours = planned_schedule(name, pp=pp, microbatches=microbatches)
     for cost in (ActionCost(1, 1, 1), ActionCost(1, 1.25, 0.75), ActionCost(2, 3, 1)):  # w is at most f
@@ -90,7 +90,7 @@ def test_nobody_waits_for_weights_at_the_end_and_nothing_more_is_held(name: str,
     validate(ours)
 
 
-def test_what_is_not_to_overlap_stays_in_one_piece() -> None:
+def test_naive_keeps_whole_backwards() -> None:
     assert planned_schedule("naive", pp=3, microbatches=2) == make_schedule("naive", pp=3, microbatches=2)
 
 

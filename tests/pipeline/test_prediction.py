@@ -38,12 +38,12 @@ def squares(output: Any, batch: Tensor) -> tuple[Tensor, int]:
 
 
 def predicted(form: Callable[[list[Tensor]], Any], plan: str, loss: Any = squares) -> list[Any]:
-    """The prediction of each rank, beside that of one process."""
+    """Return the prediction of each rank, and of one process."""
     batch = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model = Hidden(form).double()
 
     def main(world: World) -> Any:
-        # By hand where there are two stages: layers as small as these take times that tell nothing.
+        # By hand where there are two stages: layers as small as these take times that mean nothing.
         cut = CutOptions(at=("layers.3",)) if plan == "pp=2" else CutOptions()
         options = Options(example=batch, cut=cut)
         trainer = parallelize(copy.deepcopy(model), plan, loss=loss, world=world, lr=0.1, options=options)
@@ -56,7 +56,7 @@ def predicted(form: Callable[[list[Tensor]], Any], plan: str, loss: Any = square
 
 @pytest.mark.parametrize("form", [lambda hidden: hidden, lambda hidden: {"all": hidden[0] * 2}])
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 schedule=interleaved virtual_stages=2 microbatches=2"])
-def test_what_other_stages_have_is_named(form: Any, plan: str) -> None:
+def test_outputs_of_other_stages_are_named_in_the_error(form: Any, plan: str) -> None:
     with pytest.raises(PlanError, match="predict would return NaN in more: where other stages compute"):
         predicted(form, plan)
 
@@ -64,12 +64,12 @@ def test_what_other_stages_have_is_named(form: Any, plan: str) -> None:
 @pytest.mark.parametrize(
     "form", [lambda hidden: hidden[-1:], lambda hidden: torch.zeros_like(hidden[0]), lambda hidden: hidden[0].shape[0]]
 )
-def test_what_is_there_is_returned(form: Any) -> None:
+def test_outputs_of_the_last_stage_are_returned(form: Any) -> None:
     first, second = predicted(form, "pp=2")
     agree(first, second, bound=0.0)
 
 
-def test_what_the_loss_uses_is_returned() -> None:
+def test_outputs_that_the_loss_uses_are_returned() -> None:
     def loss(output: Any, batch: Tensor) -> tuple[Tensor, int]:
         return output["out"].square().sum() + sum(x.sum() for x in output["more"]), batch.shape[0]
 

@@ -83,14 +83,14 @@ def losses_and_gradients(
     mine = schedule.stages_of(world.rank)
     models = {index: copy.deepcopy(model) for index in mine}
     stages = {index: make_stage(models[index], cut=cut, index=index) for index in mine}
-    keepers = {index: Plain() for index in mine}
-    runtime = PipelineRuntime(stages, storages=keepers, world=world)
+    storages = {index: Plain() for index in mine}
+    runtime = PipelineRuntime(stages, storages=storages, world=world)
     returned = {}
     for _ in range(2):  # the second time every shape is agreed
         returned = runtime.run(schedule, jobs=jobs(present))
-        for keeper in keepers.values():
-            assert (keeper.did[0], *keeper.did[-2:]) == ("gather", "reduce", "free")
-            keeper.did.clear()
+        for storage in storages.values():
+            assert (storage.did[0], *storage.did[-2:]) == ("gather", "reduce", "free")
+            storage.did.clear()
     gradients = [
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in models.values()
     ]
@@ -120,7 +120,7 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Choosy(nn.Linear):
-    """What it passes on depends on values: how many rows, of which dtype, with a gradient or without, beside what."""
+    """What it passes on depends on values: how many rows, of which dtype, with a gradient or without."""
 
     def __init__(self, what: str) -> None:
         super().__init__(4, 4)
@@ -142,7 +142,7 @@ class Takes(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    "what, said",
+    "what, message",
     [
         ("rows", r"tensor(size=(2, 4), requires_grad=True), and .* tensor(size=(3, 4), requires_grad=True)"),
         ("dtype", r"tensor(size=(3, 4), dtype=torch.float64, .*, and .* tensor(size=(3, 4), requires_grad=True)"),
@@ -151,7 +151,7 @@ class Takes(nn.Linear):
         ("a set", r"(tensor.*, frozenset({3.0})), and for another one .* frozenset({12.0}))"),
     ],
 )
-def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, said: str) -> None:
+def test_shapes_or_numbers_that_depend_on_values_are_an_error(what: str, message: str) -> None:
     def main(world: World) -> None:
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), gathers=False)
@@ -159,16 +159,16 @@ def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, sa
         call = functools.partial(total, x=torch.ones(3, 4))
         cut = cut_model(model, stages=2, call=call, request=CutRequest("params"))
         stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
-        keeper = Plain()
-        keeper.did.append("gather")
-        runtime = PipelineRuntime(stages, storages={world.rank: keeper}, world=world)
+        storage = Plain()
+        storage.did.append("gather")
+        runtime = PipelineRuntime(stages, storages={world.rank: storage}, world=world)
         batches = [torch.ones(3, 4), torch.eye(4)[:3]]
         runtime.run(
             schedule, jobs={i: MicrobatchJob(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)}
         )
 
-    said = said.replace("(", r"\(").replace(")", r"\)")
-    with pytest.raises(StageError, match=f"stage 0 sends as 0, for micro-batch 1, {said}"):
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(StageError, match=f"stage 0 sends as 0, for micro-batch 1, {message}"):
         run(2, main)
 
 
@@ -185,9 +185,9 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
         stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank)
         if world.rank == 1:
             stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
-        keeper = Plain()
-        keeper.did.append("gather")
-        PipelineRuntime({world.rank: stage}, storages={world.rank: keeper}, world=world).run(
+        storage = Plain()
+        storage.did.append("gather")
+        PipelineRuntime({world.rank: stage}, storages={world.rank: storage}, world=world).run(
             schedule, jobs=jobs(range(8))
         )
 

@@ -61,7 +61,7 @@ def test_a_schedule_is_the_table_drawn_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "looped", "zb-h1", "zb-h2"])
-def test_the_drawing_is_when_things_happen(name: str) -> None:
+def test_the_clock_times_the_drawn_table(name: str) -> None:
     """With everything as long as a forward (so half of a whole backward), the columns of a drawing are times."""
     whole = ActionCost(1, 0.5, 0.5) if name[:2] != "zb" else ActionCost(1, 1, 1)
     columns = [row.split() for row in DRAWN[name].strip().splitlines()]
@@ -136,11 +136,11 @@ def test_every_table_is_complete_ordered_free_of_deadlock_and_holds_the_publishe
         assert max(peaks(table)) == evaluated(PEAKS[name], p=pp, m=microbatches, v=virtual)
 
 
-def test_rank_r_of_1f1b_holds_p_minus_r() -> None:
+def test_rank_r_of_1f1b_keeps_p_minus_r_micro_batches() -> None:
     assert peaks(make_schedule("1f1b", pp=4, microbatches=9)) == (4, 3, 2, 1)
 
 
-def test_each_stage_is_told_how_many_micro_batches_it_holds() -> None:
+def test_in_flight_counts_micro_batches_per_stage() -> None:
     assert in_flight(make_schedule("1f1b", pp=4, microbatches=9)) == (4, 3, 2, 1)
     assert in_flight(make_schedule("looped", pp=2, microbatches=3, virtual_stages=2)) == (3, 3, 3, 3)
 
@@ -173,7 +173,7 @@ def test_a_refusal_names_the_nearest_that_works(
     assert nearest in str(caught.value).partition("Nearest that works: ")[2]
 
 
-def test_an_unknown_schedule_is_told_the_known_ones() -> None:
+def test_the_error_for_an_unknown_schedule_names_the_known_ones() -> None:
     with pytest.raises(ScheduleError, match=r"unknown schedule 'zb'.*zb-h1"):
         make_schedule("zb", pp=2, microbatches=2)
 
@@ -213,7 +213,7 @@ def test_a_table_of_the_users_own_is_read_from_a_file(tmp_path: Path) -> None:
     assert str(table) == "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 
 
-def test_a_fault_in_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_the_error_for_a_faulty_file_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("0F0 0B0\n\n1F0 1G0\n")
     with pytest.raises(ScheduleError, match=r"mine.txt: line 3: '1G0' is not an action"):

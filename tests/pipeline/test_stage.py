@@ -1,4 +1,4 @@
-"""What a stage promises, what it refuses, and how a cut is chosen and told."""
+"""Stages give the results of the model, refuse what they cannot run, and print their cut."""
 
 import pickle
 from dataclasses import dataclass
@@ -41,11 +41,11 @@ def test_stages_hold_the_models_own_parameters_under_their_names_and_each_somewh
     model = gpt()
     cut = cut_model(model, stages=3, call=lm, request=PARAMS)
     stages = [make_stage(model, cut=cut, index=index) for index in range(3)]
-    held = [dict(stage.module.named_parameters()) for stage in stages]
-    assert {name for names in held for name in names} == {name for name, _ in model.named_parameters()}
-    assert sum(map(len, held)) == len(list(model.parameters()))
-    assert all(parameter is model.get_parameter(name) for names in held for name, parameter in names.items())
-    assert [sum(p.numel() for p in names.values()) for names in held] == list(cut.parameters)
+    parameters = [dict(stage.module.named_parameters()) for stage in stages]
+    assert {name for names in parameters for name in names} == {name for name, _ in model.named_parameters()}
+    assert sum(map(len, parameters)) == len(list(model.parameters()))
+    assert all(parameter is model.get_parameter(name) for names in parameters for name, parameter in names.items())
+    assert [sum(p.numel() for p in names.values()) for names in parameters] == list(cut.parameters)
 
 
 def test_a_tied_parameter_is_on_both_stages_and_named_in_the_cut() -> None:
@@ -144,7 +144,7 @@ def test_whatever_is_used_later_crosses() -> None:
     is_the_model(model, total, cut)
 
 
-def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
+def test_an_output_that_does_not_cross_is_nan() -> None:
     """The example used the last layer alone; a run that uses all of them gets no made-up values."""
     model = Collecting()
     cut = cut_model(model, stages=2, call=lambda model: model(torch.ones(1, 4), every=False), request=PARAMS)
@@ -166,7 +166,7 @@ def test_nan_that_was_written_to_is_nan_again_the_next_time() -> None:
 
 
 class Wayward(nn.Module):
-    """Runs its layers in another order when told to."""
+    """Runs its layers in another order if asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
     assert set(stage.run(lm, received={})) == set(stage.sends)
 
 
-def test_hooks_of_the_modules_that_are_left_run() -> None:
+def test_forward_hooks_of_other_stages_modules_run() -> None:
     model = gpt()
     stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, request=PARAMS), index=0)
     ended = []
@@ -217,7 +217,7 @@ def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
 # ---- the cut -----------------------------------------------------------------------------------------------------
 
 
-def test_by_hand_stages_begin_where_they_are_told_to() -> None:
+def test_stages_begin_at_the_given_names() -> None:
     model = gpt()
     cut = cut_model(model, stages=3, call=lm, request=CutRequest("params", where=CutOptions(at=("blocks.1", "norm"))))
     assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
@@ -292,7 +292,7 @@ def test_time_is_measured() -> None:
     assert cut_model(model, stages=2, call=call, request=PARAMS).bounds == (0, 2, 4)
 
 
-def test_a_cut_prints_as_a_table_and_travels() -> None:
+def test_a_cut_prints_as_a_table_and_pickles() -> None:
     cut = cut_model(gpt(tied=True), stages=3, call=lm, request=CutRequest("params", where=CutOptions(how="blocks")))
     assert pickle.loads(pickle.dumps(cut)) == cut
     assert str(cut).splitlines() == [
@@ -308,7 +308,7 @@ def test_a_cut_prints_as_a_table_and_travels() -> None:
 # ---- parcels -----------------------------------------------------------------------------------------------------
 
 
-def test_a_parcel_takes_any_tree_apart_and_together() -> None:
+def test_any_tree_is_packed_and_unpacked() -> None:
     shared = torch.ones(2, requires_grad=True)
     values = {"a": (shared, None, 3), "b": [{"c": shared, "d": torch.arange(3)}]}
     packed = pack(values)
@@ -324,18 +324,18 @@ def test_a_parcel_takes_any_tree_apart_and_together() -> None:
 
 
 @dataclass
-class Held:
+class Inputs:
     x: Tensor
     name: str = ""
 
 
-def test_shapes_in_a_dataclass_are_told_apart() -> None:
-    one, other = Held(torch.zeros(2, 3)), Held(torch.zeros(3, 3))
-    assert signature(one) == signature(Held(torch.ones(2, 3)))
-    assert len({signature(held) for held in (one, other, Held(one.x, "a"), Held(one.x.int()))}) == 4
+def test_signatures_of_dataclasses_differ_by_shape() -> None:
+    one, other = Inputs(torch.zeros(2, 3)), Inputs(torch.zeros(3, 3))
+    assert signature(one) == signature(Inputs(torch.ones(2, 3)))
+    assert len({signature(one) for one in (one, other, Inputs(one.x, "a"), Inputs(one.x.int()))}) == 4
 
 
-def test_a_number_that_is_none_is_like_another() -> None:
+def test_nan_has_one_signature() -> None:
     assert signature([float("nan"), 1.0]) == signature([float("nan"), 1.0]) != signature([0.0, 1.0])
 
 
@@ -355,7 +355,7 @@ def test_one_stage_is_the_whole_model() -> None:
     torch.testing.assert_close(run_stages([stage], total), total(model).detach(), rtol=0, atol=0)
 
 
-def test_a_model_that_is_nowhere_whole_is_cut_and_born_stage_by_stage() -> None:
+def test_a_model_without_values_is_cut_and_initialized_stage_by_stage() -> None:
     source = build_with_values(gpt, seed=3)
     cut = cut_model(source.module, stages=2, call=lambda model: model(TOKENS.to("meta")), request=PARAMS)
     stages = [make_stage(source.module, cut=cut, index=index) for index in range(2)]

@@ -148,7 +148,7 @@ def test_buffers_of_all_stages_are_the_models(plan: str, tmp_path: Path) -> None
 
 
 @pytest.mark.processes
-def test_on_real_processes_too(processes: Processes) -> None:
+def test_on_processes(processes: Processes) -> None:
     check("pp=2 dp=2 zero=2 microbatches=4", tied=True, dropout=0.3, on=processes)
 
 
@@ -244,10 +244,10 @@ def test_no_rank_computes_more_of_a_model_than_its_stages(monkeypatch: pytest.Mo
     assert all(mine <= own < names for mine, own, _ in ranks)
     assert set.union(*(mine for mine, _, _ in ranks)) == names
     total = sum(parameter.numel() * parameter.itemsize for parameter in gpt().parameters())
-    assert sum(held for _, _, held in ranks) < 1.3 * total
+    assert sum(size for _, _, size in ranks) < 1.3 * total
 
 
-def test_what_is_not_finite_is_named_with_its_rank_and_micro_batch() -> None:
+def test_a_value_that_is_not_finite_is_named_with_its_rank_and_micro_batch() -> None:
     def main(world: World) -> None:
         def poison(output: Tensor, batch: Any) -> tuple[Tensor, Any]:
             total, count = next_token_loss(output, batch)
@@ -260,7 +260,7 @@ def test_what_is_not_finite_is_named_with_its_rank_and_micro_batch() -> None:
         run(2, main)
 
 
-def test_what_a_pipeline_needs_is_said() -> None:
+def test_errors_name_what_a_pipeline_needs() -> None:
     def main(world: World, plan: str, example: Any) -> None:
         parallelize(gpt, plan, world=world, loss=next_token_loss, options=Options(example=example), lr=1e-2)
 
@@ -313,7 +313,7 @@ class _Brings(nn.Module):
         return logits
 
 
-def test_a_model_may_bring_its_input_to_where_its_parameters_are() -> None:
+def test_a_model_may_move_its_input_to_the_device_of_its_parameters() -> None:
     settings: dict[str, Any] = {"loss": next_token_loss, "lr": 1e-2}
     model = _Brings().double()
     want = alone(copy.deepcopy(model), batches=batches(), **settings)

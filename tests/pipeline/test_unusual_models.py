@@ -76,7 +76,7 @@ class ChangesItsBatch(Chain):
 
 
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 schedule=looped virtual_stages=2"])
-def test_a_batch_that_is_changed_in_place_is_every_stages_own(plan: str) -> None:
+def test_each_stage_has_its_own_copy_of_a_batch_that_is_changed_in_place(plan: str) -> None:
     trains_like_one(made(lambda: ChangesItsBatch(*linears())), plan, numbers(4, 3))
 
 
@@ -213,7 +213,7 @@ def test_norms_without_parameters_are_as_on_one_process(plan: str) -> None:
         agree(found, whole, bound=BOUND)
 
 
-def test_those_of_a_block_that_runs_twice_on_a_stage_are_its_own() -> None:
+def test_buffers_of_a_block_that_runs_twice_on_a_stage() -> None:
     def build() -> nn.Module:
         twice = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
         return Chain(*linears(1), twice, twice, *linears(2))
@@ -232,7 +232,7 @@ def test_a_buffer_that_every_stage_would_change_is_refused() -> None:
 
 
 class Carrying(nn.Module):
-    """Takes and returns a value beside the stream: integers, a mask, a number, nothing."""
+    """Takes and returns hidden states with other values: integers, a mask, a number, nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Flagged(Chain):
         return {"out": x, "name": name, "extra": extra}
 
 
-def test_batches_and_outputs_hold_what_they_like() -> None:
+def test_batches_and_outputs_may_have_other_values() -> None:
     model = made(lambda: Flagged(*linears()))
     batches = [{"x": x, "scale": 0.5, "name": "a", "extra": [x.long(), None]} for x in numbers(4, 3, 5)]
     trains_like_one(model, "pp=2 microbatches=2", batches, loss=lambda out, batch: squares(out["out"], batch))

@@ -25,7 +25,7 @@ class Repeated(nn.Module):
         return x
 
 
-def test_operations_are_counted_once_of_pieces_that_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_equal_pieces_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), *(Repeated(times) for times in (1, 1, 3, 1)))
     counted: list[bool] = []
@@ -50,7 +50,7 @@ class Quiet(Repeated):
         return x * y
 
 
-def test_pieces_that_keep_as_much_and_do_more_are_counted_apart() -> None:
+def test_pieces_with_equal_memory_and_more_operations_are_counted_separately() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), *(Quiet(times) for times in (1, 1, 3)))
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)

@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 class Several(nn.Module):
-    """Returns what it makes of the stream beside its logits, twice, of which the first may be another stage's."""
+    """Returns what it makes of the hidden states after its logits, twice, of which the first may be another stage's."""
 
     def __init__(self, *returned: str) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_model_without_a_head_is_cut_anywhere(plan: str, at: tuple[str, ...]) 
     agrees(Model(head=False).double(), plan, at)
 
 
-def test_as_many_tokens_as_a_rank_has_features_are_tokens() -> None:
+def test_tokens_are_not_taken_for_features_of_the_same_number() -> None:
     torch.manual_seed(0)
     agrees(Model(head=False).double(), f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",), length=WIDTH // 2)
 
@@ -138,21 +138,21 @@ def test_as_many_tokens_as_a_rank_has_features_are_tokens() -> None:
         ("tp=2 sequence_parallel=1 pp=3 microbatches=3", ("norm", "head")),
     ],
 )
-def test_what_is_dropped_does_not_depend_on_the_stage(plan: str, at: tuple[str, ...]) -> None:
+def test_dropout_does_not_depend_on_the_stage(plan: str, at: tuple[str, ...]) -> None:
     """Nor does anything else: behind the last block's stage, what brings its tokens together has nothing but NaN."""
     torch.manual_seed(0)
     agrees(Model(head=True, dropout=0.3).double(), plan, at)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_dropped_behind_an_absent_module_is_that_of_its_inside(tied: bool) -> None:
+def test_dropout_after_a_module_of_another_stage(tied: bool) -> None:
     torch.manual_seed(0)
     model = Model(head=True, dropout=0.3, opening=True, tied=tied).double()
     agrees(model, f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",))
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", GRIDS[0]])
-def test_what_is_dropped_of_logits_is_the_same_on_every_rank(plan: str) -> None:
+def test_dropout_of_logits_is_the_same_on_every_rank(plan: str) -> None:
     torch.manual_seed(0)
     agrees(Model(head=True, dropout=0.3).double(), plan, ())
 
@@ -171,7 +171,7 @@ class Late(Block):
         return output
 
 
-def test_what_is_dropped_on_a_stage_without_matrices_is_that_of_its_tokens() -> None:
+def test_dropout_on_a_stage_without_matrices() -> None:
     torch.manual_seed(0)
     model = Model(head=False)
     model.blocks = nn.ModuleList(map(Late, model.blocks))  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_what_is_dropped_on_a_stage_without_matrices_is_that_of_its_tokens() -> 
         ("tp=2 pp=2 microbatches=2 schedule=zb-h1", "head", "first"),
     ],
 )
-def test_what_a_model_returns_of_another_stage_is_whole(plan: str, at: str, returned: str) -> None:
+def test_returned_outputs_of_another_stage_have_their_full_shape(plan: str, at: str, returned: str) -> None:
     torch.manual_seed(0)
     agrees(Several(returned).double(), plan, (at,))
 
@@ -208,7 +208,7 @@ def test_norms_without_parameters_are_split_on_every_stage(scheme: str) -> None:
     "plan, at",
     [("tp=2 sequence_parallel=1 pp=2", "head"), (f"{GRIDS[0]} pp=2", "head"), (f"{GRIDS[2]} pp=2", "norm")],
 )
-def test_what_is_brought_together_of_absent_parts_is_not_predicted(plan: str, at: str) -> None:
+def test_gathered_parts_of_another_stage_are_not_predicted(plan: str, at: str) -> None:
     """The last block puts tokens together, and the end of the forward features, on stages that have neither."""
 
     class Keeps(Several):

@@ -54,7 +54,7 @@ SCHEDULE = lower(make_schedule("1f1b", pp=4, microbatches=8), gathers=False)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev", "interleaved"])
-def test_with_equal_stages_and_nothing_else_the_schedule_is_all_that_is_lost(name: str) -> None:
+def test_with_equal_stages_all_lost_time_is_the_ideal_bubble(name: str) -> None:
     schedule = lower(make_schedule(name, pp=4, microbatches=8), gathers=False)
     for one in lost(schedule, clock(schedule, costs=ActionCost(1, 1.5, 0.75))):
         assert one.ideal > 0
@@ -107,7 +107,7 @@ def test_a_wait_for_a_slower_replica_is_counted_once() -> None:
     assert dataclasses.astuple(slow) == pytest.approx((0, 0, 0, 1, 0))
 
 
-def test_pipelines_beside_each_other_have_costs_of_their_own() -> None:
+def test_each_pipeline_has_its_own_costs() -> None:
     fast, slow = (clock(SCHEDULE, costs=ActionCost(*[length] * 3)).events for length in (1, 2))
     events = [dataclasses.replace(event, rank=2 * event.rank) for event in fast]
     events += [dataclasses.replace(event, rank=2 * event.rank + 1) for event in slow]
@@ -117,13 +117,13 @@ def test_pipelines_beside_each_other_have_costs_of_their_own() -> None:
     assert found[0].imbalance > found[1].imbalance > 0
 
 
-def test_micro_batches_that_nobody_had_are_not_expected() -> None:
+def test_micro_batches_without_rows_are_not_expected() -> None:
     few = Schedule(tuple(tuple(one for one in row if (one.microbatch or 0) < 5) for row in SCHEDULE.rows))
     for one in lost(SCHEDULE, clock(few)):
         assert (one.imbalance, one.receives, one.other) == pytest.approx((0, 0, 0), abs=1e-9)
 
 
-def test_a_table_tells_it_and_a_file_keeps_it(tmp_path: Path) -> None:
+def test_a_measured_step_prints_as_a_table_and_is_read_from_a_file(tmp_path: Path) -> None:
     measured = MeasuredStep(SCHEDULE, step_of(clock(SCHEDULE)))
     lines = str(measured).splitlines()
     assert lines[0].split() == [
@@ -178,7 +178,7 @@ def noted(world: World) -> list[TimedSpan]:
     return watch.read(offset=1000.0)
 
 
-def test_only_what_happens_within_the_block_is_noted() -> None:
+def test_only_steps_inside_of_measure_are_recorded() -> None:
     for spans in run(2, noted):
         assert [(str(span.what), span.waits) for span in spans] == [
             ("2F0", False),
@@ -190,7 +190,7 @@ def test_only_what_happens_within_the_block_is_noted() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_note_is_an_event_and_nothing_waits_for_it() -> None:
+def test_on_a_gpu_readings_are_events_without_waits() -> None:
     x = torch.ones(1024, 1024, device="cuda")
     watch = ActivityStopwatch(x.device)
     torch.cuda.set_sync_debug_mode("error")
@@ -219,7 +219,7 @@ def now() -> float:
     return time.monotonic()
 
 
-def test_clocks_that_differ_are_set_alike_and_those_that_do_not_are_left() -> None:
+def test_clock_offsets_are_found_and_equal_clocks_have_none() -> None:
     assert run(3, ahead, args=(100.0,)) == pytest.approx([0, 100, 200], abs=1.0)
     assert run(3, ahead, args=(0.0,)) == [0, 0, 0]
 
@@ -275,16 +275,14 @@ def test_under_every_plan_the_steps_are_those_of_its_schedule(plan: str) -> None
 
 
 @pytest.mark.processes
-def test_on_real_processes_too(processes: Processes) -> None:
+def test_on_processes(processes: Processes) -> None:
     check("pp=2 dp=2 zero=1 microbatches=4", processes)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_tells_where_its_time_went_and_it_can_be_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_writes_its_timeline_and_it_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("what is read here is of no matter " * 20)
     job = Job(
@@ -294,8 +292,8 @@ def test_a_run_tells_where_its_time_went_and_it_can_be_drawn(
         plan=Plan.parse("pp=2 microbatches=2"),
     )
     run(2, lambda world: train(world, job=job))
-    told = capsys.readouterr().out
-    assert "rank stages computes lost ideal imbalance receives collectives other" in " ".join(told.split())
+    output = capsys.readouterr().out
+    assert "rank stages computes lost ideal imbalance receives collectives other" in " ".join(output.split())
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     [found] = [event for event in events if event["event"] == "measured"]
     assert (found["step"], found["steps"]) == (4, 2)
@@ -311,7 +309,7 @@ def test_a_run_tells_where_its_time_went_and_it_can_be_drawn(
     assert "by the clock: rank 0: stages 0" in names
 
 
-def test_what_was_not_measured_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawing_without_a_measurement_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["draw", "timeline", str(tmp_path)]) == 2
     assert "train with --train.timeline=3" in capsys.readouterr().err
     (tmp_path / "timeline.json").write_text('{"events": 3}')

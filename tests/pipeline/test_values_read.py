@@ -100,7 +100,7 @@ def _trained(world: World, build: Callable[[], nn.Module], plan: str) -> list[fl
 
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 recompute=full"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_function_whose_model_asks_trains_in_stages_as_it_does_whole(model: str, plan: str) -> None:
+def test_a_function_whose_model_reads_values_trains_like_one_process(model: str, plan: str) -> None:
     whole = run(1, _trained, args=(MODELS[model], "dp=1"))[0]
     for losses in run(2, _trained, args=(MODELS[model], plan)):
         assert losses == pytest.approx(whole, rel=1e-5)
@@ -108,7 +108,7 @@ def test_a_function_whose_model_asks_trains_in_stages_as_it_does_whole(model: st
 
 @pytest.mark.parametrize("given", ["module", "function"])
 @pytest.mark.parametrize("model", MODELS)
-def test_it_is_rehearsed(model: str, given: str) -> None:
+def test_a_model_that_reads_values_is_rehearsed(model: str, given: str) -> None:
     build = MODELS[model]
     assert rehearse(
         RehearsalSubject(build if given == "function" else build(), _loss, BATCH), plan="pp=2 microbatches=2", ranks=2
@@ -180,6 +180,6 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_what_nobody_has_computed_is_not_known_nor_are_the_numbers_of_a_batch(case: str) -> None:
+def test_reading_values_that_are_not_known_without_computing_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match="cannot run without values"):
         run(2, _cut, args=UNKNOWN[case])

@@ -1,4 +1,4 @@
-"""What goes wrong on one stage is told by its own error, stage and micro-batch, and ends all ranks soon."""
+"""An error on one stage names its stage and micro-batch, and ends all ranks soon."""
 
 import functools
 import os
@@ -71,12 +71,12 @@ def fail(world: World, plan: str, fault: str) -> None:
     trainer.step(batch())
 
 
-def told(caught: pytest.ExceptionInfo[Any]) -> str:
+def error_text(caught: pytest.ExceptionInfo[Any]) -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError])
-def test_what_a_model_raises_while_it_is_cut_is_its_own_and_no_refusal(kind: type[Exception]) -> None:
+def test_an_error_of_the_model_during_the_cut_is_raised_unchanged(kind: type[Exception]) -> None:
     class Broken(nn.Sequential):
         def forward(self, _x: Tensor) -> Tensor:
             raise kind("of the user's own making")
@@ -101,25 +101,25 @@ def test_what_a_model_raises_while_it_is_cut_is_its_own_and_no_refusal(kind: typ
 def test_an_error_names_its_stage_and_micro_batch(schedule: str, fault: str, action: str) -> None:
     with pytest.raises(ZeroDivisionError, match="of the user's own making") as caught:
         run(4, fail, args=(f"pp=4 microbatches=4 schedule={schedule}", fault))
-    assert re.search(rf"in {action}: stage 2, micro-batch 2, on rank 2 of the pipeline", told(caught))
+    assert re.search(rf"in {action}: stage 2, micro-batch 2, on rank 2 of the pipeline", error_text(caught))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", ["backward", "killed"])
-def test_it_ends_all_processes_within_seconds(
+def test_an_error_ends_all_processes_within_seconds(
     fault: str, processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RuntimeError if fault == "killed" else ZeroDivisionError) as caught:
         run(3, fail, on=processes, args=("pp=3 microbatches=4", fault))
     ended = time.time()
-    began = [float(at) for at in re.findall(r"second step at (\S+)", capsys.readouterr().out + told(caught))]
+    began = [float(at) for at in re.findall(r"second step at (\S+)", capsys.readouterr().out + error_text(caught))]
     assert ended - min(began) < SECONDS
     if fault == "killed":
         lost = r"was lost in .*(its process has ended|Connection closed)|of 3 processes ended by signal SIGKILL"
-        assert re.search(rf"rank \d ({lost})", told(caught))
+        assert re.search(rf"rank \d ({lost})", error_text(caught))
     else:
-        assert re.search(r"in \dB2: stage \d, micro-batch 2, on rank \d of the pipeline", told(caught))
-        assert "in _fail" in told(caught), "the traceback is the stage's own"
+        assert re.search(r"in \dB2: stage \d, micro-batch 2, on rank \d of the pipeline", error_text(caught))
+        assert "in _fail" in error_text(caught), "the traceback is the stage's own"
 
 
 def poisoned(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -165,7 +165,7 @@ def _trained(world: World, build: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.full_parameters()}
 
 
-def test_without_a_policy_it_is_an_error_on_every_rank() -> None:
+def test_a_loss_that_is_not_a_number_is_an_error_on_every_rank() -> None:
     def main(world: World) -> str:
         trainer = parallelize(
             functools.partial(model, "none"),

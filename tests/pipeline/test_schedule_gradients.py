@@ -1,4 +1,4 @@
-"""Every schedule, with stages of a real model, gives the gradients of one process: tables, cut and split backward fit.
+"""Every schedule, with stages of a GPT, gives the gradients of one process: tables, cut and split backward fit.
 
 The walk of a table is run action by action in one process; messages are copied, as a transfer would.
 """

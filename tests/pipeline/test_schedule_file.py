@@ -38,7 +38,7 @@ def options() -> Options:
     return Options(clip_norm=0.5, example=batches()[0])
 
 
-def test_it_trains_like_one_process(tmp_path: Path) -> None:
+def test_a_table_from_a_file_trains_like_one_process(tmp_path: Path) -> None:
     path = tmp_path / "of mine.txt"
     path.write_text(TABLE)
 
@@ -53,7 +53,7 @@ def test_it_trains_like_one_process(tmp_path: Path) -> None:
         agree(steps, expected, bound=1e-9)
 
 
-def test_a_plan_names_it_and_reads_back() -> None:
+def test_a_plan_with_the_path_of_a_table_reads_back() -> None:
     plan = Plan.parse("pp=2 schedule=tables/mine")
     assert plan.schedule == "tables/mine"
     assert Plan.parse(str(plan)) == plan
@@ -71,13 +71,13 @@ def test_a_plan_names_it_and_reads_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
-def test_what_is_printed_can_be_read(name: str, tmp_path: Path) -> None:
+def test_a_printed_table_can_be_read(name: str, tmp_path: Path) -> None:
     table = make_schedule(name, pp=2, microbatches=4)
     (tmp_path / "mine.txt").write_text(str(table))
     assert make_schedule(str(tmp_path / "mine.txt"), pp=2, microbatches=4) == table
 
 
-def test_ranks_that_have_different_tables_are_told(tmp_path: Path) -> None:
+def test_different_tables_on_ranks_are_refused(tmp_path: Path) -> None:
     for rank, text in enumerate((TABLE, TABLE.replace("0I1 .   0W1", "0B1"))):
         (tmp_path / f"{rank}.txt").write_text(text)
 
@@ -102,17 +102,17 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("name", ["train", "verify"])
-def test_what_cannot_work_is_refused_before_any_rank_starts(
+def test_a_faulty_table_is_refused_before_any_rank_starts(
     case: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.txt"
     text, reason = REFUSED[case]
     path.write_text(text)
     assert command([name, f"--plan={PLAN.format(path)}"]) == 2
-    told = capsys.readouterr()
-    assert reason in told.err
-    assert str(path) in told.err
-    assert "starting" not in told.out
+    output = capsys.readouterr()
+    assert reason in output.err
+    assert str(path) in output.err
+    assert "starting" not in output.out
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
         ("pp=4 microbatches=6 schedule=zb-v virtual_stages=2", "at least 8 micro-batches"),
     ],
 )
-def test_so_is_a_schedule_that_cannot_do_these_numbers(
+def test_a_schedule_that_does_not_allow_these_numbers_is_refused(
     plan: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["train", f"--plan={plan}"]) == 2
-    told = capsys.readouterr()
-    assert reason in told.err
-    assert "starting" not in told.out
+    output = capsys.readouterr()
+    assert reason in output.err
+    assert "starting" not in output.out

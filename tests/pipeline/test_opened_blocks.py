@@ -84,16 +84,16 @@ def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
     is_the_model(model, loss_of, cut)
 
 
-def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> None:
+def test_several_stages_may_share_a_block() -> None:
     model = Decoder(layers=3).double()
     at = ("blocks.1.before", "blocks.1.project", "blocks.1.down", "blocks.2", "head")
     stages = is_the_model(
         model, loss_of, cut_model(model, stages=6, call=loss_of, request=CutRequest("params", where=CutOptions(at=at)))
     )
     blocks = [stage.module.get_submodule("blocks.1") for stage in stages]
-    held = [{name for name, _ in block.named_parameters()} for block in blocks]
+    kept = [{name for name, _ in block.named_parameters()} for block in blocks]
     names = lambda *modules: {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}  # noqa: E731
-    assert held == [set(), names("before", "qkv"), names("project", "again", "up"), names("down"), set(), set()]
+    assert kept == [set(), names("before", "qkv"), names("project", "again", "up"), names("down"), set(), set()]
     assert [stage.receives for stage in stages[1:]] == [
         ("blocks.0",),
         ("blocks.0", "blocks.1.qkv"),
@@ -119,7 +119,7 @@ def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
     assert even.opened == (), "pieces that were asked for stay whole"
 
 
-def test_a_schedule_gains_by_it() -> None:
+def test_opened_blocks_shorten_the_step_of_a_schedule() -> None:
     """Eight blocks and a head are too few for four stages."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocabulary=128, context=12, layers=8, heads=HEADS, width=WIDTH))
@@ -167,7 +167,7 @@ class Experts(nn.Module):
     ],
     ids=["whole", "own parameters", "reads", "experts", "sequence", "leaf"],
 )
-def test_what_a_block_has_inside(block: nn.Module, parts: tuple[str, ...]) -> None:
+def test_modules_of_a_block_at_which_a_stage_may_begin(block: nn.Module, parts: tuple[str, ...]) -> None:
     found = inner_modules(block)
     assert len(found) == len(parts)
     assert set(found) == set(parts)
@@ -195,7 +195,7 @@ class Around(nn.Module):
     ],
     ids=["checkpoint", "twice"],
 )
-def test_a_block_that_could_not_be_told_apart_stays_whole(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_a_block_that_runs_twice_or_is_checkpointed_stays_whole(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model = Around(call).double()
 
     def squares(model: nn.Module) -> Tensor:
@@ -215,7 +215,7 @@ class Repeating(Block):
         return out
 
 
-def test_nor_is_a_block_opened_that_checkpoints_itself() -> None:
+def test_a_block_that_checkpoints_itself_stays_whole() -> None:
     model = Around(lambda block, x: block(x)).double()
     model.blocks = nn.ModuleList(Repeating(0.0) for _ in range(2)).double()
     call = lambda model: model(torch.ones(2, LENGTH, WIDTH).double())  # noqa: E731
@@ -342,7 +342,7 @@ def test_stages_that_begin_inside_of_blocks_train_like_one_process(
         agree(after, expected_after(model), bound=1e-9)
 
 
-def test_what_was_computed_to_find_the_costs_is_let_go() -> None:
+def test_tensors_of_a_timed_run_are_freed() -> None:
     rows = 13  # which no other tensor has
     tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
     cut_model(Decoder(), stages=2, call=lambda model: model(tokens).square().sum())
@@ -359,7 +359,7 @@ class Kept(nn.Linear):
         return super().forward(input)
 
 
-def test_what_else_the_machine_does_makes_no_stage_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_outside_of_the_thread_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     model, x = nn.Sequential(nn.Linear(2, 2), Kept(2, 2)), torch.ones(1, 2)
     cut = cut_model(model, stages=2, call=lambda model: model(x).sum(), request=CutRequest("time"))

@@ -84,7 +84,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("how", READS)
-def test_a_number_that_python_reads_makes_what_it_was_read_from_cross(how: str, bare: bool) -> None:
+def test_an_output_crosses_when_python_reads_a_number_from_it(how: str, bare: bool) -> None:
     def reading(embedding: Any, layers: Any, x: Tensor) -> Any:
         first = embedding(x)
         return through(layers, first) * (2.0 + READS[how](first))
@@ -140,7 +140,9 @@ class InPlace(nn.Module):
         (cloned_before, lambda: [InPlace()]),
     ],
 )
-def test_what_autograd_does_not_see_crosses(body: Any, first: Callable[[], list[nn.Module]], bare: bool) -> None:
+def test_values_outside_of_the_autograd_graph_cross(
+    body: Any, first: Callable[[], list[nn.Module]], bare: bool
+) -> None:
     model = made(lambda: Model(body, first()[0], *linears(3)))
     is_the_model(model, example, cut(model, bare=bare))
 
@@ -189,14 +191,14 @@ def changed_and_used(embedding: Any, layers: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("into", INTO)
-def test_what_a_piece_puts_somewhere_is_refused_where_others_need_it(into: str, bare: bool) -> None:
+def test_a_side_effect_that_a_later_stage_needs_is_refused(into: str, bare: bool) -> None:
     model = made(lambda: Model(collecting, *(Kept(into) for _ in range(4))))
     with pytest.raises(CutError, match=r"cannot begin at layers.2: .* needs a side effect of layers.[01]"):
         cut(model, bare=bare)
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_so_is_what_a_piece_changes(bare: bool) -> None:
+def test_an_input_changed_in_place_that_a_later_stage_needs_is_refused(bare: bool) -> None:
     model = made(lambda: Model(changed_and_used, InPlace(), *linears(3)))
     with pytest.raises(CutError, match=r"layers.2: the result needs a side effect of layers.0"):
         cut(model, bare=bare)
@@ -236,12 +238,12 @@ def hooked(embedding: Any, layers: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_so_is_what_hooks_collect_inside_of_pieces(bare: bool) -> None:
+def test_values_that_hooks_collect_inside_of_pieces_are_refused(bare: bool) -> None:
     with pytest.raises(CutError, match=r"layers.2: the result needs a side effect of layers.0"):
         cut(made(lambda: Model(hooked)), bare=bare)
 
 
-def test_what_a_piece_keeps_for_itself_is_its_own() -> None:
+def test_attributes_that_only_the_piece_reads_are_allowed() -> None:
     def alone(embedding: Any, layers: Any, x: Tensor) -> Any:
         x = embedding(x)
         for layer in layers:
@@ -266,7 +268,7 @@ class Level(nn.Module):
             self.level.mul_(0.5).add_(x.abs().mean())
 
 
-def test_a_buffer_that_is_changed_by_a_method_is_as_one_of_the_model() -> None:
+def test_a_buffer_that_a_method_changes_outside_of_pieces_is_refused() -> None:
     def levelled(embedding: Any, layers: Any, x: Tensor) -> Any:
         x = embedding(x)
         for layer in layers[:-1]:
@@ -279,7 +281,7 @@ def test_a_buffer_that_is_changed_by_a_method_is_as_one_of_the_model() -> None:
         cut_model(made(build), stages=3, call=example, request=CutRequest(where=CutOptions(how="blocks")))
 
 
-def test_and_a_piece_that_a_reentrant_checkpoint_hides_from_autograd() -> None:
+def test_a_piece_inside_of_a_reentrant_checkpoint_is_refused() -> None:
     def hiding(embedding: Any, layers: Any, x: Tensor) -> Any:
         x = embedding(x)
         for layer in layers:
@@ -291,7 +293,7 @@ def test_and_a_piece_that_a_reentrant_checkpoint_hides_from_autograd() -> None:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_nothing_of_a_run_that_was_watched_is_held(bare: bool) -> None:
+def test_tensors_of_a_watched_run_are_freed(bare: bool) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     def noted(embedding: Any, layers: Any, x: Tensor) -> Any:
