@@ -1,4 +1,4 @@
-"""What holds for tests of cuts and stages."""
+"""Fixtures for the tests of cuts and stages."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Stages run one after the other in one process, as the oracle of the cutter's tests, and a language model to cut."""
+"""Run stages one after the other in one process, to compare a cut with the model; and a language model to cut."""
 
 from collections.abc import Callable
 from typing import Any

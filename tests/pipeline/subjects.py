@@ -1,4 +1,4 @@
-"""What the grid of pipelines is run over: models as small as can be for so many stages, with batches and a loss."""
+"""Models for the grid of pipelines: as small as possible for so many stages, with batches and a loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ VOCABULARY, TOKENS, WIDTH, HEADS = 11, 3, 8, 2
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of `stages` pieces or more, and what it is trained on."""
+    """Model of `stages` pieces or more, with its training data and loss."""
 
     build: Callable[[int], nn.Module]
     batch: Callable[[int], Any]

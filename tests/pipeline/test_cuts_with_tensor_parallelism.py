@@ -1,4 +1,4 @@
-"""Cuts of models that tensor parallelism splits too, at places where the stream changes how it is cut."""
+"""Cuts of models that tensor parallelism splits too, at places where the hidden states change their layout."""
 
 import copy
 from typing import Any

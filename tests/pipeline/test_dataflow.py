@@ -1,6 +1,4 @@
-"""What crosses a cut is found whatever way it takes through the model, and what a piece does beside returning its
-output, which cannot cross, is refused.
-"""
+"""Outputs that later stages depend on cross a cut, by whatever way; side effects that they need are refused."""
 
 import copy
 import gc

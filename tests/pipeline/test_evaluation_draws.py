@@ -1,4 +1,4 @@
-"""What a model draws in an evaluation (noise to be found again) is the same on every stage, and under every plan."""
+"""Random draws in an evaluation are the same on every stage and under every plan."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hooks on a model that is cut into stages: what one process makes of them, in a plain loop of torch, or an error."""
+"""Hooks on a model that is cut into stages do what they do on one process, or are refused."""
 
 import re
 from collections.abc import Iterator

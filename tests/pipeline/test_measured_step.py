@@ -1,4 +1,4 @@
-"""Steps measured: the time that a rank loses is taken apart into what caused it, and runs leave their timelines."""
+"""Measured steps: the lost time of a rank is split by cause, and runs write their timelines."""
 
 import dataclasses
 import functools

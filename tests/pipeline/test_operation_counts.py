@@ -1,4 +1,4 @@
-"""Of a model without values, operations are counted in place of time."""
+"""Operations of a model on the meta device are counted in place of time."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the passes add to a table, and what `validate` finds wrong with one."""
+"""Passes complete a table for a run, and `validate` finds its faults."""
 
 import pytest
 

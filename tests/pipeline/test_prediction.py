@@ -1,4 +1,4 @@
-"""A prediction is what the model returns on one process, or an error that names what of it other stages have."""
+"""A prediction equals the output of one process, or an error names the outputs that other stages have."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The interpreter on ranks: every schedule gives the gradients of one process, whatever the micro-batches are like."""
+"""The interpreter on ranks gives the gradients of one process, for every schedule and every size of micro-batches."""
 
 import contextlib
 import copy

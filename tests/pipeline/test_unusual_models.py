@@ -1,4 +1,4 @@
-"""Models and batches that pipelines stumble over, trained by `parallelize` as by one process: loss, norm, every
+"""Unusual models and batches, trained by `parallelize` as by one process: loss, norm, every
 gradient and every parameter of all steps to 1e-9.
 
 Skips, changes in place, frozen stages, recomputation, functions with a backward of their own, layers that run twice,

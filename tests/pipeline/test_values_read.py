@@ -1,4 +1,4 @@
-"""Models that ask for values of positions and masks are cut and run in stages, given as a module or as a function."""
+"""Models that read values of positions and masks are cut and run in stages, given as a module or as a function."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How models that pipelines stumble over are trained: by `parallelize`, as by one process."""
+"""Train an unusual model by `parallelize` and on one process, and compare."""
 
 import copy
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def images(*rows: int) -> list[Tensor]:
 
 
 class Chain(nn.Module):
-    """Layers, one after the other; what they are made of is what is unusual."""
+    """Layers, one after the other."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
