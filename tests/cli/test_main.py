@@ -106,7 +106,7 @@ def test_who_closes_its_output_hears_nothing(words: str, status: int, tmp_path: 
 SMALL = ["--train.batch=4", "--data.context=16", "--model.arguments", "layers=1", "width=32", "heads=2"]
 BAD_JOBS = {
     "unknown key": (["--train.stepz=3"], "unknown key train.stepz; did you mean train.steps?"),
-    "wrong type": (["--train.steps=many"], "--train.steps: 'many' is no whole number"),
+    "wrong type": (["--train.steps=many"], "--train.steps: not a whole number: 'many'"),
     "missing job": (["nowhere.toml"], "cannot read the job nowhere.toml: No such file or directory"),
     "wrong degree": (["--plan=dp=3", "--ranks=4"], "the plan 'dp=3' needs 3 ranks, but the world has 4"),
     "plan that cannot be": (["--plan=tp=3 tp_mode=2d"], "needs a square number of ranks. Nearest that works: 'tp=4'"),

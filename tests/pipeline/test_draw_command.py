@@ -93,7 +93,7 @@ def test_the_command_draws_a_plan_that_is_not_run_yet(tmp_path: Path, capsys: py
 def test_the_command_draws_a_table_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("0F0 0B0\n1F0 1B0\n")
-    assert main(["draw", "schedule", f"--table={path}", "--actions=True"]) == 0
+    assert main(["draw", "schedule", f"--table={path}", "--actions"]) == 0
     assert "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE" in capsys.readouterr().out
 
 

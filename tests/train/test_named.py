@@ -76,7 +76,7 @@ def test_a_model_is_built_in_the_type_that_the_job_names() -> None:
     [
         ("gtp", {}, "model.name = 'gtp' is neither 'gpt', 'mlp' nor a 'module:function'"),
         ("gpt", {"layer": 2}, "model.arguments of gpt: unknown key layer; did you mean layers"),
-        ("gpt", {"layers": "two"}, "model.arguments of gpt: layers: 'two' is no whole number"),
+        ("gpt", {"layers": "two"}, "model.arguments of gpt: layers: not a whole number: 'two'"),
         ("gpt", {"heads": 3}, "must be a multiple of heads=3"),
         ("mlp", {"layers": 2}, "model.arguments of mlp: unknown key layers; there are widths, "),
         ("mlp", {"widths": [3]}, "at least an input and an output width"),

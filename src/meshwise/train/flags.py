@@ -16,6 +16,7 @@ import itertools
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tomlkit
@@ -27,21 +28,12 @@ from meshwise.train.job import JobError
 T = TypeVar("T")
 Key = tuple[str, ...]
 
-_SIMILAR = 0.6
-_SIMILAR_TWICE = 0.9
-_TYRO_MESSAGES = (
-    (r"(?:Error parsing )?(--[-.\w]+): invalid literal for int\(\) with base 10: (.+)", r"\1: \2 is no whole number"),
-    (r"(?:Error parsing )?(--[-.\w]+): could not convert string to float: (.+)", r"\1: \2 is no number"),
-    (r"invalid choice (.+) for argument '(--[-.\w]+)'\. Expected one of \((.+?),?\)\.", r"\2: \1 is none of \3"),
-    (r"Missing value for argument '(--[-.\w]+)'\..*", r"\1 is given without a value"),
-    (
-        r"Error parsing (--[-.\w]+): no type matching \{None\}\|\{?(.+?)\}? could be .+ from \[(.+)\]\.",
-        r"\1 takes \2, not \3",
-    ),
-    (r"Error parsing (--[-.\w]+: .+)", r"\1"),
-    (r"Error parsing \w+: (.+)", r"\1"),
+_PYTHON_MESSAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "invalid literal for int() with base 10:": "not a whole number:",
+        "could not convert string to float:": "not a number:",
+    }
 )
-"""Patterns of tyro's messages, and the message to show instead."""
 
 
 def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
@@ -49,17 +41,14 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
 
     Raises JobError that names the flag and what is wrong with it; for an unknown flag, the nearest known one.
     """
-    words, output = _with_values(words, default), io.StringIO()
+    output = io.StringIO()
     try:
         with _stderr_lock(), contextlib.redirect_stderr(output):
-            return tyro.cli(
-                type(default), args=words, prog=prog, default=default, config=(tyro.conf.FlagConversionOff,)
-            )
+            return tyro.cli(type(default), args=words, prog=prog, default=default)
     except SystemExit as end:
         if not end.code:
             raise
-        known = [".".join(key) for key, _ in _fields(default)]
-        raise JobError(_explained(output.getvalue(), words, known)) from None
+        raise JobError(_explain(output.getvalue(), keys=[".".join(key) for key in _keys(default)])) from None
     except PlanError as error:
         raise JobError(str(error)) from None
 
@@ -81,99 +70,63 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
         if key == ("plan",) and isinstance(value, dict):
             yield key, [f"{flag}={' '.join(f'{axis}={degree}' for axis, degree in value.items())}"]
         elif key in leaves and isinstance(value, dict):
-            yield key, [flag, *(f"{argument}={_inline(item)}" for argument, item in value.items())]
+            yield key, [flag, *(f"{argument}={tomlkit.item(item).as_string()}" for argument, item in value.items())]
         elif isinstance(value, dict):
             yield from flags_of(value, leaves=leaves, prefix=key)
         elif isinstance(value, list):
             yield key, [flag, *map(str, value)]
+        elif isinstance(value, bool):
+            yield key, [flag if value else f"--{'.'.join((*prefix, f'no-{name}'))}"]
         else:
             yield key, [f"{flag}={value}"]
 
 
-def _inline(value: Any) -> str:
-    """Return the value as TOML writes it, on one line."""
-    return str(tomlkit.item(value).as_string())
-
-
-def _with_values(words: Sequence[str], default: Any) -> list[str]:
-    """Return the words with `--write=True` for `--write`."""
-    switches = {f"--{'.'.join(key)}" for key, value in _fields(default) if isinstance(value, bool)}
-    return [
-        f"{word}=True"
-        if word[:2] + word[2:].replace("-", "_") in switches and after.lower() not in ("true", "false")
-        else word
-        for word, after in itertools.pairwise([*words, ""])
-    ]
-
-
-def _fields(value: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Yield the keys of a tree of dataclasses, with their values."""
+def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
+    """Yield the keys of a tree of dataclasses."""
     for item in dataclasses.fields(value):
         inner = getattr(value, item.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, Plan):
-            yield from _fields(inner, (*prefix, item.name))
+            yield from _keys(inner, (*prefix, item.name))
         else:
-            yield (*prefix, item.name), inner
+            yield (*prefix, item.name)
 
 
-def without_flag(message: str) -> str:
-    """Return the message without the leading name of the flag."""
-    return re.sub(r"^--[-.\w]+: ", "", message)
-
-
-def _explained(output: str, words: Sequence[str], keys: Collection[str]) -> str:
-    """Return tyro's message about `words` in one line that names the flag; `keys` are the dotted keys there are."""
-    message = _unboxed(output)
+def _explain(output: str, *, keys: Collection[str]) -> str:
+    """Return tyro's message in one line that names the flag; `keys` are the known dotted keys."""
+    message = re.sub(r"^Error parsing (?:[\w.]+: )?", "", _first_paragraph(output))
     if unknown := re.match(r"Unrecognized options: (\S+?)(?:[,\s]|$)", message):
-        return _unknown_word(unknown[1], words, keys)
-    for pattern, instead in _TYRO_MESSAGES:
-        if re.fullmatch(pattern, message, re.DOTALL):
-            return re.sub(pattern, instead, message, flags=re.DOTALL)
+        return _explain_unknown(unknown[1], keys)
+    for python, plain in _PYTHON_MESSAGES.items():
+        message = message.replace(python, plain)
     return message
 
 
-def _unknown_word(word: str, words: Sequence[str], keys: Collection[str]) -> str:
+def _explain_unknown(word: str, keys: Collection[str]) -> str:
     """Return what to change about a word that is neither a flag nor a value of one."""
-    name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    if word.startswith("--"):
-        nearest = max(keys, key=lambda key: _similarity(key, name))
-        section, _, last = name.rpartition(".")
-        if f"{section}.arguments" in keys and _ratio(nearest.split(".")[-1], last) < _SIMILAR:
-            return f"unknown key {name}; give an argument of your own function as --{section}.arguments {last}=…"
-        if section in keys and section.endswith((".arguments", ".tensor_rules")):
-            return f"unknown key {name}; {section} is a table: give --{section} {last}=…"
-        close = _similarity(nearest, name) > _SIMILAR_TWICE
-        hint = f"did you mean {nearest}?" if close else f"there are {', '.join(keys)}"
-        return f"unknown key {word[2:].partition('=')[0]}; {hint}"
-    if name in keys:
-        return f"{word!r} is no flag; did you mean '--{word.lstrip('-')}'?"
     if word.endswith(".toml"):
         return f"{word!r} comes after a flag; name one job, before all flags"
-    place = [*words, word].index(word)
-    flags = [index for index, before in enumerate(words[:place]) if before.startswith("--")]
-    if not flags:
-        return f"unexpected {word!r}; flags begin with --, as in --{next(iter(keys)).replace('_', '-')}"
-    flag, _, value = words[flags[-1]].partition("=")
-    value = " ".join(filter(None, [value, *words[flags[-1] + 1 : place + 1]]))
-    return f'unexpected {word!r}; a value with blanks is written in quotes, as in {flag} "{value}"'
+    if not word.startswith("--"):
+        example = '--plan "dp=2 zero=1"'
+        return f"unexpected {word!r}; flags begin with --, and a value with blanks is quoted, as in {example}"
+    name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+    section, _, last = name.rpartition(".")
+    by_last_word = {key.rpartition(".")[-1]: key for key in keys}
+    if near := difflib.get_close_matches(last, by_last_word, n=1):
+        hint = f"did you mean {by_last_word[near[0]]}?"
+    elif f"{section}.arguments" in keys:
+        hint = f"give an argument of your own function as --{section}.arguments {last}=…"
+    elif section in keys:
+        hint = f"{section} is a table: give --{section} {last}=…"
+    else:
+        hint = f"there are {', '.join(keys)}"
+    return f"unknown key {name}; {hint}"
 
 
-def _similarity(key: str, name: str) -> float:
-    """Return the similarity of two dotted names, from 0 to 2: of the whole names plus of their last words."""
-    return _ratio(key, name) + _ratio(key.rpartition(".")[-1], name.rpartition(".")[-1])
+def _first_paragraph(text: str) -> str:
+    """Return the first paragraph of a message that tyro has drawn into a box, without the title."""
+    lines = (line.strip("│ ") for line in text.splitlines()[1:])
+    return " ".join(itertools.takewhile(_has_words, itertools.dropwhile(lambda line: not _has_words(line), lines)))
 
 
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def _unboxed(text: str) -> str:
-    """Return the words of a message that tyro has drawn into a box, without title, frame and the pointer to --help."""
-    lines = [line.strip("│ ") for line in text.splitlines()]
-    rule = re.compile(r"╭.*|[-─╰╯]{3,}")
-    sections = [""]
-    for line in lines:
-        sections = [*sections, ""] if rule.fullmatch(line) else [*sections[:-1], f"{sections[-1]} {line}"]
-    parts = [" ".join(section.split()) for section in sections[1:]]
-    shown = [part for part in parts if part and not part.startswith(("For full help", "Argument help"))]
-    return "\n  ".join(shown).partition(" Got errors: ")[0]
+def _has_words(line: str) -> bool:
+    return bool(line.strip("─-╰╯"))

@@ -30,14 +30,17 @@ def _least(key: str, value: int, least: int) -> None:
 
 
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Return keyword arguments from `layers=4 widths=[64,64] position=rotary`: TOML values, a bare word as a string."""
+    """Return keyword arguments from `layers=4 widths=[64,64] tied=True position=rotary`.
+
+    A value is TOML, `True` or `False`, or else a string.
+    """
     arguments: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ValueError(f"{word!r} is not KEY=VALUE; write it as in layers=4")
         try:
-            arguments[key] = tomllib.loads(f"value = {value}")["value"]
+            arguments[key] = tomllib.loads(f"value = {value.lower() if value in ('True', 'False') else value}")["value"]
         except tomllib.TOMLDecodeError:
             arguments[key] = value
     return arguments

@@ -15,7 +15,7 @@ import tomlkit
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.plan import Plan
-from meshwise.train.flags import Key, flags_of, parse_flags, without_flag
+from meshwise.train.flags import Key, flags_of, parse_flags
 from meshwise.train.job import Job, JobError
 
 J = TypeVar("J", bound=Job)
@@ -55,7 +55,7 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
     try:
         return parse_flags([word for words in flags.values() for word in words], prog=source, default=kind())
     except JobError as error:
-        problems = _problems(flags, kind) or [str(error)]
+        problems = [problem for key in flags if (problem := _problem(".".join(key), flags[key], kind))] or [str(error)]
         raise JobError("\n".join(f"{source}: {problem}" for problem in problems)) from error
 
 
@@ -105,17 +105,14 @@ def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
     return keys
 
 
-def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
-    """Return what is wrong with each key on its own."""
-    problems = []
-    for key, words in flags.items():
-        try:
-            parse_flags(words, prog="job", default=kind())
-        except JobError as error:
-            name, message = ".".join(key), without_flag(str(error))
-            named = message.startswith((f"unknown key {name};", f"{name} = "))
-            problems.append(message if named else f"{name}: {message}")
-    return problems
+def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
+    """Return what is wrong with one key on its own, if anything."""
+    try:
+        parse_flags(words, prog="job", default=kind())
+    except JobError as error:
+        message = str(error).removeprefix("--")
+        return message if key in message else f"{key}: {message}"
+    return None
 
 
 def _merge(base: J, job: J) -> J:
