@@ -16,9 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Column, Table
-
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
@@ -27,7 +24,7 @@ from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_config import from_text, from_toml
 from meshwise.train.named_objects import model_function
-from meshwise.train.output_stream import OutputConsole, counted, stdout_failed
+from meshwise.train.output_stream import OutputConsole, counted, text_table
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3
@@ -45,9 +42,7 @@ def main(words: Sequence[str]) -> int:
     act: Callable[[argparse.Namespace, OutputConsole], int] = flags.act
     try:
         return act(flags, console)
-    except (DamageError, ExportError, OSError) as error:
-        if isinstance(error, OSError) and stdout_failed():
-            raise
+    except (DamageError, ExportError) as error:
         print(f"meshwise checkpoint: {error}", file=sys.stderr)
         return 1
 
@@ -76,18 +71,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(flags: argparse.Namespace, console: OutputConsole) -> int:
     root = _root(flags.folder)
-    table = Table("checkpoint", "tensors", "MB", "saved under", "", box=None)
+    rows = [("checkpoint", "tensors", "MB", "saved under", "")]
     latest = (root / LATEST).read_text(encoding="utf-8").strip() if (root / LATEST).exists() else None
     found = checkpoints(root)
     for path, index in found:
         mark = "latest" if path.name == latest else ""
         if isinstance(index, CheckpointIndex):
             plan = str(index.extra.get("plan", ""))
-            table.add_row(path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark)
+            rows.append((path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark))
         else:
-            table.add_row(path.name, "", "", "", f"[red]damaged: {escape(str(index.damages[0]))}[/]")
+            rows.append((path.name, "", "", "", f"damaged: {index.damages[0]}"))
     if found:
-        console.show(table)
+        console.show(text_table(rows, wrapped=("saved under", "")))
     else:
         console.print(f"no checkpoint in {root}")
     return 0 if all(isinstance(index, CheckpointIndex) for _, index in found) else 1
@@ -95,11 +90,11 @@ def _list(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 def _show(flags: argparse.Namespace, console: OutputConsole) -> int:
     index = read_index(flags.checkpoint)
-    table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "parts", box=None)
+    rows = [("tensor", "dtype", "shape", "parts")]
     for name, stored in index.tensors.items():
         dtype = str(stored.dtype).removeprefix("torch.")
-        table.add_row(name, dtype, "·".join(map(str, stored.shape)) or "one", str(len(stored.parts)))
-    console.show(table)
+        rows.append((name, dtype, "·".join(map(str, stored.shape)) or "one", str(len(stored.parts))))
+    console.show(text_table(rows, wrapped=("tensor",)))
     for alias, name in index.aliases.items():
         console.print(f"{alias} is {name}", markup=False)
     parameters = sum(math.prod(row.shape) for name, row in index.tensors.items() if name.startswith("parameter/"))
@@ -129,14 +124,15 @@ def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _diff(flags: argparse.Namespace, console: OutputConsole) -> int:
-    table = Table(Column("tensor", overflow="fold"), "", "largest difference", box=None)
-    for found in differences(read_index(flags.one), second=read_index(flags.other)):
-        table.add_row(found.name, found.description, f"{found.largest:.3g}" if found.elements else "")
-    if table.row_count:
-        console.show(table)
-    else:
+    rows = [("tensor", "", "largest difference")] + [
+        (found.name, found.description, f"{found.largest:.3g}" if found.elements else "")
+        for found in differences(read_index(flags.one), second=read_index(flags.other))
+    ]
+    if len(rows) == 1:
         console.print("bit for bit the same")
-    return 1 if table.row_count else 0
+        return 0
+    console.show(text_table(rows, wrapped=("tensor", "")))
+    return 1
 
 
 def _export(flags: argparse.Namespace, console: OutputConsole) -> int:

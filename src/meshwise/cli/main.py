@@ -38,7 +38,7 @@ from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
 from meshwise.train.failure_report import leave_traceback, notes
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import STDOUT, is_unread, replace_missing_characters, stdout_failed
+from meshwise.train.output_stream import STDOUT, replace_missing_characters, stdout_failed
 
 _RANK_0_SECONDS = 5
 
@@ -84,9 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:  # of stdout: `_guarded` catches all others
-        unread = is_unread()
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still writes at exit
-        return 141 if unread else _say(f"meshwise: cannot write the answer: {error.strerror}", status=1)
+        if isinstance(error, BrokenPipeError):
+            return 141
+        return _report(f"meshwise: cannot write the answer: {error.strerror}", status=1)
 
 
 def _run(words: list[str], *, own: bool) -> int:
@@ -101,7 +102,7 @@ def _run(words: list[str], *, own: bool) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        return _say(f"meshwise: unknown command {name!r}; {hint}", status=2)
+        return _report(f"meshwise: unknown command {name!r}; {hint}", status=2)
     return _guarded(name, rest, fork=own and COMMANDS[name].starts_ranks and not is_rank())
 
 
@@ -111,34 +112,30 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
         if fork:
             with contextlib.suppress(OSError):  # forking only saves time; an error comes again when ranks start
                 copied()
-        return _call(name, words)
+        try:
+            return COMMANDS[name].main(words)
+        except BaseException:
+            leave_undone()
+            raise
     except NoSemaphoresError as error:
-        return _say(f"meshwise {name}: {error.strerror}", status=2)
+        return _report(f"meshwise {name}: {error.strerror}", status=2)
     except (JobError, PlanError, LossError) as error:
-        return _say(f"meshwise {name}: {error}", status=2, once=True)
+        return _report(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
-        return _say(f"meshwise {name}: stopped by Ctrl-C", status=130) if prints_for_job() else 130
+        return _report(f"meshwise {name}: stopped by Ctrl-C", status=130) if prints_for_job() else 130
     except (NonFiniteError, RankLostError, RanksDisagree) as error:
         if isinstance(error, RankLostError) and is_rank():  # the lost rank's own message matters more
             time.sleep(CONSEQUENCE_SECONDS)
-        return _say(f"meshwise {name} failed: {error}", status=1)
+        return _report(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:
         if isinstance(error, OSError) and stdout_failed():
             raise
         leave_traceback(error)
         message = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
-        return _say(f"meshwise {name} failed: {message}", status=1)
+        return _report(f"meshwise {name} failed: {message}", status=1)
 
 
-def _call(name: str, words: Sequence[str]) -> int:
-    try:
-        return COMMANDS[name].main(words)
-    except BaseException:
-        leave_undone()
-        raise
-
-
-def _say(message: str, *, status: int, once: bool = False) -> int:
+def _report(message: str, *, status: int, once: bool = False) -> int:
     """Print to stderr and return the status.
 
     `once`: every rank under torchrun has the same message. Rank 0 prints it and ends, and torchrun then ends the
