@@ -8,14 +8,12 @@ from unittest import mock
 
 import pytest
 
-from meshwise.bench.diagnosis import check_interfaces, examine_machine, examine_roll, own_facts
-from meshwise.bench.finding import MachineFinding
-from meshwise.bench.machine import Gpu, Machine, examine, interface_names, table
+from meshwise.bench.diagnosis import MachineFinding, check_interfaces, examine_machine, examine_roll, own_facts
+from meshwise.bench.machine import Machine, examine, table
 from meshwise.comm.health.roll_call import RollCallEntry
 
-GPU = Gpu("a GPU", 80 << 30, "9.0")
 GOOD = Machine(
-    software=(("meshwise", "1"), ("torch", "2.13.0"), ("python", "3.11.7"), ("gloo", "yes"), ("nccl", "no")),
+    software=(("meshwise", "1"), ("torch", "2.13.0"), ("python", "3.11"), ("gloo", "yes"), ("nccl", "no")),
     processor="a processor",
     cores=8,
     memory=32 << 30,
@@ -27,12 +25,11 @@ GOOD = Machine(
     host="here",
     host_addresses=("10.0.0.1",),
     open_files=65536,
-    locked_memory=-1,
 )
 FACTS = own_facts(GOOD, device="cpu") | {"loopback": "no"}
 
 
-def told(findings: list[MachineFinding]) -> list[tuple[str, str]]:
+def level_and_text(findings: list[MachineFinding]) -> list[tuple[str, str]]:
     return [(finding.level, finding.what) for finding in findings]
 
 
@@ -54,14 +51,13 @@ def test_a_good_machine_has_no_findings() -> None:
     "change, level, what, remedy",
     [
         ({"gpus_of_driver": 8}, "problem", "the driver has 8 GPUs and torch .* sees none", "CUDA build of torch"),
-        ({"software": (("gloo", "no"),)}, "problem", "built without gloo", "install torch"),
         ({"shared_memory": 64 << 20}, "note", "/dev/shm has 64 MiB", "--shm-size"),
         ({"open_files": 1024}, "note", "1024 open files", "ulimit -n"),
         ({"host_addresses": ()}, "note", "the host name here does not resolve", "/etc/hosts"),
         ({"cores": 2}, "note", "4 ranks of 1 threads share 2 cores", "at most 2 ranks"),
     ],
 )
-def test_what_hinders_training_on_a_machine_is_told_with_its_remedy(
+def test_what_hinders_training_on_a_machine_is_named_with_its_remedy(
     change: Mapping[str, object], level: str, what: str, remedy: str
 ) -> None:
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
@@ -73,7 +69,7 @@ def test_what_hinders_training_on_a_machine_is_told_with_its_remedy(
 
 
 def test_threads_are_no_matter_where_gpus_do_the_work() -> None:
-    machine = dataclasses.replace(GOOD, cores=1, gpus=(GPU,), gpus_of_driver=1)
+    machine = dataclasses.replace(GOOD, cores=1, gpus=("a GPU",), gpus_of_driver=1)
     assert examine_machine(machine, ranks=4) == []
 
 
@@ -91,17 +87,16 @@ def test_threads_are_no_matter_where_gpus_do_the_work() -> None:
 def test_an_interface_that_does_not_exist_is_named_with_those_that_do(
     variable: str, value: str, wrong: str | None
 ) -> None:
-    first = interface_names()[0]
-    names = {"first": first, "prefix": first[:-1]}
+    names = {"first": "eth0", "prefix": "eth"}
 
-    found = check_interfaces({variable: value.format(**names)})
+    found = check_interfaces({variable: value.format(**names)}, names=["eth0", "lo"])
 
     if wrong is None:
         assert found == []
     else:
         [finding] = found
         assert f"{variable} names {wrong.format(**names)}, which" in finding.what
-        assert first in finding.remedy
+        assert "eth0, lo" in finding.remedy
 
 
 # ---- the roll call -----------------------------------------------------------------------------------------------
@@ -127,8 +122,7 @@ ALL = [entry(rank) for rank in range(4)]
         ),
         ([*ALL[:3], entry(3, torch="2.11.0")], "the ranks differ in torch: 2.13.0 on ranks 0,1,2 and 2.11.0 on rank 3"),
         ([*ALL[:3], entry(3, meshwise="2")], "the ranks differ in meshwise: 1 on ranks 0,1,2 and 2 on rank 3"),
-        ([*ALL[:3], entry(3, python="3.12.1")], "the ranks differ in python: 3.11 on ranks 0,1,2 and 3.12 on rank 3"),
-        ([*ALL[:3], entry(3, python="3.11.9")], None),
+        ([*ALL[:3], entry(3, python="3.12")], "the ranks differ in python: 3.11 on ranks 0,1,2 and 3.12 on rank 3"),
         ([*ALL[:3], entry(3, nccl="2.27.3")], "the ranks differ in nccl: no on ranks 0,1,2 and 2.27.3 on rank 3"),
         ([*ALL[:3], entry(3, device="cuda")], "the ranks differ in device: cpu on ranks 0,1,2 and cuda on rank 3"),
         ([*ALL[:3], entry(3, host="there")], None),
@@ -142,5 +136,5 @@ ALL = [entry(rank) for rank in range(4)]
 def test_what_differs_between_ranks_is_one_sentence(entries: list[RollCallEntry], what: str | None) -> None:
     found = examine_roll(entries, size=4, seconds=10)
 
-    assert ("problem", what) in told(found) if what else found == []
+    assert ("problem", what) in level_and_text(found) if what else found == []
     assert all(finding.remedy for finding in found)

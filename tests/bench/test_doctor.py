@@ -1,4 +1,4 @@
-"""The doctor's visit, with everything that can be made to go wrong on one machine."""
+"""The doctor examines a job, with everything that can be made to go wrong on one machine."""
 
 import os
 import socket
@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from free_port import free_port
-from meshwise.bench.doctor import DoctorReport, can_open, check_environment, consult_job, reach
-from meshwise.bench.finding import MachineFinding
+from meshwise.bench.diagnosis import MachineFinding
+from meshwise.bench.doctor import DoctorReport, can_open, consult_job, reach
 from meshwise.cli.main import main
 from meshwise.comm import World
 from meshwise.comm.health.roll_call import roll_call
@@ -38,31 +38,36 @@ def problems(findings: tuple[MachineFinding, ...] | list[MachineFinding]) -> lis
     return [finding.what for finding in findings if finding.level == "problem"]
 
 
-def visit(environment: Mapping[str, str], *, seconds: float = 0.5) -> DoctorReport:
+def examined(environment: Mapping[str, str], *, seconds: float = 0.5) -> DoctorReport:
     with mock.patch.dict(os.environ, {**JOB, **environment}):
         return consult_job(seconds=seconds)
 
 
 @pytest.mark.parametrize(
-    "environment, said",
+    "environment, problem",
     [
         ({"RANK": "0"}, "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({**JOB, "MASTER_PORT": "x"}, "not a whole number: MASTER_PORT=x"),
         ({**JOB, "MASTER_PORT": "1", "RANK": "2"}, "RANK=2 in a world of WORLD_SIZE=2"),
     ],
 )
-def test_an_environment_that_no_launcher_makes_is_told(environment: dict[str, str], said: str) -> None:
-    assert problems(check_environment(environment)) == [said]
+def test_an_environment_that_no_launcher_makes_is_a_problem(
+    environment: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with mock.patch.dict(os.environ, environment):
+        assert problems(consult_job().findings) == [problem]
 
 
 def test_a_name_that_does_not_resolve() -> None:
     [finding] = reach("no-such-host.invalid", port=1, seconds=0.1)
-    assert "MASTER_ADDR=no-such-host.invalid, does not resolve" in finding.what
+    assert "MASTER_ADDR=no-such-host.invalid does not resolve" in finding.what
     assert "/etc/hosts" in finding.remedy
 
 
 def test_a_port_that_nobody_listens_on(port: int) -> None:
-    report = visit({"RANK": "1", "MASTER_PORT": str(port)})
+    report = examined({"RANK": "1", "MASTER_PORT": str(port)})
     assert problems(report.findings) == [f"nothing listens at 127.0.0.1:{port} (refused for 0.5 s)"]
     assert not report.healthy
 
@@ -74,23 +79,23 @@ def test_a_machine_that_does_not_answer() -> None:
     assert "firewall" in finding.remedy
 
 
-def test_a_meeting_place_that_opens_late_is_waited_for(taken: int) -> None:
+def test_a_store_that_answers_has_no_findings(taken: int) -> None:
     assert reach("127.0.0.1", port=taken, seconds=0.1) == []
 
 
 def test_a_port_that_another_program_has(taken: int) -> None:
     [finding] = can_open(taken)
     assert finding.what == f"rank 0 cannot open port {taken}: address already in use"
-    assert problems(visit({"MASTER_PORT": str(taken)}).findings) == [finding.what]
+    assert problems(examined({"MASTER_PORT": str(taken)}).findings) == [finding.what]
 
 
 def test_a_rank_that_does_not_come(port: int) -> None:
-    report = visit({"MASTER_PORT": str(port)})
+    report = examined({"MASTER_PORT": str(port)})
     assert problems(report.findings) == ["rank 1 of 2 did not come within 0.5 s"]
 
 
 def test_an_interface_that_does_not_exist_stops_before_anyone_waits(port: int) -> None:
-    report = visit({"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "nope0"})
+    report = examined({"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "nope0"})
     assert "GLOO_SOCKET_IFNAME names nope0, which this machine does not have" in problems(report.findings)
 
 
@@ -132,7 +137,7 @@ def test_all_ranks_hear_the_same_of_everyone_who_came(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("comm, medium", [("local", "shared memory"), ("gloo", "gloo")])
-def test_local_ranks_that_can_talk_end_with_status_0(
+def test_local_ranks_that_can_communicate_end_with_status_0(
     comm: str, medium: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MESHWISE_COMM", comm)
@@ -144,7 +149,7 @@ def test_local_ranks_that_can_talk_end_with_status_0(
 
 
 @pytest.mark.processes
-def test_a_rank_alone_has_nobody_to_talk_to(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_has_no_peer(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--ranks", "1"]) == 0
     assert "1 rank on cpu has no peer" in capfd.readouterr().out
 
@@ -176,7 +181,7 @@ run_threads(2, main)
 """
 
 
-def test_a_conversation_that_stands_still_is_ended_and_says_where() -> None:
+def test_an_exchange_that_hangs_is_ended_with_the_position() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SILENT_RANK], capture_output=True, text=True, timeout=200, check=False
     )

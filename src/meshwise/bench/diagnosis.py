@@ -1,19 +1,18 @@
-"""From facts to sentences: what is wrong with a machine, and what is wrong between ranks that answered a roll call."""
+"""Find what is wrong with a machine (`examine_machine`) and between the ranks of a job (`examine_roll`), and say how to
+mend it.
+"""
 
 import ipaddress
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-
-from meshwise.bench.finding import MachineFinding, note, problem
-from meshwise.bench.machine import Machine, addresses_of, interface_names
+from meshwise.bench.machine import Machine, addresses_of
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.health.roll_call import RollCallEntry
 from meshwise.comm.launch.rank_process import asked_threads
 
-_OLDEST_TORCH = (2, 11)
 _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -26,21 +25,36 @@ _COMPARED: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True)
+class MachineFinding:
+    """Something to mend. `note`: works here and may not elsewhere. `problem`: ranks cannot train until it is mended."""
+
+    level: Literal["note", "problem"]
+    what: str
+    remedy: str
+
+
+def problem(what: str, *, remedy: str) -> MachineFinding:
+    """Return a finding that has to be mended before ranks can train."""
+    return MachineFinding("problem", what, remedy)
+
+
+def note(what: str, *, remedy: str) -> MachineFinding:
+    """Return a finding that does not hinder ranks here."""
+    return MachineFinding("note", what, remedy)
+
+
 def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
     """Return what will hinder `ranks` ranks on this machine."""
     found = []
-    if _numbers(torch.__version__) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        found.append(problem(f"torch {torch.__version__} is too old", remedy=f"install torch {oldest} or later"))
+    torch = dict(machine.software)["torch"]
     if machine.gpus_of_driver and not machine.gpus:
         found.append(
             problem(
-                f"the driver has {machine.gpus_of_driver} GPUs and torch {torch.__version__} sees none",
+                f"the driver has {machine.gpus_of_driver} GPUs and torch {torch} sees none",
                 remedy="install a CUDA build of torch that this driver supports, and look at CUDA_VISIBLE_DEVICES",
             )
         )
-    if dict(machine.software)["gloo"] == "no":
-        found.append(problem("this torch was built without gloo", remedy="install torch from its own wheels"))
     if 0 < machine.shared_memory < _SHARED_MEMORY:
         found.append(
             note(
@@ -67,23 +81,22 @@ def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
                 remedy=f"start at most {max(1, machine.cores // threads)} ranks here, or set OMP_NUM_THREADS lower",
             )
         )
-    return [*found, *check_interfaces(os.environ)]
+    return [*found, *check_interfaces(os.environ, names=[interface.name for interface in machine.interfaces])]
 
 
-def check_interfaces(environment: Mapping[str, str]) -> list[MachineFinding]:
-    """Interfaces that the environment names and this machine does not have.
+def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> list[MachineFinding]:
+    """Return the interfaces that the environment names and this machine, which has `names`, does not have.
 
     gloo reads a list of names; NCCL a list of prefixes, exact names after `=`, exclusions after `^`.
     """
     found = []
-    names = interface_names()
     for variable in _INTERFACE_VARIABLES:
         wanted = environment.get(variable, "")
         if not wanted or wanted.startswith("^"):
             continue
-        exact = variable.startswith("GLOO") or wanted.startswith("=")
+        is_exact = variable.startswith("GLOO") or wanted.startswith("=")
         for name in wanted.removeprefix("=").split(","):
-            if not any(there == name if exact else there.startswith(name) for there in names):
+            if not any(own == name if is_exact else own.startswith(name) for own in names):
                 remedy = f"set {variable} to one of {', '.join(names)}, or unset it"
                 found.append(problem(f"{variable} names {name}, which this machine does not have", remedy=remedy))
     return found
@@ -92,30 +105,49 @@ def check_interfaces(environment: Mapping[str, str]) -> list[MachineFinding]:
 def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
     """Return the facts about this machine that a rank puts into the roll call."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses_of(machine.host)]
+    is_loopback = interface.startswith("lo") if interface else all(address.is_loopback for address in addresses)
     return {
         **dict(machine.software),
         "device": device,
         "host": machine.host,
-        "interface": interface,
-        "loopback": "yes" if interface.startswith("lo") or (not interface and _only_loopback(machine.host)) else "no",
+        "loopback": "yes" if is_loopback else "no",
     }
 
 
 def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
     """Return what is wrong between the ranks that answered the roll call, where the launcher announced `size` ranks."""
-    found = _sizes(entries)
-    if not found:
-        found += _missing(entries, size, seconds)
-    found += _twice(entries)
+    found = []
+    ranks = [entry.rank for entry in entries]
+    sizes = _ranks_by(entries, lambda entry: str(entry.size))
+    missing = sorted(set(range(size)) - set(ranks))
+    if len(sizes) > 1:
+        found.append(
+            problem(
+                f"the ranks differ about the size of the world: {_in_words(sizes)}",
+                remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
+            )
+        )
+    elif missing:
+        found.append(
+            problem(
+                f"{ranks_text(missing)} of {size} did not come within {seconds:g} s",
+                remedy="look at their machines' output; start them, with the same MASTER_ADDR and MASTER_PORT",
+            )
+        )
+    if repeated := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        found.append(
+            problem(
+                f"{ranks_text(repeated)} came more than once",
+                remedy="give torchrun another --node-rank on each machine, and end what is left of an earlier job",
+            )
+        )
     for fact, remedy in _COMPARED.items():
-        by_value = _by(entries, fact)
-        if fact == "python":
-            by_value = _merge_patches(by_value)
-        if len(by_value) > 1:
-            told = " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
-            found.append(problem(f"the ranks differ in {fact}: {told}", remedy=remedy))
+        values = _ranks_by(entries, lambda entry, fact=fact: entry.facts[fact])
+        if len(values) > 1:
+            found.append(problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy))
     hidden = [entry.rank for entry in entries if entry.facts["loopback"] == "yes"]
-    if len(_by(entries, "host")) > 1 and hidden:
+    if hidden and len({entry.facts["host"] for entry in entries}) > 1:
         found.append(
             problem(
                 f"{ranks_text(hidden)} can only be found from their own machine: their address is the loopback's",
@@ -125,67 +157,13 @@ def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float)
     return found
 
 
-def _sizes(entries: Sequence[RollCallEntry]) -> list[MachineFinding]:
-    by_size: dict[int, list[int]] = {}
-    for entry in entries:
-        by_size.setdefault(entry.size, []).append(entry.rank)
-    if len(by_size) < 2:
-        return []
-    told = " and ".join(f"{size} on {ranks_text(ranks)}" for size, ranks in sorted(by_size.items()))
-    return [
-        problem(
-            f"the ranks differ about the size of the world: {told}",
-            remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
-        )
-    ]
-
-
-def _missing(entries: Sequence[RollCallEntry], size: int, seconds: float) -> list[MachineFinding]:
-    missing = sorted(set(range(size)) - {entry.rank for entry in entries})
-    if not missing:
-        return []
-    return [
-        problem(
-            f"{ranks_text(missing)} of {size} did not come within {seconds:g} s",
-            remedy="look at their machines' output; start them, with the same MASTER_ADDR and MASTER_PORT",
-        )
-    ]
-
-
-def _twice(entries: Sequence[RollCallEntry]) -> list[MachineFinding]:
-    ranks = [entry.rank for entry in entries]
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if not twice:
-        return []
-    return [
-        problem(
-            f"{ranks_text(twice)} came more than once",
-            remedy="give torchrun another --node-rank on each machine, and end what is left of an earlier job",
-        )
-    ]
-
-
-def _by(entries: Sequence[RollCallEntry], fact: str) -> dict[str, list[int]]:
-    """Ranks by what they say."""
+def _ranks_by(entries: Sequence[RollCallEntry], value: Callable[[RollCallEntry], str]) -> dict[str, list[int]]:
+    """Return the ranks that have each value."""
     ranks: dict[str, list[int]] = {}
     for entry in entries:
-        ranks.setdefault(entry.facts[fact], []).append(entry.rank)
+        ranks.setdefault(value(entry), []).append(entry.rank)
     return ranks
 
 
-def _merge_patches(by_version: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Python 3.11.4 and 3.11.7 are the same for this purpose."""
-    merged: dict[str, list[int]] = {}
-    for text, ranks in by_version.items():
-        merged.setdefault(".".join(text.split(".")[:2]), []).extend(ranks)
-    return merged
-
-
-def _numbers(text: str) -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", text)[:2]
-    return int(major), int(minor)
-
-
-def _only_loopback(host: str) -> bool:
-    addresses = addresses_of(host)
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:
+    return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items())

@@ -1,7 +1,6 @@
-"""Facts about a machine that matter for training: software, processor, memory, GPUs, links, limits.
+"""Facts about a machine that matter for training: software, processor, memory, GPUs, links.
 
-Everything is read from torch, the standard library, Linux's own files and, when there are GPUs, nvidia-smi. What a
-system does not offer is left out.
+They come from torch, the standard library, Linux's own files and, where there are GPUs, nvidia-smi.
 """
 
 import os
@@ -13,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -23,6 +22,8 @@ from meshwise.comm.launch.cores import cores
 from meshwise.comm.network.torch_world import backends
 
 _TOOL_SECONDS = 10
+_GIB = 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, not a file in it
 
 
 @dataclass(frozen=True)
@@ -35,64 +36,57 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A CUDA device that torch sees. Memory in bytes."""
-
-    name: str
-    memory: int
-    capability: str
-
-
-@dataclass(frozen=True)
 class Machine:
-    """The machine as one process sees it. Sizes in bytes; `cores` are those this process may use."""
+    """The machine as one process sees it. Sizes in bytes; `cores` are those this process may use.
+
+    | software          names and versions that all ranks of a job should share
+    | gpus              a line for each CUDA device that torch sees
+    | gpus_of_driver    the number of GPUs that nvidia-smi lists
+    | host_addresses    none where the host name does not resolve
+    """
 
     software: tuple[tuple[str, str], ...]
     processor: str
     cores: int
     memory: int
     shared_memory: int
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[str, ...]
     gpus_of_driver: int
     topology: str
     interfaces: tuple[Interface, ...]
     host: str
     host_addresses: tuple[str, ...]
     open_files: int
-    locked_memory: int
 
 
 def examine() -> Machine:
-    """Look at this machine. Takes a second at most, more only when nvidia-smi is slow."""
+    """Return the facts about this machine. Takes a second at most, more only when nvidia-smi is slow."""
     host = socket.gethostname()
-    listed = _tool("nvidia-smi", "--list-gpus")
+    listed = _nvidia_smi("--list-gpus")
+    gpus = [gpu_properties(index) for index in range(gpu_count())]
+    software = {
+        "meshwise": version("meshwise"),
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "cuda": torch.version.cuda or "no",
+        **backends(),
+    }
     return Machine(
-        software=software(),
+        software=tuple(software.items()),
         processor=_processor(),
         cores=cores(),
         memory=_memory(),
-        shared_memory=_size_of(Path("/dev/shm")),  # noqa: S108 - the mount itself, not a file in it
-        gpus=_gpus(),
+        shared_memory=shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else 0,
+        gpus=tuple(
+            f"{gpu.name}, {gpu.total_memory / _GIB:.1f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus
+        ),
         gpus_of_driver=sum(line.startswith("GPU ") for line in listed.splitlines()),
-        topology=_tool("nvidia-smi", "topo", "--matrix") if listed else "",
+        topology=_nvidia_smi("topo", "--matrix") if listed else "",
         interfaces=network_interfaces(),
         host=host,
         host_addresses=addresses_of(host),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     )
-
-
-def software() -> tuple[tuple[str, str], ...]:
-    """Return names and versions that all ranks of a job should share."""
-    named = {
-        "meshwise": _version("meshwise"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda or "no",
-        **backends(),
-    }
-    return tuple(named.items())
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
@@ -102,18 +96,6 @@ def addresses_of(host: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def interface_names() -> tuple[str, ...]:
-    """Return the network interfaces of this machine."""
-    return tuple(name for _, name in socket.if_nameindex())
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _processor() -> str:
@@ -129,19 +111,10 @@ def _memory() -> int:
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
-def _size_of(mount: Path) -> int:
-    return shutil.disk_usage(mount).total if mount.is_dir() else 0
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    found = [gpu_properties(index) for index in range(gpu_count())]
-    return tuple(Gpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}") for gpu in found)
-
-
 def network_interfaces() -> tuple[Interface, ...]:
-    """Return all of them, with the rate of the link where Linux knows it."""
+    """Return all network interfaces, with the speed of the link where Linux knows it."""
     interfaces = []
-    for name in interface_names():
+    for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         megabits = _first_line(folder / "speed")
         speed = int(megabits) * 1e6 / 8 if megabits.isdecimal() else 0.0
@@ -157,41 +130,30 @@ def _first_line(path: Path) -> str:
         return ""
 
 
-def _tool(*command: str) -> str:
-    """Return the output of a command, or "" when it is missing, fails or takes too long."""
-    path = shutil.which(command[0])
-    if path is None:
-        return ""
+def _nvidia_smi(*words: str) -> str:
+    """Return the output of nvidia-smi, or "" when it is missing, fails or takes too long."""
+    command = ["nvidia-smi", *words]
     try:
-        done = subprocess.run([path, *command[1:]], capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return ""
-    return done.stdout
 
 
 def table(machine: Machine) -> Sequence[tuple[str, str]]:
     """Return the machine as lines of a name and a text."""
-    gib = 1 << 30
     return [
         ("software", ", ".join(f"{name} {value}" for name, value in machine.software)),
-        ("processor", f"{machine.processor}, {machine.cores} cores, {machine.memory / gib:.1f} GiB"),
-        ("shared memory", f"{machine.shared_memory / gib:.1f} GiB" if machine.shared_memory else "none"),
-        *(
-            (f"GPU {index}", f"{gpu.name}, {gpu.memory / gib:.1f} GiB, compute capability {gpu.capability}")
-            for index, gpu in enumerate(machine.gpus)
-        ),
+        ("processor", f"{machine.processor}, {machine.cores} cores, {machine.memory / _GIB:.1f} GiB"),
+        ("shared memory", f"{machine.shared_memory / _GIB:.1f} GiB" if machine.shared_memory else "none"),
+        *((f"GPU {index}", gpu) for index, gpu in enumerate(machine.gpus)),
         ("GPUs", f"{len(machine.gpus)} for torch, {machine.gpus_of_driver} for the driver"),
         ("interfaces", ", ".join(link_text(interface) for interface in machine.interfaces)),
         ("host name", f"{machine.host}: {', '.join(machine.host_addresses) or 'does not resolve'}"),
-        ("limits", f"{_limit(machine.open_files)} open files, {_limit(machine.locked_memory)} bytes locked"),
+        ("open files", f"at most {machine.open_files}"),
     ]
 
 
 def link_text(interface: Interface) -> str:
-    """`eth0 10 Gbit/s`."""
+    """Return the interface in words, as in `eth0 10 Gbit/s`."""
     speed = f" {interface.speed * 8 / 1e9:g} Gbit/s" if interface.speed else ""
     return f"{interface.name}{speed}{'' if interface.up else ' (down)'}"
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

@@ -1,32 +1,30 @@
-"""Check whether the ranks can communicate: every pair exchanges messages, all ranks add up numbers, and the results are
-checked.
+"""Check whether the ranks can communicate: all ranks add up numbers, every rank sends to every other, and the results
+are compared with what they must be.
 
-Pairs meet as in a tournament, so that in each round every rank has one partner (one rank rests when they are odd):
+In round d each rank sends to the rank d further on and receives from the rank d before it:
 
-    4 ranks, 3 rounds:    0-3 1-2    3-2 0-1    1-3 2-0
-
-which makes N-1 short rounds rather than N(N-1)/2, and no link is measured while another pair uses the same rank.
+    4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2
 """
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from meshwise.bench.finding import MachineFinding, problem
+from meshwise.bench.diagnosis import MachineFinding, note, problem
 from meshwise.comm import World
 from meshwise.comm.api.streams import streams_of
 
-_PINGS = 20
+_SMALL_MESSAGES = 20
 _LARGE_BYTES = 4 << 20
+_SLOW = 4.0
+"""A link is slow if the median link has more than so many times its bandwidth."""
 
 
 @dataclass(frozen=True)
 class PairLink:
-    """Two ranks: seconds for a small message one way, and bytes per second of a large one."""
+    """The messages of one pair of ranks: seconds for a small one, and bytes per second of a large one."""
 
     ranks: tuple[int, int]
     latency: float
@@ -35,7 +33,7 @@ class PairLink:
 
 @dataclass(frozen=True)
 class PairTalks:
-    """Results of an exchange between all ranks, the same on every rank."""
+    """Results of an exchange between all ranks, equal on every rank."""
 
     size: int
     device: str
@@ -44,39 +42,23 @@ class PairTalks:
     findings: tuple[MachineFinding, ...]
 
 
-def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return every pair of `size` ranks once, in rounds in which no rank has two partners (the circle method)."""
-    circle = [*range(size), *([-1] if size % 2 else [])]
-    plan = []
-    for _ in range(len(circle) - 1):
-        half = len(circle) // 2
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        plan.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-    return plan
-
-
 def talk(world: World) -> PairTalks:
-    """Return every rank calls it. Takes milliseconds per rank."""
-    findings = [*_add_up(world)]
-    links = []
-    for pairs in rounds(world.size):
-        mine = [pair for pair in pairs if world.rank in pair]
-        for pair in mine:
-            link, wrong = _exchange(world, pair)
-            links.append(link)
-            findings += wrong
+    """Exchange messages between all ranks and return what was measured and found. Every rank calls it."""
+    findings, links = _check_sum(world), []
+    for distance in range(1, world.size):
+        link, wrong = _exchange(world, distance)
+        links.append(link)
+        findings += wrong
         world.barrier()
     everyone = world.exchange((links, findings))
-    by_pair = {link.ranks: link for heard, _ in everyone for link in heard}
-    told = {finding: None for _, found in everyone for finding in found}
-    return PairTalks(
-        world.size, world.device.type, world.medium, tuple(by_pair[pair] for pair in sorted(by_pair)), tuple(told)
-    )
+    by_pair = {link.ranks: link for own, _ in everyone for link in own}
+    pairs = tuple(by_pair[pair] for pair in sorted(by_pair))
+    found = dict.fromkeys([*(finding for _, own in everyone for finding in own), *slow_links(pairs)])
+    return PairTalks(world.size, world.device.type, world.medium, pairs, tuple(found))
 
 
-def _add_up(world: World) -> list[MachineFinding]:
-    """Return an all-reduce of rank + 1 has to give N(N+1)/2 in every element."""
+def _check_sum(world: World) -> list[MachineFinding]:
+    """Return a problem if an all-reduce of rank + 1 does not give N(N+1)/2 in every element."""
     total = torch.full((1000,), world.rank + 1.0, device=world.device)
     world.all_reduce(total, axes=world.mesh.names).wait()
     expected = world.size * (world.size + 1) / 2
@@ -91,42 +73,41 @@ def _add_up(world: World) -> list[MachineFinding]:
     ]
 
 
-def _exchange(world: World, pair: tuple[int, int]) -> tuple[PairLink, list[MachineFinding]]:
-    """Ping-pong between two ranks, the lower one first, with small messages and then a large one."""
-    peer = pair[1] if world.rank == pair[0] else pair[0]
-    seconds, wrong = [], False
-    for elements in (*[2] * (_PINGS + 1), _LARGE_BYTES // 4, _LARGE_BYTES // 4):
+def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFinding]]:
+    """Send to the rank `distance` further on and receive from the one before: small messages, and then a large one."""
+    axis = world.mesh.names[0]
+    to, source = (world.rank + distance) % world.size, (world.rank - distance) % world.size
+    streams = streams_of(world.device)
+    seconds, is_wrong = [], False
+    for elements in (*[2] * (_SMALL_MESSAGES + 1), _LARGE_BYTES // 4, _LARGE_BYTES // 4):
         own = torch.full((elements,), float(world.rank), device=world.device)
-        other = torch.empty_like(own)
-        seconds.append(_ping_pong(world, own, other, peer))
-        wrong = wrong or bool((other != peer).any())
-    link = PairLink(pair, statistics.median(seconds[1 : _PINGS + 1]), _LARGE_BYTES / seconds[-1])
-    if not wrong:
+        received = torch.empty_like(own)
+        streams.synchronize()
+        start = time.perf_counter()
+        for work in (world.send(own, axis=axis, to=to), world.recv(received, axis=axis, source=source)):
+            work.wait()
+        streams.synchronize()
+        seconds.append(time.perf_counter() - start)
+        is_wrong = is_wrong or bool((received != source).any())
+    pair = (min(source, world.rank), max(source, world.rank))
+    link = PairLink(pair, statistics.median(seconds[1 : _SMALL_MESSAGES + 1]), _LARGE_BYTES / seconds[-1])
+    if not is_wrong:
         return link, []
-    text = f"a message from rank {peer} to rank {world.rank} did not arrive as it was sent"
+    text = f"a message from rank {source} to rank {world.rank} did not arrive as it was sent"
     return link, [problem(text, remedy="test the memory and the network cards of the two machines")]
 
 
-def _ping_pong(world: World, own: Tensor, other: Tensor, peer: int) -> float:
-    """Return seconds for one way: the lower rank sends and then receives, the higher one the reverse."""
-    axis = world.mesh.names[0]
-    start = _now(world.device)
-    for sending in (world.rank < peer, world.rank > peer):
-        if sending:
-            world.send(own, axis=axis, to=peer).wait()
-        else:
-            world.recv(other, axis=axis, source=peer).wait()
-    return (_now(world.device) - start) / 2
-
-
-def _now(device: torch.device) -> float:
-    streams_of(device).synchronize()
-    return time.perf_counter()
-
-
-def slow_links(links: Sequence[PairLink], *, factor: float = 4.0) -> list[PairLink]:
-    """Links whose bandwidth is below the median's by more than the factor."""
+def slow_links(links: tuple[PairLink, ...]) -> list[MachineFinding]:
+    """Return a note for each of three links or more that has less than a quarter of the median bandwidth."""
     if len(links) < 3:
         return []
     median = statistics.median(link.bandwidth for link in links)
-    return [link for link in links if link.bandwidth * factor < median]
+    return [
+        note(
+            f"ranks {link.ranks[0]} and {link.ranks[1]} exchange {link.bandwidth / 1e9:.2f} GB/s, "
+            "less than a quarter of what the others do",
+            remedy="look at that link, its cable, and what else uses it",
+        )
+        for link in links
+        if link.bandwidth * _SLOW < median
+    ]

@@ -16,7 +16,7 @@ from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 from meshwise.train.output_stream import OutputConsole
 
-_MARKS: Mapping[str, str] = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
+_MARKS: Mapping[str, str] = {"note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _print_report(console: OutputConsole, report: DoctorReport) -> None:
     if report.machine.topology:
         console.print(escape(report.machine.topology))
     for talks in report.talks:
-        console.print(f"{_MARKS['ok']} {_pairs_line(talks)}")
+        console.print(f"[green]ok     [/] {_pairs_line(talks)}")
     _print_findings(console, report)
     console.print("all is well" if report.healthy else "[red]ranks cannot train here until the problems are solved[/]")
 
