@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 
 from meshwise.bench.bandwidth import COPY, Measurement
-from meshwise.bench.byte_sizes import parse_size
-from meshwise.bench.collectives import WAYS, SizeSweep, measure
+from meshwise.bench.collectives import WAYS, SizeSweep, measure, parse_size
 from meshwise.comm import World, run
 from peer_table import machine, write_between_markers
 

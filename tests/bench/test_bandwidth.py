@@ -3,8 +3,7 @@
 import pytest
 
 from meshwise.bench.bandwidth import BUS_FACTORS, Measurement
-from meshwise.bench.byte_sizes import parse_size, size_text
-from meshwise.bench.collectives import group_sizes
+from meshwise.bench.collectives import group_sizes, parse_size
 
 # doc/PERFORMANCE.md of nccl-tests, "Bus bandwidth", for groups of 2, 4 and 8 ranks.
 DRAWN = """
@@ -24,7 +23,7 @@ DRAWN = """
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     drawn = {name: [float(factor) for factor in factors] for name, *factors in map(str.split, DRAWN.split("\n")[1:-1])}
 
-    assert {kind: [factor.of(n) for n in (2, 4, 8)] for kind, factor in BUS_FACTORS.items()} == drawn
+    assert {kind: [factor(n) for n in (2, 4, 8)] for kind, factor in BUS_FACTORS.items()} == drawn
 
 
 def test_a_perfect_ring_shows_the_speed_of_its_link_whatever_the_number_of_ranks() -> None:
@@ -44,30 +43,12 @@ def test_groups_are_those_that_the_ranks_divide_into() -> None:
     assert group_sizes(1) == ()
 
 
-@pytest.mark.parametrize(
-    "text, size", [("4096", 4096), ("4K", 4096), ("4KiB", 4096), ("64m", 64 << 20), ("1.5G", 3 << 29), ("8 B", 8)]
-)
+@pytest.mark.parametrize("text, size", [("4096", 4096), ("4K", 4096), ("64M", 64 << 20), ("1.5G", 3 << 29)])
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "K", "four", "-4K", "4T", "0"])
+@pytest.mark.parametrize("text", ["", "K", "four", "-4K", "4X", "0"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="4K, 64M"):
         parse_size(text)
-
-
-@pytest.mark.parametrize(
-    "size, text",
-    [
-        (512, "512 B"),
-        (4096, "4 KiB"),
-        (1000 << 10, "1000 KiB"),
-        ((1 << 20) - 4, "1 MiB"),
-        (64 << 20, "64 MiB"),
-        (3 << 29, "1.5 GiB"),
-        (1 << 43, "8192 GiB"),
-    ],
-)
-def test_sizes_are_told_in_the_largest_unit(size: int, text: str) -> None:
-    assert size_text(size) == text

@@ -77,15 +77,10 @@ def test_a_benchmark_is_not_begun_for_a_file_that_cannot_be_written(
     assert f"cannot write {tmp_path}: it is a folder; name a file in it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", ["0.1", "0", "9" * 400, "99999999G"])
-def test_sizes_that_no_memory_has_are_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("size", ["0.1", "0", "9" * 400])
+def test_what_is_no_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "collectives", "--ranks=2", f"--sizes={size}"]) == 2
     assert "is not a size; write bytes" in capsys.readouterr().err
-
-
-def test_lengths_that_leave_no_product_to_measure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "calibrate", "--device=cpu", "--ranks=1", "--lengths=2048"]) == 2
-    assert "give a length up to 1357" in capsys.readouterr().err
 
 
 def test_a_table_of_copies_alone_has_no_rows() -> None:

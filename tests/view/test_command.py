@@ -95,9 +95,8 @@ BAD = [
     ([*JOB, ON, f"--html={__file__}/a.html"], f"{__file__} is a file, not a folder"),
     (["draw", "schedule", f"--table={__file__}.gone"], f"{__file__}.gone cannot be read: No such file"),
     (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} is not text, but a table of actions is"),
-    (["draw", "schedule", "--plan=pp=1000000"], "has more than 100000 forwards"),
-    *((["draw", "schedule", "--plan=pp=2", f"--{key}={value}"], "times have to be above 0, --link at least 0, and none")
-      for key in ("forward", "input", "weight", "link") for value in ("nan", "inf", "1e200", "-1")),
+    *((["draw", "schedule", "--plan=pp=2", f"--{key}={value}"], "times have to be above 0, and --link at least 0")
+      for key in ("forward", "input", "weight", "link") for value in ("-1",)),
 ]  # fmt: skip
 
 

@@ -18,43 +18,36 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `co
 copies the tensor in its own memory at the same time. That is the upper limit for ranks of one machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-
-@dataclass(frozen=True)
-class BusFactor:
-    """The factor (per_rank · n + fixed) / n."""
-
-    per_rank: int
-    fixed: int
-
-    def of(self, n: int) -> float:
-        """Bus bandwidth over algorithm bandwidth in a group of n ranks."""
-        return (self.per_rank * n + self.fixed) / n
-
-
-_EVERYTHING = BusFactor(1, 0)
-_ALL_BUT_OWN = BusFactor(1, -1)
-_TWICE_ALL_BUT_OWN = BusFactor(2, -2)
-
 COPY = "copy"
 
-BUS_FACTORS: Mapping[str, BusFactor] = MappingProxyType(
+
+def _all(_: int) -> float:
+    return 1.0
+
+
+def _all_but_own(n: int) -> float:
+    return (n - 1) / n
+
+
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
     {
-        "all_reduce": _TWICE_ALL_BUT_OWN,
-        "reduce_scatter": _ALL_BUT_OWN,
-        "all_gather": _ALL_BUT_OWN,
-        "all_to_all": _ALL_BUT_OWN,
-        "broadcast": _EVERYTHING,
-        "reduce": _EVERYTHING,
-        "gather": _ALL_BUT_OWN,
-        "scatter": _ALL_BUT_OWN,
-        "send_recv": _EVERYTHING,
-        COPY: _EVERYTHING,
+        "all_reduce": lambda n: 2 * (n - 1) / n,
+        "reduce_scatter": _all_but_own,
+        "all_gather": _all_but_own,
+        "all_to_all": _all_but_own,
+        "broadcast": _all,
+        "reduce": _all,
+        "gather": _all_but_own,
+        "scatter": _all_but_own,
+        "send_recv": _all,
+        COPY: _all,
     }
 )
+"""Bus bandwidth over algorithm bandwidth of each collective in a group of n ranks."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +73,4 @@ class Measurement:
     @property
     def bus_bandwidth(self) -> float:
         """Bytes per second over the slowest link, if the algorithm were perfect."""
-        return self.algorithm_bandwidth * BUS_FACTORS[self.kind].of(self.ranks)
-
-
-def copy_bandwidth(measured: Mapping[tuple[str, int, int], Measurement], *, like: Measurement) -> float:
-    """Return the bandwidth in bytes per second of a plain copy with as many bytes and ranks, measured in the same
-    run.
-    """
-    return measured[COPY, like.ranks, like.bytes].bus_bandwidth
+        return self.algorithm_bandwidth * BUS_FACTORS[self.kind](self.ranks)

@@ -62,11 +62,6 @@ class CalibrationEffort:
         """Return the factor for problem sizes and the largest number of flops of one matrix product."""
         return (4, 200 * self.most_flops) if on_gpu else (1, self.most_flops)
 
-    def longest(self, *, on_gpu: bool) -> int:
-        """Return the largest number that leaves something to measure when it is the only length."""
-        wide, most = self.scale(on_gpu=on_gpu)
-        return int((most / 2) ** (1 / 3) / wide)
-
 
 @dataclass(frozen=True)
 class Calibrated:

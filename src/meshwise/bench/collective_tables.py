@@ -6,19 +6,19 @@ from itertools import zip_longest
 
 from rich.table import Table
 
-from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement, copy_bandwidth
-from meshwise.bench.byte_sizes import size_text
+from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.simulate.simulation_tables import text as size_text
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
-    """Return one flat record per measurement, by collective: seconds, bytes per second, and the share of a copy's
-    speed.
+    """Return one flat record per measurement, by collective: seconds, bytes per second, and the share of the bandwidth
+    of a plain copy with as many bytes and ranks.
     """
-    indexed = {(one.kind, one.ranks, one.bytes): one for one in measurements if one.on == "ordinary"}
+    copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
     records: list[dict[str, str | int | float]] = []
     order = list(BUS_FACTORS)
     for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on)):
-        copy = copy_bandwidth(indexed, like=one)
+        copy = copies[one.ranks, one.bytes]
         records.append(
             {
                 "collective": one.kind,
@@ -37,12 +37,12 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
 
 
 def as_json(measurements: Sequence[Measurement]) -> str:
-    """Return the records as a list."""
+    """Return the records of the measurements as a JSON list."""
     return json.dumps(rows(measurements), indent=1) + "\n"
 
 
 def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
-    """For the terminal, one section per collective and group size. Bandwidths in GB/s, 10^9 bytes."""
+    """Return a table for the terminal, with one section per collective. Bandwidths are in GB/s, 10^9 bytes."""
     table = Table(caption=caption, caption_justify="left")
     table.add_column("collective")
     for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):

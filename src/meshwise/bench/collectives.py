@@ -24,6 +24,7 @@ from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.network.gloo_baseline import Call, gloo_calls
+from meshwise.plan.plan_keys import read_size
 
 WAYS = ("ordinary", "shared", "common", "gloo")
 """On what a collective is measured: see `Measurement.on`."""
@@ -65,6 +66,14 @@ class SizeSweep:
             )
         if set(self.on) == {"common"} and "all_gather" not in self.kinds:
             raise ValueError("nothing to measure: on common there is all_gather alone; name it, or measure on ordinary")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `4096` or `4K`. Raises ValueError for anything else."""
+    size = read_size(text)
+    if not size:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T: 4K, 64M")
+    return size
 
 
 def group_sizes(world_size: int) -> tuple[int, ...]:

@@ -13,10 +13,9 @@ from typing import Literal
 import tomlkit
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
-from meshwise.bench.byte_sizes import parse_size
 from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
 from meshwise.bench.collective_tables import as_json, as_table
-from meshwise.bench.collectives import SizeSweep, group_sizes
+from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
 from meshwise.bench.collectives import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
@@ -139,28 +138,19 @@ class Calibration:
     """How ranks on CPUs of one host communicate: choose the same as for training."""
     rounds: int = CalibrationEffort.rounds
     """Times that every measurement is repeated, in turns."""
-    lengths: tuple[int, ...] = CalibrationEffort.lengths
-    """Length of each dim of the matrix products."""
-    sizes: tuple[str, ...] = ("16K", "128K", "1M", "8M", "64M")
-    """Bytes that operations and collectives move."""
 
 
 def _calibrate(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench calibrate", default=Calibration())
     device = _device(flags)
-    try:
-        effort = CalibrationEffort(flags.lengths, tuple(parse_size(size) for size in flags.sizes), flags.rounds)
-    except ValueError as error:
-        raise JobError(str(error)) from error
-    if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1 or not flags.sizes:
-        raise JobError("nothing to measure: give at least one round, one length of at least 1 and one size")
-    longest = effort.longest(on_gpu=flags.device != "cpu" and gpu_count() > 0)
-    if min(flags.lengths) > longest:
-        raise JobError(f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}")
+    if flags.rounds < 1:
+        raise JobError(f"rounds = {flags.rounds} has to be at least 1")
     check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
     _say_start(size, "calibrate", words)
-    found: Calibrated = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
+    found: Calibrated = run(
+        size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
+    )[0]
     if prints_for_job():
         text = tomlkit.dumps(to_table(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"

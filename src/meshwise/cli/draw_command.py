@@ -6,11 +6,10 @@
 | draw timeline   a measured step of a run, beside the schedule's ideal times
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
@@ -28,12 +27,10 @@ from meshwise.cli.rank_count import local_ranks, named_cluster
 from meshwise.engine.cut_agreement import CutExample, cut_source, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
-from meshwise.pipeline.schedules import planned_schedule, read_schedule
+from meshwise.pipeline.schedules import read_schedule
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
 from meshwise.plan import Plan
-from meshwise.plan.plan_keys import keys_of
-from meshwise.plan.plan_text import check_keys, read_words
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
@@ -42,12 +39,6 @@ from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.picture import stacked
 from meshwise.view.plan_account import PlanAccount, measured
 from meshwise.view.schedule_text import figures, picture, strip
-
-_MOST_FORWARDS = 100_000
-"""Forwards in a schedule that can still be drawn within minutes."""
-
-_LONGEST_TIME = 1e100
-"""Times above this make sums and ratios overflow."""
 
 
 @dataclass(frozen=True)
@@ -141,21 +132,13 @@ def _draw_schedule(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw schedule", default=DrawSchedule())
     if (flags.table is None) == (not flags.plan):
         raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
-    times = (flags.forward, flags.input, flags.weight)
-    if not (all(0 < time <= _LONGEST_TIME for time in times) and 0 <= flags.link <= _LONGEST_TIME):
-        raise JobError("times have to be above 0, --link at least 0, and none above 1e100")
-    plan = plan_words(flags.plan)
-    pp, microbatches, virtual = plan["pp"], plan["microbatches"], plan["virtual_stages"]
-    if not flags.table and pp * microbatches * (virtual or 1) > _MOST_FORWARDS:
-        raise JobError(f"'{flags.plan}' has more than {_MOST_FORWARDS} forwards; give fewer stages or microbatches")
+    if not min(flags.forward, flags.input, flags.weight) > 0 or not flags.link >= 0:
+        raise JobError("times have to be above 0, and --link at least 0")
     check_drawings(flags)
+    plan = Plan.parse(flags.plan)
     try:
-        schedule = (
-            read_schedule(flags.table)
-            if flags.table
-            else planned_schedule(plan["schedule"], pp=pp, microbatches=microbatches, virtual_stages=virtual)
-        )
-        lowered = lower(schedule, gathers=plan["zero"] == 3)
+        schedule = read_schedule(flags.table) if flags.table else plan_schedule(plan)
+        lowered = lower(schedule, gathers=plan.zero == 3)
     except OSError as error:
         raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
     except ValueError as error:
@@ -170,20 +153,6 @@ def _draw_schedule(words: Sequence[str]) -> None:
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
     write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)
-
-
-def plan_words(text: str) -> dict[str, Any]:
-    """Return every key of a plan's text with its value or default, without a check of the plan as a whole.
-
-    Raises PlanError for a word that is not key=value, an unknown key, and a value that its key does not take.
-    """
-    keys, given = keys_of(Plan), read_words(text)
-    check_keys(given, known=keys)
-    values: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan)} | {"virtual_stages": None}
-    for key, value in given.items():
-        values[key] = keys[key].read(value)
-        keys[key].check(values[key], name=key)
-    return values
 
 
 def _draw_timeline(words: Sequence[str]) -> None:
