@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
-from meshwise.train.progress_lines import LiveTerminal, PlainTerminal, terminal_sink
+from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.record_files import JsonLines, TensorBoard
 
 
@@ -81,19 +81,18 @@ next: meshwise verify runs/a/job.toml
 
 def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
     out = io.StringIO()
-    sink = terminal_sink(Console(file=out, width=40), every=2)
+    sink = ProgressLines(Console(file=out, width=40), every=2)
     with Events([sink]) as events:
         for event in RUN:
             events.emit(event)
 
-    assert isinstance(sink, PlainTerminal)
     assert out.getvalue() == PLAIN
 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_what_the_loss_counts_once_a_sample_is_told_as_samples(live: bool) -> None:
     out = io.StringIO()
-    sink = terminal_sink(Console(file=out, width=140, force_terminal=live, color_system=None), every=1)
+    sink = ProgressLines(Console(file=out, width=140, force_terminal=live, color_system=None), every=1)
     assert isinstance(RUN[0], Start)
     for event in (replace(RUN[0], batch=16), replace(step(4), tokens=16), Validation(4, 1.5, 13)):
         sink.write(event)
@@ -105,7 +104,7 @@ def test_what_the_loss_counts_once_a_sample_is_told_as_samples(live: bool) -> No
 
 def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
     out = io.StringIO()
-    sink = terminal_sink(Console(file=out, width=40), every=1)
+    sink = ProgressLines(Console(file=out, width=40), every=1)
     for number, rate in enumerate([1.0, 400.0, *[100.0] * 20], start=1):
         sink.write(replace(step(number), rate=rate, tokens=100))
 
@@ -116,12 +115,11 @@ def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
 
 def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
     out = io.StringIO()
-    sink = terminal_sink(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
+    sink = ProgressLines(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
     with Events([sink]) as events:
         for event in RUN:
             events.emit(event)
 
-    assert isinstance(sink, LiveTerminal)
     shown = out.getvalue()
     assert "step 4/4" in shown
     assert "loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15" in shown
@@ -134,7 +132,7 @@ def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
 @pytest.mark.parametrize("live", [False, True])
 def test_what_a_model_writes_does_not_steer_the_terminal(live: bool) -> None:
     out = io.StringIO()
-    terminal_sink(Console(file=out, force_terminal=live, color_system=None), every=1).write(
+    ProgressLines(Console(file=out, force_terminal=live, color_system=None), every=1).write(
         Sample(1, "", "a\x1b[2Jb\r\x07c")
     )
 

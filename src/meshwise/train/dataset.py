@@ -10,6 +10,7 @@ torch's DataLoader reads, pins and collates. The rows to read follow from a coun
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,7 +65,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments: a worker process maps the file itself, where pickling the map would copy it."""
         path, start, stop, context = self._arguments
-        return _text, (path, start, stop, context)
+        return partial(TextDataset, path, start=start, stop=stop, context=context), ()
 
 
 class DatasetPart(Dataset[Any]):
@@ -144,23 +145,21 @@ class _Rows:
         return len(self.numbers)
 
 
-def _text(path: Path, start: int, stop: int, context: int) -> TextDataset:
-    return TextDataset(path, start=start, stop=stop, context=context)
-
-
 def _load_text(job: DataJob) -> RunData:
     path = token_file(job.files, cache=default_cache() if job.cache is None else Path(job.cache))
     size = path.stat().st_size
     sample = job.context + 1
-    held_out = max(sample, int(size * job.validation)) if job.validation else 0
-    if size - held_out < sample:
+    validation_size = max(sample, int(size * job.validation)) if job.validation else 0
+    if size - validation_size < sample:
         parts = "one for training and one for validation" if job.validation else "one"
         raise JobError(
             f"data.files hold {size} bytes, but a sample takes data.context + 1 = {sample} and the run needs at least "
             f"{parts}; use more text, a smaller data.context{' or data.validation = 0' * bool(job.validation)}"
         )
-    train = TextDataset(path, start=0, stop=size - held_out, context=job.context)
-    validation = TextDataset(path, start=size - held_out, stop=size, context=job.context) if held_out else None
+    train = TextDataset(path, start=0, stop=size - validation_size, context=job.context)
+    validation = (
+        TextDataset(path, start=size - validation_size, stop=size, context=job.context) if validation_size else None
+    )
     summary = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
     content = f"{size} bytes, {digest(open_tokens(path))}"
     return RunData(train, validation, f"{summary} of {counted(job.context, of='byte')}", text=True, content=content)
@@ -178,10 +177,10 @@ def _load_dataset(job: DataJob) -> RunData:
             )
     size = length(train)
     if validation is None and job.validation:
-        held_out = max(1, round(size * job.validation))
+        validation_size = max(1, round(size * job.validation))
         order = SampleOrder(max(1, size), seed=0)
-        whole, train = train, DatasetPart(train, order=order, start=0, stop=max(0, size - held_out))
-        validation = DatasetPart(whole, order=order, start=size - held_out, stop=size)
+        whole, train = train, DatasetPart(train, order=order, start=0, stop=max(0, size - validation_size))
+        validation = DatasetPart(whole, order=order, start=size - validation_size, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
         raise JobError(
             f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need one each"

@@ -3,7 +3,6 @@
 A traceback through launcher, loop, engine and torch has some forty lines; two of them are the user's.
 """
 
-import functools
 import tempfile
 import traceback
 from pathlib import Path
@@ -35,8 +34,7 @@ SELF_EXPLAINING = (
 )
 """Errors whose message is complete; their traceback only shows where the library found the problem."""
 
-_FILE = "; the whole traceback is in "
-_NO_FILE = "; the whole traceback could not be written: "
+_PLACE = "the whole traceback "
 
 
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
@@ -45,22 +43,18 @@ def leave_traceback(error: Exception, *, world: World | None = None, folder: Pat
     Does nothing for an error in SELF_EXPLAINING, and for one with such a note. If the file cannot be written, the note
     says why.
     """
-    if isinstance(error, SELF_EXPLAINING) or any(_FILE in note or _NO_FILE in note for note in notes(error)):
+    if isinstance(error, SELF_EXPLAINING) or any(_PLACE in note for note in notes(error)):
         return
     where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
     name = "failure.txt" if world is None else f"failure-rank-{world.rank}.txt"
-    at = f"raised{where} at {raised_at(error)}"
     try:
         file = Path(tempfile.mkdtemp(prefix="meshwise-") if folder is None else folder) / name
-        write_whole(file, write=functools.partial(_write, error))
+        text = "".join(traceback.format_exception(error))
+        write_whole(file, write=lambda place: place.write_text(text, encoding="utf-8"))
+        place = f"is in {file}"
     except OSError as refused:
-        error.add_note(f"{at}{_NO_FILE}{refused.strerror}")
-    else:
-        error.add_note(f"{at}{_FILE}{file}")
-
-
-def _write(error: Exception, file: Path) -> None:
-    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        place = f"could not be written: {refused.strerror}"
+    error.add_note(f"raised{where} at {raised_at(error)}; {_PLACE}{place}")
 
 
 def notes(error: Exception) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sinks that print events: a live progress line on a terminal, plain lines elsewhere; `terminal_sink` chooses."""
+"""Print the events of a run: a progress line that is redrawn on a terminal, plain lines elsewhere."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -6,9 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.rule import Rule
 from rich.text import Text
 
 from meshwise.precision.dtype_policy import NO_DTYPE
@@ -17,7 +15,6 @@ from meshwise.train.events import (
     Compared,
     End,
     Event,
-    EventSink,
     Measured,
     NonFinite,
     Resume,
@@ -40,99 +37,62 @@ _STYLES = MappingProxyType(
 _RECENT_STEPS = 20
 
 
-def terminal_sink(console: Console, *, every: int) -> EventSink:
-    """Return a live sink on a terminal, elsewhere one that prints a line every `every` steps."""
-    return LiveTerminal(console) if console.is_terminal else PlainTerminal(console, every=every)
+class ProgressLines:
+    """Prints a line for each event. On a terminal the steps are one line that is redrawn below the others; elsewhere
+    every n-th step has a line.
 
-
-class PlainTerminal:
-    """Prints a line for each event, and for every n-th step."""
+    A step is shown with the mean rate of the last 20: other work on the machine disturbs the rate of a single step.
+    """
 
     def __init__(self, console: Console, *, every: int) -> None:
         self._console = console
         self._every = every
-        self._recent = _Recent()
-
-    def write(self, event: Event) -> None:
-        """Print the event."""
-        event = self._recent.smoothed(event)
-        if not isinstance(event, Step) or event.step % self._every == 0 or event.step in (1, event.steps):
-            self._print(_text(event, of=self._recent.unit))
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class LiveTerminal:
-    """Redraws a progress line, below the lines of all other events."""
-
-    def __init__(self, console: Console) -> None:
+        self._unit = "token"
+        self._batch = 0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[numbers]}"),
             console=console,
             refresh_per_second=4,
+            disable=not console.is_terminal,
         )
-        self._recent = _Recent()
-        self._task = self._progress.add_task("train", total=1, numbers="", visible=False)
+        self._task = self._progress.add_task("train", total=1, numbers="")
 
     def write(self, event: Event) -> None:
-        """Redraw the line for a step; print anything else above it."""
-        event = self._recent.smoothed(event)
+        """Print the event, or redraw the line of the steps."""
+        if isinstance(event, Start):
+            self._batch = event.batch
         if isinstance(event, Step):
-            self._progress.start()
-            self._progress.update(
-                self._task,
-                completed=event.step,
-                total=event.steps,
-                numbers=_numbers(event, of=self._recent.unit),
-                visible=True,
-            )
-            if event.step == event.steps:
-                self._progress.refresh()
-            return
+            event = self._smooth(event)
+            if self._console.is_terminal:
+                self._redraw(event)
+                return
+            if event.step % self._every and event.step not in (1, event.steps):
+                return
         if isinstance(event, Sample | End):
             self._progress.stop()
-        console = self._progress.console
-        if isinstance(event, Sample):
-            console.print(Rule("the model writes", style="dim"))
-            text = Text(_printable(event.prompt), style="bold").append(_printable(event.text), style="not bold")
-            console.print(Padding(text, (0, 2)))
-            console.print(Rule(style="dim"))
-        else:
-            style = _STYLES.get(type(event), "")
-            console.print(Text(_text(event, of=self._recent.unit), style=style), soft_wrap=True)
+        text = Text(_text(event, of=self._unit), style=_STYLES.get(type(event), ""))
+        self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
         """Stop redrawing; the last line stays."""
         self._progress.stop()
 
+    def _redraw(self, step: Step) -> None:
+        self._progress.start()
+        numbers = _numbers(step, of=self._unit)
+        self._progress.update(self._task, completed=step.step, total=step.steps, numbers=numbers)
+        if step.step == step.steps:
+            self._progress.refresh()
 
-class _Recent:
-    """The mean rate of the last 20 steps: other work on the machine disturbs the rate of a single step.
-
-    | unit    what the loss counts: `sample` if it counts one for each sample, else `token`
-    """
-
-    def __init__(self) -> None:
-        self.unit = "token"
-        self._samples = 0
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
-
-    def smoothed(self, event: Event) -> Event:
-        """Return a step with the mean rate of the last steps; any other event unchanged."""
-        if isinstance(event, Start):
-            self._samples = event.batch
-        if not isinstance(event, Step):
-            return event
-        self.unit = "sample" if event.tokens == self._samples else "token"
-        self._steps.append((event.tokens, event.tokens / event.rate if event.rate else 0.0))
-        tokens, seconds = map(sum, zip(*self._steps, strict=True))
-        return replace(event, rate=tokens / seconds if seconds else 0.0)
+    def _smooth(self, step: Step) -> Step:
+        """Return the step with the mean rate of the last steps, and note whether its loss counts samples or tokens."""
+        self._unit = "sample" if step.tokens == self._batch else "token"
+        self._recent.append((step.tokens, step.tokens / step.rate if step.rate else 0.0))
+        tokens, seconds = map(sum, zip(*self._recent, strict=True))
+        return replace(step, rate=tokens / seconds if seconds else 0.0)
 
 
 def _text(event: Event, *, of: str) -> str:

@@ -11,7 +11,7 @@ another file.
 import hashlib
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -174,15 +174,10 @@ def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str
 
 def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested table by dotted key."""
-
-    def walk() -> Iterator[tuple[str, Any]]:
-        for name, value in table.items():
-            if isinstance(value, dict):
-                yield from _values(value, f"{prefix}{name}.").items()
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(walk())
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        values |= _values(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values
 
 
 def _within(key: str, keys: tuple[str, ...]) -> bool:

@@ -31,7 +31,7 @@ from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.train.events import EventSink
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_config import to_toml
-from meshwise.train.progress_lines import terminal_sink
+from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.record_files import JsonLines, TensorBoard
 
 TIMELINE = "timeline.json"
@@ -84,7 +84,7 @@ class RunFolder:
 
     def sinks(self, console: Console, *, every: int) -> list[EventSink]:
         """Return the sinks of the run's events; `every`: steps between lines on the console."""
-        sinks: list[EventSink] = [terminal_sink(console, every=every), JsonLines(self.path / "metrics.jsonl")]
+        sinks: list[EventSink] = [ProgressLines(console, every=every), JsonLines(self.path / "metrics.jsonl")]
         if self.tensorboard:
             sinks.append(TensorBoard(self.path / "tensorboard"))
         return sinks
