@@ -3,7 +3,7 @@
     python benchmarks/collectives.py                             # 2 and 4 ranks, 4 KiB to 256 MiB
     python benchmarks/collectives.py --rounds 15 --docs docs/benchmarks.md
 
-It runs what `meshwise bench collectives --on ordinary shared common gloo` runs and tells multiples: how many times as
+It runs what `meshwise bench collectives --on ordinary shared joint gloo` runs and tells multiples: how many times as
 fast as gloo, and how many copies of the tensor by every rank at once it takes as long as. What memory allows at best
 follows from what has to be read and written, where a copy by n ranks reads n tensors and writes n:
 
@@ -113,7 +113,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "Multiples of gloo's speed, of medians. In brackets: the time in copies of the tensor by all ranks at once.",
         "What memory allows is 1 copy for all_reduce, (n-1)/n for all_gather and (n+1)/2n for reduce_scatter.",
         "Bars: 5 up to 64 KiB; from 16 MiB 2 (ordinary) and 6 (others); 2 copies from 64 MiB. Bold: reached.",
-        "common: the ranks hold the whole together, as units of ZeRO 1 to 3 are held, and each has written its part.",
+        "joint: the ranks hold the whole together, as units of ZeRO 1 to 3 are held, and each has written its part.",
         f"Made by `python benchmarks/collectives.py {chosen} --rounds {arguments.rounds}`.",
     ]
     text = table(measurements, remarks=remarks)

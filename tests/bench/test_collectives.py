@@ -66,7 +66,7 @@ def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> N
         (SizeSweep(("reduce",), (4,), (1,)), "no groups of 1"),
         (SizeSweep((), (4,), (2,)), "nothing to measure"),
         (SizeSweep(("reduce",), (4,), (2,), on=()), "nothing to measure"),
-        (SizeSweep(("reduce",), (4,), (2,), on=("common",)), "nothing to measure: on common there is all_gather alone"),
+        (SizeSweep(("reduce",), (4,), (2,), on=("joint",)), "nothing to measure: on joint there is all_gather alone"),
         (SizeSweep(("reduce",), (4,), (2,), rounds=0), "nothing to measure"),
     ],
 )
@@ -81,7 +81,7 @@ def test_real_processes_are_measured_on_everything(processes: Processes) -> None
 
     everywhere = {(kind, on) for kind in ALL if kind != COPY for on in ("ordinary", "shared")} | {(COPY, "ordinary")}
     beside = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
-    beside.add(("all_gather", "common"))
+    beside.add(("all_gather", "joint"))
     assert {(one.kind, one.on) for one in found} == everywhere | beside
     assert all(1e3 < one.bus_bandwidth < 1e12 for one in found), "bytes per second"
 

@@ -37,7 +37,7 @@ def test_a_cell_is_a_multiple_of_gloo_and_a_number_of_copies() -> None:
         (Cell("ordinary", MIB, gloo=1.0, copies=9.0), "1.0"),
         (Cell("ordinary", 16 * MIB, gloo=1.9, copies=9.0), "1.9 (bar 2)"),
         (Cell("shared", 64 * MIB, gloo=7.0, copies=2.1), "**7.0** [2.1 (bar 2)]"),
-        (Cell("common", 64 * MIB, gloo=5.9, copies=0.1), "5.9 (bar 6)"),
+        (Cell("joint", 64 * MIB, gloo=5.9, copies=0.1), "5.9 (bar 6)"),
     ],
 )
 def test_what_misses_its_bar_says_so(cell: Cell, text: str) -> None:

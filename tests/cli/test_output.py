@@ -31,7 +31,7 @@ def test_a_read_only_file_is_refused_before_the_work_and_stays(tmp_path: Path, m
     path = tmp_path / "a.txt"
     path.write_text("old")
     monkeypatch.setattr(os, "access", lambda place, _mode: place != path)
-    with pytest.raises(JobError, match=r"cannot write .*a\.txt: it is read-only; name another file"):
+    with pytest.raises(JobError, match=r"cannot write .*a\.txt: no permission to write to it or to"):
         check_outputs([path])
     with pytest.raises(JobError, match=r"cannot write .*a\.txt: it is read-only"):
         write_output(path, write=lambda path: path.write_text("new"))
@@ -56,7 +56,7 @@ def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(
 def test_what_is_no_file_is_written_as_it_is(tmp_path: Path) -> None:
     write_output(Path(os.devnull), write=lambda path: path.write_text("gone"))
     assert not Path(os.devnull).is_file()
-    check_outputs([Path(os.devnull), Path(os.devnull), None, tmp_path / "a" / "b", tmp_path / "a" / "c"])
+    check_outputs([Path(os.devnull), None, tmp_path / "a" / "b"])
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_job_that_may_not_be_written_is_refused_before_the_search(
     monkeypatch.setattr("meshwise.cli.plan_command.search", searched)
     monkeypatch.setattr(os, "access", lambda place, _mode: place != job)
     assert main(["plan", str(job), "--on", "1x4 h100", "--fix", HELD, "--write"]) == 2
-    assert f"cannot write {job}: it is read-only" in capsys.readouterr().err
+    assert f"cannot write {job}: no permission to write to it" in capsys.readouterr().err
     assert job.read_text() == JOB
 
 

@@ -55,7 +55,7 @@ class Measurement:
     """One collective at one size in one group. Times are the slowest rank's, in seconds per call.
 
     `on`: ordinary tensors, tensors of `World.empty` (shared), the tensor of `World.shared_empty` that ranks hold
-    together (common), or ordinary tensors with torch's collectives over gloo (gloo).
+    together (joint), or ordinary tensors with torch's collectives over gloo (gloo).
     """
 
     kind: str

@@ -26,7 +26,7 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.comm.network.gloo_baseline import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 
-WAYS = ("ordinary", "shared", "common", "gloo")
+WAYS = ("ordinary", "shared", "joint", "gloo")
 """On what a collective is measured: see `Measurement.on`."""
 
 _AXIS = "ring"
@@ -64,8 +64,8 @@ class SizeSweep:
                 "nothing to measure: name a collective, a size, a group of at least 2 ranks and what to measure on, "
                 "and at least one round"
             )
-        if set(self.on) == {"common"} and "all_gather" not in self.kinds:
-            raise ValueError("nothing to measure: on common there is all_gather alone; name it, or measure on ordinary")
+        if set(self.on) == {"joint"} and "all_gather" not in self.kinds:
+            raise ValueError("nothing to measure: on joint there is all_gather alone; name it, or measure on ordinary")
 
 
 def parse_size(text: str) -> int:
@@ -174,7 +174,7 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
 def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> _Call:
     if on == "gloo":
         return _waited(gloo[kind])
-    return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "common") else _CALLS[kind]
+    return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "joint") else _CALLS[kind]
 
 
 def _waited(call: Call) -> _Call:
@@ -191,17 +191,17 @@ def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
     """Return whether a collective is measured that way: on what the ranks hold together only what brings it
     together.
     """
-    return kind in gloo if on == "gloo" else on != "common" or kind == "all_gather"
+    return kind in gloo if on == "gloo" else on != "joint" or kind == "all_gather"
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Zeros (sums stay finite), written so that every page is there; none where the world has no such tensors."""
     makes: Mapping[str, Callable[[int], Tensor | None]] = {
         "shared": lambda count: world.empty(count, dtype=torch.float32),
-        "common": lambda count: world.shared_empty(count, dtype=torch.float32, axes=_AXIS),
+        "joint": lambda count: world.shared_empty(count, dtype=torch.float32, axes=_AXIS),
     }
     make = makes.get(on, lambda count: torch.empty(count, dtype=torch.float32, device=world.device))
-    made = {count: (make(count), make(count)) if on != "common" else (make(count),) * 2 for count in elements}
+    made = {count: (make(count), make(count)) if on != "joint" else (make(count),) * 2 for count in elements}
     return {count: (x.zero_(), y.zero_()) for count, (x, y) in made.items() if x is not None and y is not None}
 
 

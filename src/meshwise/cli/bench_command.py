@@ -19,8 +19,8 @@ from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
 from meshwise.bench.collectives import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
+from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks
 from meshwise.cli.output_files import check_outputs, write_and_say
-from meshwise.cli.rank_count import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks
 from meshwise.comm import World, run, torchrun_line
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.streams import gpu_count
@@ -51,7 +51,7 @@ class Collectives:
     """Bytes of the full tensor, as in 4K or 64M."""
     groups: tuple[int, ...] = ()
     """Sizes of the groups. Default: all that divide the number of ranks."""
-    on: tuple[Literal["ordinary", "shared", "common", "gloo"], ...] = ("ordinary",)
+    on: tuple[Literal["ordinary", "shared", "joint", "gloo"], ...] = ("ordinary",)
     """Memory and transport: ordinary tensors; tensors in memory that the ranks share (all_gather in place); one tensor
     that all ranks hold together (all_gather); torch's own collectives over gloo on ordinary CPU tensors."""
     comm: Literal["auto", "local", "gloo"] = "auto"

@@ -10,7 +10,7 @@ from rich.markup import escape
 from meshwise.bench.doctor import DoctorReport, consult_job, consult_local
 from meshwise.bench.machine import table
 from meshwise.bench.pair_talk import PairTalks
-from meshwise.cli.rank_count import checked_ranks
+from meshwise.cli.flag_values import checked_ranks
 from meshwise.comm.api.launch_environment import is_under_launcher, prints_for_job
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError

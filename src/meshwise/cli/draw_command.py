@@ -15,6 +15,7 @@ import torch
 import tyro
 from torch.utils.data import default_collate
 
+from meshwise.cli.flag_values import local_ranks, named_cluster
 from meshwise.cli.output_files import (
     DrawingFiles,
     check_drawings,
@@ -23,7 +24,6 @@ from meshwise.cli.output_files import (
     write_drawings,
     write_picture,
 )
-from meshwise.cli.rank_count import local_ranks, named_cluster
 from meshwise.engine.cut_agreement import CutExample, cut_source, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
-from pathlib import Path as File
 from typing import Any
 
 from meshwise.base.atomic_file import is_read_only, write_whole
@@ -32,22 +31,13 @@ _WIDTH = 120
 
 
 def check_outputs(paths: Iterable[Path | None]) -> None:
-    """Raise JobError for a path that cannot be written, or that is named twice."""
-    given: set[Path] = set()
+    """Raise JobError for a path that cannot be written, before the work whose result it is for."""
     for path in filter(None, paths):
-        place = path.resolve()
         if path.is_dir():
             raise JobError(f"cannot write {path}: it is a folder; name a file in it")
-        folder = next(parent for parent in place.parents if parent.exists())
-        if not folder.is_dir():
-            raise JobError(f"cannot write {path}: {folder} is a file, not a folder; name another path")
-        if not os.access(folder, os.W_OK) and not os.access(place, os.W_OK):
+        folder = next(parent for parent in path.resolve().parents if parent.exists())
+        if is_read_only(path) or not (folder.is_dir() and (path.exists() or os.access(folder, os.W_OK))):
             raise JobError(f"cannot write {path}: no permission to write to it or to {folder}; name another path")
-        if is_read_only(path):
-            raise JobError(f"cannot write {path}: it is read-only; name another file, or allow it to be written")
-        if place in given and (place.is_file() or not place.exists()):
-            raise JobError(f"{path} is named twice, and the second output would replace the first; name two files")
-        given.add(place)
 
 
 def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
@@ -137,8 +127,8 @@ _POINTS = 72 / _DOTS
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
 
 
-def write_png(picture: Picture, *, path: File) -> None:
-    """Write it. Raises MissingExtraError without matplotlib, and OSError when the file cannot be written."""
+def write_png(picture: Picture, *, path: Path) -> None:
+    """Write a picture as a PNG. Raises MissingExtraError without matplotlib, and OSError."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
@@ -176,12 +166,12 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> None:
-    """Write it. Raises OSError when it cannot be written."""
+    """Write the page of some plans. Raises OSError when it cannot be written."""
     path.write_text(page(accounts, title=title), encoding="utf-8")
 
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
-    """Return the page: what plans have in common and what not, and then each of them, all to one scale of time."""
+    """Return the HTML page of some plans: a comparison, and then each plan, all to one scale of time."""
     name = escape(title)
     head = (
         f'<meta charset="utf-8"><title>{name}</title>'

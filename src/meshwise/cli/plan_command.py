@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from meshwise.cli.flag_values import named_cluster
 from meshwise.cli.output_files import DrawingFiles, check_drawings, check_outputs, write_drawings
-from meshwise.cli.rank_count import named_cluster
 from meshwise.comm.launch.cores import cores
 from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan

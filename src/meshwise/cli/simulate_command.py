@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwise.cli.flag_values import checked_comm, local_ranks, named_cluster
 from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_console, read_step, write_drawings
-from meshwise.cli.rank_count import checked_comm, local_ranks, named_cluster
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run

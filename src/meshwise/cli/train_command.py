@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from meshwise.cli.rank_count import checked_comm, local_ranks
+from meshwise.cli.flag_values import checked_comm, local_ranks
 from meshwise.comm.api.launch_environment import is_rank
 from meshwise.comm.api.rank_lost import RankKilledError
 from meshwise.comm.api.world import World
