@@ -171,11 +171,11 @@ def test_a_bad_flag_ends_with_status_2(words: list[str]) -> None:
 
 SILENT_RANK = """
 import time
-from meshwise.bench.doctor import _talk_in_time
+from meshwise.bench.doctor import _exchange_in_time
 from meshwise.comm.in_process.thread_world import run_threads
 
 def main(world):
-    time.sleep(60) if world.rank else _talk_in_time(world, 0.5)
+    time.sleep(60) if world.rank else _exchange_in_time(world, 0.5)
 
 run_threads(2, main)
 """
@@ -187,5 +187,5 @@ def test_an_exchange_that_hangs_is_ended_with_the_position() -> None:
     )
 
     assert ended.returncode == 1
-    assert "rank 0 stood still for 0.5 s while talking at #0 all_reduce[rank] sum 1000 float32" in ended.stderr
+    assert "stood still for 0.5 s while exchanging messages at #0 all_reduce[rank] sum 1000 float32" in ended.stderr
     assert "GLOO_SOCKET_IFNAME" in ended.stderr

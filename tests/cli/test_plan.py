@@ -61,11 +61,11 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     assert "slower: compute" in told
     assert "# the two at hand" in job.read_text()
     assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
-    model, cluster, searched, held, *_ = told.splitlines()
+    model, cluster, searched, fixed, *_ = told.splitlines()
     assert re.fullmatch(r"model     gpt, [\d,]+ parameters, 8 samples a step", model)
     assert cluster == "cluster   1x4 h100: 1 node of 4 ranks on H100 SXM 80GB, at most 79.2 GiB a rank"
     assert searched.startswith("searched  dp microbatches ")
-    assert held == "held      tp=1 pp=1 zero=0"
+    assert fixed == "fixed     tp=1 pp=1 zero=0"
 
 
 LOOKING = """\
@@ -125,7 +125,7 @@ def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert page.read_text().count('<section class="plan"') == 1
     assert [one["plan"] for one in said["best"]] == ["dp=2"]
     assert said["on"] == "1x2 h100"
-    assert said["held"] == {"tp": 1, "pp": 1, "zero": 0, "microbatches": 1}
+    assert said["fixed"] == {"tp": 1, "pp": 1, "zero": 0, "microbatches": 1}
     assert said["considered"] == said["rehearsed"] == said["proven"] == 1
     assert job.read_text() == JOB
 
@@ -183,9 +183,9 @@ def test_what_cannot_work_is_one_message(
 def test_a_run_ends_with_what_was_predicted_of_its_plan(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = loop._held_memory(torch.device("cpu"))
+    held = loop._used_memory(torch.device("cpu"))
     assert held > 2**20
-    monkeypatch.setattr(loop, "_held_memory", lambda _: held)
+    monkeypatch.setattr(loop, "_used_memory", lambda _: held)
     monkeypatch.setattr(loop, "_peak_memory", lambda _: held + 50 * 2**20)
     job.write_text(f'{JOB}\n[predicted]\nplan = "dp=2"\non = "2 here.toml"\nseconds = 0.5\nmemory = 1073741824\n')
 

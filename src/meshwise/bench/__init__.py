@@ -1,1 +1,1 @@
-"""Measurements of the machine: what its links and collectives could do, and what they do."""
+"""Measurements of the machine: its links, its collectives, and whether ranks can train on it."""

@@ -1,4 +1,4 @@
-"""Measures the machine it runs on, as the few numbers that a simulation needs of a cluster.
+"""Measure this machine: `calibrate` returns the few numbers that a simulation needs of a cluster.
 
 All ranks measure at the same time, as they compute in training: they share caches, memory and links. The efficiency of
 a matrix product by shape is measured over a grid of shapes and fitted by three constants (see `MatmulEfficiency`),
@@ -50,13 +50,13 @@ class CalibrationEffort:
     """Amount of measuring: sizes, rounds and seconds."""
 
     lengths: tuple[int, ...] = (32, 128, 512, 2048)
-    """Of each dim of a matrix product; on a GPU four times that."""
+    """Length of each dim of a matrix product; on a GPU four times as long."""
     sizes: tuple[int, ...] = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     """Bytes that operations and collectives move."""
     rounds: int = 5
-    """Times that everything takes its turn; the median counts."""
+    """Times that every measurement is repeated, in turns; the median counts."""
     most_flops: float = 5e9
-    """Of one product: larger ones are left out; on a GPU 200 times that."""
+    """Floating-point operations of the largest matrix product; on a GPU 200 times as many."""
 
     def scale(self, *, on_gpu: bool) -> tuple[int, float]:
         """Return the factor for problem sizes and the largest number of flops of one matrix product."""
@@ -65,7 +65,7 @@ class CalibrationEffort:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Measured figures, and how undisturbed the measurement was."""
+    """The measured cluster, and how undisturbed the measurement was."""
 
     cluster: Cluster
 
@@ -150,15 +150,13 @@ class _Stopwatch:
 
 @dataclass(frozen=True)
 class _Base:
-    """Cost that is common to every operation."""
+    """The cost that every operation has besides its computation: a launch, and memory for new tensors."""
 
     launch: float
     fresh: Curve
 
     def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
-        """Return an operation's own seconds, of those that it took with what goes with it, and with memory for new
-        tensors.
-        """
+        """Return the seconds of an operation without its launch and without memory for the new tensors in `made`."""
         given = sum(size / at(self.fresh, size=size) for size in (tensor.nbytes for tensor in made) if size)
         return max(took - self.launch - given, took / 10)
 
@@ -167,7 +165,10 @@ _Row = tuple[tuple[int, int, int], float, float]
 
 
 def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
-    """((m, k, n), flops, seconds) over the grid, matrices held as a layer holds them, forward and backward."""
+    """Time matrix products over a grid of shapes, transposed as in the forward and backward of a layer.
+
+    Return rows of (m, k, n), flops and seconds.
+    """
     rows = []
     wide, most = effort.scale(on_gpu=seconds.on_gpu)
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
@@ -182,7 +183,7 @@ def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort
 
 
 def _peak(rows: Sequence[_Row]) -> float:
-    """Floating-point operations per second of the best of the largest products, a quarter of all."""
+    """Return the flops per second of the best product among the largest quarter."""
     largest = sorted(rows, key=lambda row: row[1])[-max(1, len(rows) // 4) :]
     return max(flops / took for _, flops, took in largest)
 
@@ -198,11 +199,11 @@ def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
     """
 
     def error(products: MatmulEfficiency) -> float:
-        told = (
+        errors = (
             (took, math.log(took * peak * products.efficiency(inner=k, outputs=m * n) / flops))
             for (m, k, n), flops, took in rows
         )
-        return sum(took * one**2 for took, one in told)
+        return sum(took * one**2 for took, one in errors)
 
     halves = [0.0, *(2.0**power for power in range(1, 22))]
     shapes = [MatmulEfficiency(1.0, inner, outputs) for inner, outputs in itertools.product(halves[:10], halves)]
@@ -210,7 +211,7 @@ def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
 
 
 def _levelled(shape: MatmulEfficiency, rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
-    """With the best `best` for its other constants."""
+    """Return `shape` with the value of `best` that fits the rows best."""
     logs = [
         took * math.log(flops / (took * peak * shape.efficiency(inner=k, outputs=m * n)))
         for (m, k, n), flops, took in rows
@@ -219,7 +220,7 @@ def _levelled(shape: MatmulEfficiency, rows: Sequence[_Row], peak: float) -> Mat
 
 
 def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
-    """Fused causal attention, forward and backward."""
+    """Time fused causal attention, forward and backward. Return rows as `_products` does."""
     rows = []
     batch, heads, width = 4, 4, 64
     for length in (length for length in effort.lengths if length <= 1024):
@@ -237,9 +238,7 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffor
 
 
 def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
-    """Return bytes per second at which new tensors are given memory: of what filling them takes longer than filling
-    again.
-    """
+    """Return the bytes per second at which new tensors get memory: the extra time of their first filling."""
     if seconds.on_gpu:
         return ()  # torch keeps what was used
     found = []
@@ -302,7 +301,7 @@ def _launch(seconds: _Stopwatch) -> float:
 
 
 def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
-    """Return seconds of each operation of a training, and of each step, beside what they compute: of next to nothing.
+    """Return the seconds that each operation of a training, and each step, takes besides its computation.
 
     Every rank trains two models alone at the same time, which differ in how many operations they are.
     """
@@ -327,20 +326,20 @@ def _layers(depth: int) -> nn.Module:
 
 
 def _link(world: World, effort: CalibrationEffort) -> Link:
-    """Latency and bus bandwidth among all ranks of the machine."""
+    """Measure the latency and the bus bandwidth among all ranks of the machine."""
     if world.size == 1:
         return Link()
     sums = ("all_reduce", "all_gather", "reduce_scatter")  # what they move is made for them; messages are any tensors
     kinds = {"shared": sums, "ordinary": (SEND_RECV,)}
-    told: dict[tuple[str, int], tuple[float, float]] = {
+    measured_links: dict[tuple[str, int], tuple[float, float]] = {
         (one.kind, one.bytes): (one.median_seconds, one.bus_bandwidth)
         for on, each in kinds.items()
         for one in measure(SizeSweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)), world=world)
         if one.kind in each
     }
-    told = world.exchange(told)[0]
-    smallest = min(size for _, size in told)
-    whole = told["all_reduce", smallest][0]
+    measured_links = world.exchange(measured_links)[0]
+    smallest = min(size for _, size in measured_links)
+    whole = measured_links["all_reduce", smallest][0]
     latency = whole / math.ceil(math.log2(world.size))
 
     def curve(kind: str) -> Curve:
@@ -349,7 +348,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
         return tuple(
             sorted(
                 (float(size), rate * took / max(took - before, took / 10))
-                for (one, size), (took, rate) in told.items()
+                for (one, size), (took, rate) in measured_links.items()
                 if one == kind and size > smallest
             )
         )
@@ -359,7 +358,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
 
 
 def _memory(world: World) -> int:
-    """Return bytes for each rank."""
+    """Return the bytes of memory that each rank may use."""
     if (memory := streams_of(world.device).memory) is not None:
         return memory.total
     with open("/proc/meminfo", encoding="utf-8") as file:  # noqa: PTH123

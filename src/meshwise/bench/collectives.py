@@ -91,7 +91,7 @@ def _on_root(world: World, x: Tensor) -> Tensor | None:
 
 
 def _send_recv(world: World, x: Tensor, y: Tensor) -> list[Work]:
-    """Return a message to the next rank of a ring and one from the previous."""
+    """Send a message to the next rank of a ring and receive one from the previous."""
     group = world.group(_AXIS)
     return [
         world.send(x, axis=_AXIS, to=(group.index + 1) % group.size),
@@ -142,7 +142,7 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
 
 
 def _wait(world: World, sweep: SizeSweep) -> list[Measurement]:
-    """Wait as a rank outside the group: it meets the others once a round, so that no rank counts as lost."""
+    """Wait as a rank outside the group, with a barrier once a round, so that no rank counts as lost."""
     for _ in range(sweep.warmup + sweep.rounds):
         world.barrier()
     return []
@@ -178,7 +178,7 @@ def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> _Call:
 
 
 def _waited(call: Call) -> _Call:
-    """Return a call that returns when all is done, as one that leaves nothing to wait for."""
+    """Return the blocking `call` in the form of a call that returns works to wait for: none."""
 
     def called(_: World, x: Tensor, y: Tensor) -> list[Work]:
         call(x, y)
@@ -188,14 +188,15 @@ def _waited(call: Call) -> _Call:
 
 
 def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
-    """Return whether a collective is measured that way: on what the ranks hold together only what brings it
-    together.
-    """
+    """Return whether a collective is measured on these tensors: on a joint tensor only all_gather is."""
     return kind in gloo if on == "gloo" else on != "joint" or kind == "all_gather"
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Zeros (sums stay finite), written so that every page is there; none where the world has no such tensors."""
+    """Return two tensors of zeros for each size, or none where the world has no such tensors.
+
+    Zeros keep sums finite; writing them brings every page into memory.
+    """
     makes: Mapping[str, Callable[[int], Tensor | None]] = {
         "shared": lambda count: world.empty(count, dtype=torch.float32),
         "joint": lambda count: world.shared_empty(count, dtype=torch.float32, axes=_AXIS),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from meshwise.bench.diagnosis import MachineFinding, examine_machine, examine_roll, own_facts, problem
 from meshwise.bench.machine import Machine, examine
-from meshwise.bench.pair_talk import PairTalks, talk
+from meshwise.bench.pair_messages import PairMessages, exchange_messages, slow_links
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.launch_environment import launch_error
 from meshwise.comm.health.roll_call import roll_call
@@ -71,10 +71,10 @@ def can_open(port: int) -> list[MachineFinding]:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The examination of a machine. `talks`: one exchange of messages for each kind of device that was tried."""
+    """The examination of a machine. `exchanges`: one exchange of messages for each kind of device that was tried."""
 
     machine: Machine
-    talks: tuple[PairTalks, ...]
+    exchanges: tuple[PairMessages, ...]
     findings: tuple[MachineFinding, ...]
 
     @property
@@ -84,11 +84,12 @@ class DoctorReport:
 
     def and_findings(self, *findings: MachineFinding) -> "DoctorReport":
         """Return the report with more findings."""
-        return DoctorReport(self.machine, self.talks, (*self.findings, *findings))
+        return DoctorReport(self.machine, self.exchanges, (*self.findings, *findings))
 
-    def and_talks(self, talks: PairTalks) -> "DoctorReport":
+    def and_exchange(self, exchange: PairMessages) -> "DoctorReport":
         """Return the report with one more exchange of messages, and what was found in it."""
-        return DoctorReport(self.machine, (*self.talks, talks), (*self.findings, *talks.findings))
+        found = (*exchange.findings, *slow_links(exchange.links))
+        return DoctorReport(self.machine, (*self.exchanges, exchange), (*self.findings, *found))
 
 
 def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
@@ -99,7 +100,7 @@ def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorR
     if report.healthy:
         for device in ("cpu", "cuda") if machine.gpus else ("cpu",):
             try:
-                report = report.and_talks(run(size, _talk_in_time, args=(seconds,), device=device)[0])
+                report = report.and_exchange(run(size, _exchange_in_time, args=(seconds,), device=device)[0])
             except (RuntimeError, OSError, ValueError) as error:
                 report = report.and_findings(_failure(f"{size} local ranks on {device}", error))
     return report
@@ -122,7 +123,7 @@ def consult_job(*, seconds: float = 10.0) -> DoctorReport:
     try:
         with _deadline(3 * seconds, "connecting"):
             world = connect()
-        return report.and_talks(_talk_in_time(world, 3 * seconds))
+        return report.and_exchange(_exchange_in_time(world, 3 * seconds))
     except (RuntimeError, OSError, ValueError) as problem_of_rank:
         return report.and_findings(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
 
@@ -140,10 +141,10 @@ def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFindi
     return examine_roll(roll.entries, size=size, seconds=seconds)
 
 
-def _talk_in_time(world: World, seconds: float) -> PairTalks:
+def _exchange_in_time(world: World, seconds: float) -> PairMessages:
     """Exchange messages; end this process with a message if that takes longer than `seconds`."""
-    with _deadline(seconds, "talking", world):
-        return talk(world)
+    with _deadline(seconds, "exchanging messages", world):
+        return exchange_messages(world)
 
 
 @contextlib.contextmanager

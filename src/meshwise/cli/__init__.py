@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line `meshwise`: one file for each subcommand."""

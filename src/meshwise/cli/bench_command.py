@@ -1,4 +1,4 @@
-"""The command `meshwise bench`: measure collectives, the machine for a simulation, or a disk.
+"""The command `meshwise bench`: measure collectives, or the machine for a simulation.
 
 | bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file
@@ -39,7 +39,7 @@ UNDISTURBED = 0.9
 
 @dataclass(frozen=True)
 class Collectives:
-    """Time every collective over sizes and group sizes, beside a copy in memory."""
+    """Time every collective over sizes and group sizes, with a copy in memory for comparison."""
 
     ranks: int | None = None
     """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""

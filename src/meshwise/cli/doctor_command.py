@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from meshwise.bench.doctor import DoctorReport, consult_job, consult_local
 from meshwise.bench.machine import table
-from meshwise.bench.pair_talk import PairTalks
+from meshwise.bench.pair_messages import PairMessages
 from meshwise.cli.flag_values import checked_ranks
 from meshwise.comm.api.launch_environment import is_under_launcher, prints_for_job
 from meshwise.train.flags import parse_flags
@@ -52,8 +52,8 @@ def _print_report(console: OutputConsole, report: DoctorReport) -> None:
         console.print(f"{name:14} {escape(text)}")
     if report.machine.topology:
         console.print(escape(report.machine.topology))
-    for talks in report.talks:
-        console.print(f"[green]ok     [/] {_pairs_line(talks)}")
+    for exchange in report.exchanges:
+        console.print(f"[green]ok     [/] {_pairs_line(exchange)}")
     _print_findings(console, report)
     console.print("all is well" if report.healthy else "[red]ranks cannot train here until the problems are solved[/]")
 
@@ -64,15 +64,15 @@ def _print_findings(console: OutputConsole, report: DoctorReport, *, prefix: str
         console.print(f"        {escape(finding.remedy)}")
 
 
-def _pairs_line(talks: PairTalks) -> str:
+def _pairs_line(exchange: PairMessages) -> str:
     """Return one line about the messages between all pairs of ranks."""
-    pairs = len(talks.links)
+    pairs = len(exchange.links)
     if not pairs:
-        return f"{talks.size} rank on {talks.device} has no peer; all-reduce is right"
-    latency = statistics.median(link.latency for link in talks.links)
-    bandwidth = statistics.median(link.bandwidth for link in talks.links)
+        return f"{exchange.size} rank on {exchange.device} has no peer; all-reduce is right"
+    latency = statistics.median(link.latency for link in exchange.links)
+    bandwidth = statistics.median(link.bandwidth for link in exchange.links)
     return (
-        f"{talks.size} ranks on {talks.device}, joined by {talks.medium}, communicate: {pairs} "
+        f"{exchange.size} ranks on {exchange.device}, joined by {exchange.medium}, communicate: {pairs} "
         f"pair{'s' * (pairs > 1)}, median latency {latency * 1e6:.0f} µs, "
         f"bandwidth {bandwidth / 1e9:.2f} GB/s; all-reduce is right"
     )

@@ -3,7 +3,7 @@
 | draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
 | draw cut        the stages that a job's model is cut into
 | draw mesh       the rank at each place of a plan's mesh, and the ranks that share a node
-| draw timeline   a measured step of a run, beside the schedule's ideal times
+| draw timeline   a measured step of a run, and the schedule's ideal times
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +106,7 @@ def _draw_cut(words: Sequence[str]) -> None:
     source = build_with_values(prepared.model, seed=job.train.seed)
     source.buffers()
     rows = default_collate([prepared.data.train[0]] * job.train.batch)
-    example = CutExample(rows, default_forward, job.model.where)
+    example = CutExample(rows, default_forward, job.model.cut_options)
     cut = cut_source(source, plan=plan, schedule=plan_schedule(plan), example=example, device=torch.device("cpu"))
     drawing_console().print(str(cut), highlight=False, markup=False, soft_wrap=True)
 

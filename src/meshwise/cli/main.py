@@ -45,7 +45,7 @@ _RANK_0_SECONDS = 5
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand.
+    """A subcommand of `meshwise`.
 
     | summary        one line for the overview
     | main           takes the words after the subcommand's name, and returns the exit status

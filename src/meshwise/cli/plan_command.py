@@ -159,7 +159,7 @@ def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bo
 
 @dataclass(frozen=True)
 class _SearchHeading:
-    """Heading and space of a search."""
+    """What a search is for: printed above its result, and part of its JSON."""
 
     job: PlanJob
     cluster: Cluster
@@ -169,19 +169,19 @@ class _SearchHeading:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The heading as JSON values."""
         model = {"name": self.job.model.name, "parameters": self.parameters, "batch": self.job.train.batch}
-        return {"model": model, "on": self.job.on, "held": self.fixed_keys}
+        return {"model": model, "on": self.job.on, "fixed": self.fixed_keys}
 
     @property
     def fixed_keys(self) -> dict[str, Any]:
-        """The keys of all plans, and what else the job's own plan says."""
+        """The keys that are equal in all plans: from --fix, and from the job's own plan."""
         usual, base = Plan(dp=1).to_toml(), self.space.base.to_toml()
         kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
         return {**self.space.fixed, **kept}
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the lines of the heading as text."""
         of = counted(self.parameters, of="parameter")
         yield f"model     {self.job.model.name}, {of}, {counted(self.job.train.batch, of='sample')} a step"
         nodes, each = counted(self.cluster.nodes, of="node"), counted(self.cluster.ranks_per_node, of="rank")
@@ -190,7 +190,7 @@ class _SearchHeading:
         yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
         yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
         if self.fixed_keys:
-            yield f"held      {' '.join(f'{key}={in_words(value)}' for key, value in self.fixed_keys.items())}"
+            yield f"fixed     {' '.join(f'{key}={in_words(value)}' for key, value in self.fixed_keys.items())}"
 
 
 def _parameters(subject: RehearsalSubject) -> int:

@@ -1,1 +1,1 @@
-"""The training loop around a trainer: the job, its data, its events."""
+"""The training loop of a job: its settings, its data, its events, its checkpoints and its folder."""

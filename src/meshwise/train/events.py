@@ -95,7 +95,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the others waited for.
+    """A rank that the other ranks waited for.
 
     | step      the last step of the window that was compared
     | steps     the steps in which the rank was slow

@@ -93,7 +93,7 @@ class ModelJob:
     possible, by the plan's `partition`. `meshwise draw cut` shows it."""
 
     @property
-    def where(self) -> CutOptions:
+    def cut_options(self) -> CutOptions:
         """Cut options of the model."""
         return CutOptions(at=self.cut_at, how=self.cut)
 
@@ -173,7 +173,7 @@ class ScheduleJob:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """The loop."""
+    """The training loop: its length, batches, numbers and files."""
 
     steps: int = 1000
     """Steps of the run, each with one global batch."""
@@ -245,7 +245,7 @@ class SwapJob:
     """Size of a staging buffer, in MiB."""
 
     @property
-    def made(self) -> SwapConfig:
+    def config(self) -> SwapConfig:
         """Swap configuration for `parallelize`."""
         return SwapConfig(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
 
@@ -273,7 +273,7 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class PredictedJob:
-    """Predictions of `meshwise plan --write` for its plan; a run prints them beside its measurements at the end."""
+    """Predictions of `meshwise plan --write` for its plan; a run compares them with its measurements at the end."""
 
     plan: str = ""
     """The plan; under another plan the predictions are ignored."""

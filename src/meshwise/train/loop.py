@@ -84,7 +84,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     job = prepared.job
     attempt = JobAttempt.current()
     start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world)
-    memory_before = _held_memory(world.device)
+    memory_before = _used_memory(world.device)
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -111,7 +111,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints.
 
-    | memory_before   bytes that this process held before it had a trainer
+    | memory_before   bytes that this process used before it had a trainer
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Run:
             self._emit(slow)
 
     def _compare_prediction(self) -> None:
-        """Emit what `meshwise plan` predicted of this plan, if anything, beside what was measured."""
+        """Emit the prediction of `meshwise plan` for this plan, if there is one, and the measured values."""
         predicted = self._job.predicted
         if len(self._seconds) > 1 and predicted.seconds and Plan.parse(predicted.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
@@ -290,7 +290,7 @@ def _device(world: World) -> str:
     return f"{name}, joined by {world.medium}" if world.size > 1 else name
 
 
-def _held_memory(device: torch.device) -> int:
+def _used_memory(device: torch.device) -> int:
     """Return the bytes this process uses now; without /proc, the most it has used."""
     if (memory := streams_of(device).memory) is not None:
         return memory.held
@@ -336,7 +336,7 @@ _WARM_UP_STEPS = 2
 
 
 class StepTimelines:
-    """Measures `count` steps after the warm-up, and writes the one of median time to `path`."""
+    """A measurement of `count` steps after the warm-up; the step of median time is written to `path`."""
 
     def __init__(self, trainer: Trainer, *, count: int, path: Path, emit: Callable[[Event], None]) -> None:
         self._trainer, self._count, self._path, self._emit = trainer, count, path, emit
@@ -373,7 +373,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     Every rank calls it; ranks that do not write pass None as path. The file appears whole or not at all. `metadata`
     goes into its header. Raises OSError.
     """
-    own = [held.name for held in buffers(trainer.modules)]
+    own = [buffer.name for buffer in buffers(trainer.modules)]
     persistent = {name for names in trainer.world.exchange(own) for name in names}
     persistent_buffers = [(name, value) for name, value in trainer.full_buffers() if name in persistent]
     if path is None:

@@ -54,8 +54,8 @@ class Prepared:
             seed=job.train.seed,
             nonfinite=job.train.nonfinite,
             tensor_rules=job.model.tensor_rules,
-            swap=job.swap.made,
-            cut=job.model.where,
+            swap=job.swap.config,
+            cut=job.model.cut_options,
             example=example,
         )
 

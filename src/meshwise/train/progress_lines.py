@@ -38,8 +38,9 @@ _RECENT_STEPS = 20
 
 
 class ProgressLines:
-    """Prints a line for each event. On a terminal the steps are one line that is redrawn below the others; elsewhere
-    every n-th step has a line.
+    """A sink that prints a line for each event.
+
+    On a terminal the steps are one line that is redrawn below the others; elsewhere every n-th step has a line.
 
     A step is shown with the mean rate of the last 20: other work on the machine disturbs the rate of a single step.
     """

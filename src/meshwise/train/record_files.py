@@ -11,7 +11,7 @@ from meshwise.train.job import JobError
 
 
 class JsonLines:
-    """Appends one JSON object a line, and flushes each line, so that a killed run keeps its events.
+    """A sink that appends one JSON object a line, and flushes each line, so that a killed run keeps its events.
 
     Writes a number that is not finite as the string `nan`, `inf` or `-inf`. Removes a last line that a killed run has
     left unfinished.
@@ -34,7 +34,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes the numbers of steps and validations as TensorBoard scalars. Raises JobError without the extra."""
+    """A sink that writes TensorBoard scalars of steps and validations. Raises JobError without the extra."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = summary_writer()(str(folder))

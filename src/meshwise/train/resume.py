@@ -45,7 +45,7 @@ _SILENT_KEYS = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output
 
 @dataclass
 class RunProgress:
-    """How far a run is. `loss` is the loss of the last step."""
+    """The progress of a run: steps, samples and updates so far, and the loss of the last step."""
 
     step: int = 0
     samples: int = 0

@@ -18,7 +18,7 @@ from meshwise.train.events import Event, Saved, SaveFailed
 
 
 class RunCheckpoints:
-    """Saves `trainer` into `root`/step-N; all ranks call `save` and `finish` together."""
+    """The checkpoints of `trainer` in `root`/step-N; all ranks call `save` and `finish` together."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[Event], None]) -> None:
         self._trainer = trainer

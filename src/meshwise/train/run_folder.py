@@ -79,7 +79,7 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """A measured step."""
+        """The file with a measured step, action by action."""
         return self.path / TIMELINE
 
     def sinks(self, console: Console, *, every: int) -> list[EventSink]:

@@ -23,14 +23,14 @@ _LEAST_SECONDS = 0.05
 
 
 class BusyTimer:
-    """How long this rank is busy: the time between `start` and `stop`, less what it waits for others."""
+    """A timer of the seconds between `start` and `stop` in which this rank does not wait for others."""
 
     def __init__(self, world: World) -> None:
         self._journal = world.journal
         self._began = self._waited = 0.0
 
     def start(self) -> None:
-        """Begin."""
+        """Start the timer."""
         self._began, self._waited = time.monotonic(), self._journal.waited
 
     def stop(self) -> float:
@@ -39,7 +39,7 @@ class BusyTimer:
 
 
 class RankPace:
-    """Collects the busy times of this rank's steps, and compares all ranks."""
+    """The busy times of this rank's steps, and their comparison between all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -3,14 +3,14 @@
 import pytest
 from torch import Tensor
 
-from meshwise.bench.pair_talk import PairLink, PairTalks, slow_links, talk
+from meshwise.bench.pair_messages import PairLink, PairMessages, exchange_messages, slow_links
 from meshwise.comm import CallRecord, Group, Work, World
 from meshwise.comm.in_process.thread_world import ThreadWorld, run_threads
 from warm_processes import Processes
 
 
 def test_ranks_that_can_communicate_find_nothing_and_agree_about_every_link() -> None:
-    first, *others = run_threads(3, talk)
+    first, *others = run_threads(3, exchange_messages)
 
     assert first.findings == ()
     assert [link.ranks for link in first.links] == [(0, 1), (0, 2), (1, 2)]
@@ -20,11 +20,11 @@ def test_ranks_that_can_communicate_find_nothing_and_agree_about_every_link() ->
 
 @pytest.mark.processes
 def test_processes_can_communicate(processes: Processes) -> None:
-    talks = processes.run(2, talk)[0]
-    assert isinstance(talks, PairTalks)
-    assert talks.findings == ()
-    assert 1e-7 < talks.links[0].latency < 1
-    assert 1e6 < talks.links[0].bandwidth < 1e12
+    exchange = processes.run(2, exchange_messages)[0]
+    assert isinstance(exchange, PairMessages)
+    assert exchange.findings == ()
+    assert 1e-7 < exchange.links[0].latency < 1
+    assert 1e6 < exchange.links[0].bandwidth < 1e12
 
 
 class _Adds(ThreadWorld):
@@ -51,12 +51,12 @@ class _Garbles(ThreadWorld):
     ],
 )
 def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], message: str) -> None:
-    def main(world: World) -> PairTalks:
+    def main(world: World) -> PairMessages:
         assert isinstance(world, ThreadWorld)
-        return talk(kind(world.hub, rank=world.rank, mesh=world.mesh, journal=world.journal))
+        return exchange_messages(kind(world.hub, rank=world.rank, mesh=world.mesh, journal=world.journal))
 
-    for talks in run_threads(3, main):
-        assert message in [finding.what for finding in talks.findings]
+    for exchange in run_threads(3, main):
+        assert message in [finding.what for finding in exchange.findings]
 
 
 def test_a_link_far_below_the_others_is_found() -> None:

@@ -32,7 +32,7 @@ class PairLink:
 
 
 @dataclass(frozen=True)
-class PairTalks:
+class PairMessages:
     """Results of an exchange between all ranks, equal on every rank."""
 
     size: int
@@ -42,7 +42,7 @@ class PairTalks:
     findings: tuple[MachineFinding, ...]
 
 
-def talk(world: World) -> PairTalks:
+def exchange_messages(world: World) -> PairMessages:
     """Exchange messages between all ranks and return what was measured and found. Every rank calls it."""
     findings, links = _check_sum(world), []
     for distance in range(1, world.size):
@@ -53,8 +53,8 @@ def talk(world: World) -> PairTalks:
     everyone = world.exchange((links, findings))
     by_pair = {link.ranks: link for own, _ in everyone for link in own}
     pairs = tuple(by_pair[pair] for pair in sorted(by_pair))
-    found = dict.fromkeys([*(finding for _, own in everyone for finding in own), *slow_links(pairs)])
-    return PairTalks(world.size, world.device.type, world.medium, pairs, tuple(found))
+    found = dict.fromkeys(finding for _, own in everyone for finding in own)
+    return PairMessages(world.size, world.device.type, world.medium, pairs, tuple(found))
 
 
 def _check_sum(world: World) -> list[MachineFinding]:
