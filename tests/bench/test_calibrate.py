@@ -39,17 +39,17 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "cores, told",
+    "cores, reason",
     [
         (1, "2 ranks share 1 core: calibrate and train with --ranks 1"),
         (4, "other work took 45% of the CPU time: calibrate again when the machine is quieter"),
     ],
 )
 def test_ranks_that_did_not_have_their_cores_are_told_why(
-    cores: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cores: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Calibrated(parse_cluster("cpu4"), share=0.55)
     monkeypatch.setattr(command, "run", lambda *_, **__: [found])
     monkeypatch.setattr(command, "cores", lambda: cores)
     assert command.main(["calibrate", "--ranks", "2", "--device", "cpu", "--output", str(tmp_path / "here.toml")]) == 0
-    assert capsys.readouterr().out.endswith(f"2 ranks; {told}\n")
+    assert capsys.readouterr().out.endswith(f"2 ranks; {reason}\n")

@@ -59,7 +59,7 @@ def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> N
 
 
 @pytest.mark.parametrize(
-    "sweep, said",
+    "sweep, message",
     [
         (SizeSweep(("all_reduze",), (4,), (2,)), "no collective all_reduze; there are all_reduce"),
         (SizeSweep(("reduce",), (4,), (3,)), "4 ranks have no groups of 3; groups may have 2, 4 ranks"),
@@ -70,8 +70,8 @@ def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> N
         (SizeSweep(("reduce",), (4,), (2,), rounds=0), "nothing to measure"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_what_can(sweep: SizeSweep, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_measured_is_refused_with_what_can(sweep: SizeSweep, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         sweep.check(world_size=4)
 
 
@@ -80,9 +80,9 @@ def test_real_processes_are_measured_on_everything(processes: Processes) -> None
     found, _ = processes.run(2, measured, args=(SizeSweep(ALL, (4096, 1 << 18), (2,), rounds=2, on=WAYS),))[0]
 
     everywhere = {(kind, on) for kind in ALL if kind != COPY for on in ("ordinary", "shared")} | {(COPY, "ordinary")}
-    beside = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
-    beside.add(("all_gather", "joint"))
-    assert {(one.kind, one.on) for one in found} == everywhere | beside
+    elsewhere_measured = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
+    elsewhere_measured.add(("all_gather", "joint"))
+    assert {(one.kind, one.on) for one in found} == everywhere | elsewhere_measured
     assert all(1e3 < one.bus_bandwidth < 1e12 for one in found), "bytes per second"
 
 
@@ -93,7 +93,7 @@ def test_ranks_that_share_a_gpu_are_measured(capsys: pytest.CaptureFixture[str])
     assert "all_reduce" in capsys.readouterr().out
 
 
-# ---- what is told ------------------------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------------------------
 
 EXAMPLE = [
     Measurement("all_reduce", 4, 1 << 20, 3e-3, 2e-3),
@@ -139,7 +139,7 @@ def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measure
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ([], "meshwise bench collectives"),
         (["colectives"], "unknown benchmark 'colectives'"),
@@ -150,7 +150,7 @@ def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measure
     ],
 )
 def test_a_bad_command_line_ends_with_status_2_and_one_message(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

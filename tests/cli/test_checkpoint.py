@@ -59,9 +59,9 @@ def test_list_names_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[st
 
 def test_show_tells_every_tensor_and_what_else_was_saved(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "show", str(root / "step-2")]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for word in ("parameter/", "optimizer/exp_avg/", "scalar/step/", "float32", "dp=2 zero=1", "parameters", "[model]"):
-        assert word in told
+        assert word in printed
 
 
 def test_check_reads_every_byte_of_one_or_of_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,10 +69,10 @@ def test_check_reads_every_byte_of_one_or_of_all(root: Path, capsys: pytest.Capt
     tear(root / "step-2")
     capsys.readouterr()
     assert main(["checkpoint", "check", str(root)]) == 1
-    told = capsys.readouterr().out
-    assert "step-1: whole" in told
-    assert "rank-00001.safetensors" in told
-    assert "expected the crc32" in told
+    printed = capsys.readouterr().out
+    assert "step-1: whole" in printed
+    assert "rank-00001.safetensors" in printed
+    assert "expected the crc32" in printed
     assert main(["checkpoint", "check", str(root / "step-1")]) == 0
     assert main(["checkpoint", "check", str(root / "step-2")]) == 1
 
@@ -161,9 +161,9 @@ def test_a_checkpoint_without_its_index_is_listed_and_checked_as_damaged(
     (root / "step-2" / INDEX).unlink()
     for words in ("list", "check"):
         assert main(["checkpoint", words, str(root)]) == 1
-        told = " ".join(capsys.readouterr().out.split())
-        assert "expected the index of a checkpoint, found no such file" in told
-        assert "step-1" in told
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "expected the index of a checkpoint, found no such file" in printed
+        assert "step-1" in printed
 
 
 @pytest.mark.parametrize("words", ["show RUN", "diff RUN/checkpoints/step-1 RUN", "export RUN into"])

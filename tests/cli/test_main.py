@@ -41,9 +41,9 @@ def test_help_of_a_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None
         main(["train", "--help"])
 
     assert end.value.code == 0
-    told = capsys.readouterr().out
-    assert "meshwise train [JOB.toml]" in told
-    assert "--restarts" in told
+    printed = capsys.readouterr().out
+    assert "meshwise train [JOB.toml]" in printed
+    assert "--restarts" in printed
 
 
 @pytest.mark.parametrize("words", ["doctor", "bench collectives", "bench calibrate"])
@@ -57,9 +57,9 @@ def test_a_command_that_does_not_train_offers_no_restarts(command: str, capsys: 
     with pytest.raises(SystemExit):
         main([command, "--help"])
 
-    told = capsys.readouterr().out
-    assert "--train.steps" in told
-    assert "--restarts" not in told
+    printed = capsys.readouterr().out
+    assert "--train.steps" in printed
+    assert "--restarts" not in printed
 
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_a_bad_job_is_one_message_and_status_2(
 
     status = main(["train", *words, *files, "--data.cache=cache", "--train.output=run"])
 
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert status == 2
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
-    assert said.err.startswith("meshwise train: ")
-    assert said.out == ""
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("meshwise train: ")
+    assert captured.out == ""
     assert not (tmp_path / "run").exists()
 
 

@@ -37,7 +37,7 @@ context = 16
 batch = 8
 steps = 3
 """
-HELD = "tp=1 pp=1 zero=0"
+FIXED = "tp=1 pp=1 zero=0"
 
 
 @pytest.fixture
@@ -52,16 +52,16 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(job), "--on", "1x4 h100", "--fix", HELD, "--workers", "1", "--top", "1", "--write"]
+    words = [str(job), "--on", "1x4 h100", "--fix", FIXED, "--workers", "1", "--top", "1", "--write"]
     assert main(["plan", *words]) == 0
-    told = capsys.readouterr().out
-    said = tomllib.loads(job.read_text())
-    assert said["plan"] == said["predicted"]["plan"]
-    assert f"{said['predicted']['seconds']:.4g} s" in told
-    assert "slower: compute" in told
+    printed = capsys.readouterr().out
+    written = tomllib.loads(job.read_text())
+    assert written["plan"] == written["predicted"]["plan"]
+    assert f"{written['predicted']['seconds']:.4g} s" in printed
+    assert "slower: compute" in printed
     assert "# the two at hand" in job.read_text()
     assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
-    model, cluster, searched, fixed, *_ = told.splitlines()
+    model, cluster, searched, fixed, *_ = printed.splitlines()
     assert re.fullmatch(r"model     gpt, [\d,]+ parameters, 8 samples a step", model)
     assert cluster == "cluster   1x4 h100: 1 node of 4 ranks on H100 SXM 80GB, at most 79.2 GiB a rank"
     assert searched.startswith("searched  dp microbatches ")
@@ -82,22 +82,22 @@ def loss(logits, batch):
 def test_it_tells_that_values_of_the_batch_are_asked_for(
     command: str, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
-    searching = ["--fix", f"{HELD} microbatches=1", "--workers", "1", "--top", "1"] if command == "plan" else []
+    message = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
+    searching = ["--fix", f"{FIXED} microbatches=1", "--workers", "1", "--top", "1"] if command == "plan" else []
     own = ["--plan", "dp=4"] if command == "simulate" else []
     assert main([command, str(job), "--on", "1x4 h100", *searching, *own]) == 0
-    assert told not in capsys.readouterr().out
+    assert message not in capsys.readouterr().out
     Path(f"looking_{command}.py").write_text(LOOKING)
     assert main([command, str(job), "--on", "1x4 h100", "--loss", f"looking_{command}.py:loss", *searching, *own]) == 0
-    assert told in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_the_job_is_written_before_whoever_reads_the_table_stops(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*_args: object, **_options: object) -> None:
+    def closed(*_args: object, **_options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("meshwise.cli.plan_command._print_result", told)
-    words = [str(job), "--on", "1x4 h100", "--fix", HELD, "--workers", "1", "--top", "1", "--write"]
+    monkeypatch.setattr("meshwise.cli.plan_command._print_result", closed)
+    words = [str(job), "--on", "1x4 h100", "--fix", FIXED, "--workers", "1", "--top", "1", "--write"]
     with pytest.raises(BrokenPipeError):
         plan_main(words)
     assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
@@ -111,33 +111,33 @@ def test_a_job_that_may_not_be_written_is_refused_before_the_search(
 
     monkeypatch.setattr("meshwise.cli.plan_command.search", searched)
     monkeypatch.setattr(os, "access", lambda place, _mode: place != job)
-    assert main(["plan", str(job), "--on", "1x4 h100", "--fix", HELD, "--write"]) == 2
+    assert main(["plan", str(job), "--on", "1x4 h100", "--fix", FIXED, "--write"]) == 2
     assert f"cannot write {job}: no permission to write to it" in capsys.readouterr().err
     assert job.read_text() == JOB
 
 
 def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, held = job.with_name("plans.html"), f"{HELD} microbatches=1"
-    assert main(["plan", str(job), "--on", "1x2 h100", "--fix", held, "--json", f"--html={page}"]) == 0
+    page, fixed = job.with_name("plans.html"), f"{FIXED} microbatches=1"
+    assert main(["plan", str(job), "--on", "1x2 h100", "--fix", fixed, "--json", f"--html={page}"]) == 0
     out, err = capsys.readouterr()
-    said = json.loads(out)
+    printed = json.loads(out)
     assert err == f"wrote {page}\n"
     assert page.read_text().count('<section class="plan"') == 1
-    assert [one["plan"] for one in said["best"]] == ["dp=2"]
-    assert said["on"] == "1x2 h100"
-    assert said["fixed"] == {"tp": 1, "pp": 1, "zero": 0, "microbatches": 1}
-    assert said["considered"] == said["rehearsed"] == said["proven"] == 1
+    assert [one["plan"] for one in printed["best"]] == ["dp=2"]
+    assert printed["on"] == "1x2 h100"
+    assert printed["fixed"] == {"tp": 1, "pp": 1, "zero": 0, "microbatches": 1}
+    assert printed["considered"] == printed["rehearsed"] == printed["proven"] == 1
     assert job.read_text() == JOB
 
 
 def test_json_has_no_limit_where_the_cluster_tells_none(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = job.with_name("mine.toml")
     mine.write_text("ranks_per_node = 2\n[device.peak]\nfloat32 = 1e12\n")
-    for held in (f"{HELD} microbatches=1", "tp=2 tp_mode=1d dp=1 pp=1 zero=3 microbatches=1"):
-        main(["plan", str(job), "--on", str(mine), "--fix", held, "--json"])
-        said = capsys.readouterr().out
-        assert "Infinity" not in said
-        assert not said or json.loads(said)["limit"] is None
+    for fixed in (f"{FIXED} microbatches=1", "tp=2 tp_mode=1d dp=1 pp=1 zero=3 microbatches=1"):
+        main(["plan", str(job), "--on", str(mine), "--fix", fixed, "--json"])
+        printed = capsys.readouterr().out
+        assert "Infinity" not in printed
+        assert not printed or json.loads(printed)["limit"] is None
 
 
 def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
@@ -146,14 +146,14 @@ def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
         Candidate(Plan.parse("dp=2 tp=4"), SearchRung.REHEARSED, PlanBound(memory=2), refused="2 heads are fewer")
     )
     survey.note(Candidate(Plan.parse("dp=8"), SearchRung.TIMED, PlanBound(memory=2)))
-    told = "none of the 1 plans that were rehearsed works for this model: 2 heads are fewer\n.* may: --rehearsals 2"
-    assert re.fullmatch(told, _closest(survey))
+    message = "none of the 1 plans that were rehearsed works for this model: 2 heads are fewer\n.* may: --rehearsals 2"
+    assert re.fullmatch(message, _closest(survey))
 
 
 def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--fix", f"{HELD} microbatches=1 recompute=none offload=none", "--memory-limit", "1K", "--write"]
+    words = ["--fix", f"{FIXED} microbatches=1 recompute=none offload=none", "--memory-limit", "1K", "--write"]
     assert main(["plan", str(job), "--on", "1x2 h100", *words]) == 2
     error = capsys.readouterr().err
     assert "no plan fits 1.0 KiB a rank. The closest, 'dp=2', needs" in error
@@ -162,7 +162,7 @@ def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["--html=a.html"], 'say on which cluster: --on "64x8 h100"'),
         (["--on", "8 h1000"], "did you mean h100?"),
@@ -174,19 +174,19 @@ def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
     ],
 )
 def test_what_cannot_work_is_one_message(
-    job: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    job: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(job), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_ends_with_what_was_predicted_of_its_plan(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = loop._used_memory(torch.device("cpu"))
-    assert held > 2**20
-    monkeypatch.setattr(loop, "_used_memory", lambda _: held)
-    monkeypatch.setattr(loop, "_peak_memory", lambda _: held + 50 * 2**20)
+    used = loop._used_memory(torch.device("cpu"))
+    assert used > 2**20
+    monkeypatch.setattr(loop, "_used_memory", lambda _: used)
+    monkeypatch.setattr(loop, "_peak_memory", lambda _: used + 50 * 2**20)
     job.write_text(f'{JOB}\n[predicted]\nplan = "dp=2"\non = "2 here.toml"\nseconds = 0.5\nmemory = 1073741824\n')
 
     def rank(world: World) -> None:

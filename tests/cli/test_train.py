@@ -66,7 +66,7 @@ class Command:
         assert any(line.startswith(text) for line in self.process.stdout), f"it ended without {text!r}"
 
     def end(self) -> tuple[int, str, str]:
-        """Its status, and the rest of what it said on stdout and stderr."""
+        """Its status, and the rest of what it printed on stdout and stderr."""
         out, err = self.process.communicate(timeout=200)
         return self.process.returncode, out, err
 

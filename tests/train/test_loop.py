@@ -85,7 +85,7 @@ def test_a_job_s_tensor_rules_reach_the_model(job: Job) -> None:
 
 
 def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:
-    summary, said = run_job(job)
+    summary, printed = run_job(job)
 
     assert summary.folder is not None
     folder = Path(summary.folder)
@@ -95,9 +95,9 @@ def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:
     assert [event["lr"] for event in events(summary, "step")] == pytest.approx(
         [0.005, 0.01, 0.01, 0.02 / 3, 0.01 / 3, 0]
     )
-    assert "plan     dp=2" in said
-    assert "validation after step 6" in said
-    assert f"next: meshwise verify {shlex.quote(f'{folder}/job.toml')}" in said
+    assert "plan     dp=2" in printed
+    assert "validation after step 6" in printed
+    assert f"next: meshwise verify {shlex.quote(f'{folder}/job.toml')}" in printed
 
     model = GPT(GPTConfig(context=16, **SHAPE)).double()  # type: ignore[arg-type]
     missing = model.load_state_dict(parameters(summary), strict=False)
@@ -170,12 +170,12 @@ def of_numbers(folder: Path, job: Job, *, policy: str) -> Job:
 
 
 def test_a_skipped_step_is_said_loudly_and_does_not_move_the_learning_rate(job: Job, tmp_path: Path) -> None:
-    summary, said = run_job(of_numbers(tmp_path, job, policy="skip:1"))
+    summary, printed = run_job(of_numbers(tmp_path, job, policy="skip:1"))
 
     steps = events(summary, "step")
     assert [event["skipped"] for event in steps] == [False, False, True, False, False, False]
     assert steps[2]["lr"] == steps[3]["lr"] > steps[4]["lr"]
-    assert "NOT FINITE at step 3" in said
+    assert "NOT FINITE at step 3" in printed
     problem = events(summary, "nonfinite")[0]["problem"]
     assert "rank 1: " in problem, "number 20 is the fifth row of its batch, and ranks 0 and 1 have four each"
     assert "weight" in problem
@@ -186,13 +186,13 @@ def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Jo
     spoilt = of_numbers(tmp_path, job, policy="raise")
     planted = change(spoilt, "data", arguments={**spoilt.data.arguments, "value": 3e4})
     half = dataclasses.replace(planted, plan=Plan.parse("dp=2 precision=fp16"))
-    summary, said = run_job(change(half, "train", dtype=None, steps=12))
+    summary, printed = run_job(change(half, "train", dtype=None, steps=12))
 
     steps = events(summary, "step")
     skipped = [event["skipped"] for event in steps]
     assert skipped[2]
     assert sum(not one for one in skipped) >= 4
-    assert said.count("the gradient overflowed at a loss scale of") == sum(skipped)
+    assert printed.count("the gradient overflowed at a loss scale of") == sum(skipped)
     rates = rate(job.schedule, steps=12)
     updates = [sum(not one for one in skipped[:number]) for number in range(12)]
     assert [event["lr"] for event in steps] == [1e-2 * rates(number) for number in updates]
@@ -213,13 +213,13 @@ def test_a_folder_that_cannot_be_made_is_refused(job: Job) -> None:
 
 LARGE = """
 import subprocess, sys
-held = b"1" * (600 << 20)
-told = "import torch; from meshwise.train.loop import _peak_memory; print(_peak_memory(torch.device('cpu')))"
-subprocess.run([sys.executable, "-c", told], check=True)
+ballast = b"1" * (600 << 20)
+script = "import torch; from meshwise.train.loop import _peak_memory; print(_peak_memory(torch.device('cpu')))"
+subprocess.run([sys.executable, "-c", script], check=True)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_the_most_memory_of_a_rank_is_not_that_of_the_process_that_started_it() -> None:
-    said = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=200)
-    assert 100 << 20 < int(said.stdout) < 600 << 20
+    measured = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=200)
+    assert 100 << 20 < int(measured.stdout) < 600 << 20

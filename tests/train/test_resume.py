@@ -107,13 +107,13 @@ def test_killed_at_any_step_and_resumed_every_later_number_is_the_same(
 ) -> None:
     folder = killed_after(step, whole, into=tmp_path / "killed")
 
-    summary, said = run_job(change(job, "train", output=str(folder), resume="auto"))
+    summary, printed = run_job(change(job, "train", output=str(folder), resume="auto"))
 
     assert summary.folder == str(folder)
     assert steps(folder) == steps(whole)[step:], "bit for bit"
     assert [event["step"] for event in events(folder, "resume")] == [step]
     assert (folder / "parameters.safetensors").read_bytes() == (whole / "parameters.safetensors").read_bytes()
-    assert f"resume   after step {step} ({5 * step} samples), from {folder}/checkpoints/step-{step}" in said
+    assert f"resume   after step {step} ({5 * step} samples), from {folder}/checkpoints/step-{step}" in printed
 
 
 @pytest.mark.parametrize("plan, ranks", [("dp=1", 1), ("dp=3 zero=3", 3), ("dp=2 zero=2 microbatches=2", 2)])
@@ -176,22 +176,24 @@ def test_what_would_be_another_run_is_refused_with_the_keys(whole: Path, job: Jo
 def test_a_change_that_is_meant_is_taken_and_said(whole: Path, job: Job) -> None:
     step_4 = str(whole / "checkpoints" / "step-4")
     accepted = change(job, "train", resume=step_4, accept=("optimizer",), output=str(whole))
-    summary, said = run_job(change(accepted, "optimizer", lr=2e-2, weight_decay=0.3))
+    summary, printed = run_job(change(accepted, "optimizer", lr=2e-2, weight_decay=0.3))
 
     assert summary.folder == f"{whole}-2", "a checkpoint that is named begins a new run"
     folder = Path(str(summary.folder))
     lrs = [row[3] for row in steps(folder)]
     assert lrs == [2 * row[3] for row in steps(whole)[4:]]
-    assert "changed: optimizer.lr: 0.01 -> 0.02" in said
-    assert "changed: optimizer.weight_decay: (default) -> 0.3" in said
+    assert "changed: optimizer.lr: 0.01 -> 0.02" in printed
+    assert "changed: optimizer.weight_decay: (default) -> 0.3" in printed
     assert steps(folder)[-1][1] != steps(whole)[-1][1]
 
 
 def test_where_ranks_meet_and_state_rests_may_change(whole: Path, job: Job, tmp_path: Path) -> None:
     elsewhere = dataclasses.replace(job, comm="gloo", swap=SwapJob(folder=str(tmp_path), buffers=2))
-    summary, said = run_job(change(elsewhere, "train", resume=str(whole / "checkpoints" / "step-4"), output=str(whole)))
-    assert "comm: " not in said
-    assert "swap." not in said
+    summary, printed = run_job(
+        change(elsewhere, "train", resume=str(whole / "checkpoints" / "step-4"), output=str(whole))
+    )
+    assert "comm: " not in printed
+    assert "swap." not in printed
     assert steps(Path(str(summary.folder))) == steps(whole)[4:]
 
 
@@ -214,14 +216,14 @@ def test_a_run_that_is_over_is_over_and_more_steps_go_on_from_its_end(whole: Pat
     assert run_job(over)[0].loss == steps(whole)[-1][1]
     assert steps(folder) == []
 
-    _, said = run_job(change(over, "train", steps=STEPS - 1))
-    assert f"done: {STEPS} steps" in said, "not those that were asked for"
+    _, printed = run_job(change(over, "train", steps=STEPS - 1))
+    assert f"done: {STEPS} steps" in printed, "not those that were asked for"
     with safe_open(folder / "parameters.safetensors", "pt") as kept:
         assert kept.metadata()["steps"] == str(STEPS)
 
-    _, said = run_job(change(over, "train", steps=STEPS + 2))
+    _, printed = run_job(change(over, "train", steps=STEPS + 2))
     assert [row[0] for row in steps(folder)] == [STEPS + 1, STEPS + 2]
-    assert f"changed: train.steps: {STEPS} -> {STEPS + 2}, and the learning rate follows the new length" in said
+    assert f"changed: train.steps: {STEPS} -> {STEPS + 2}, and the learning rate follows the new length" in printed
 
 
 def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tmp_path: Path) -> None:
@@ -232,11 +234,11 @@ def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tm
     torn.write_bytes(data)
     (folder / "checkpoints" / "step-4" / "checkpoint.json").write_text("{}")
 
-    _, said = run_job(change(job, "train", output=str(folder), resume="auto"))
+    _, printed = run_job(change(job, "train", output=str(folder), resume="auto"))
 
     assert steps(folder) == steps(whole)[3:]
-    assert f"DAMAGED, skipped: {torn}" in said
-    assert "step-4/checkpoint.json" in said
+    assert f"DAMAGED, skipped: {torn}" in printed
+    assert "step-4/checkpoint.json" in printed
 
     for path in (folder / "checkpoints").glob("*/checkpoint.json"):
         path.write_text("")
@@ -245,10 +247,10 @@ def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tm
 
 
 def test_without_a_checkpoint_auto_begins_and_a_folder_is_refused(job: Job, tmp_path: Path) -> None:
-    _, said = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
-    assert "resume" not in said
-    _, said = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
-    assert "no checkpoint yet: from the start" in said
+    _, printed = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
+    assert "resume" not in printed
+    _, printed = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
+    assert "no checkpoint yet: from the start" in printed
     with pytest.raises(JobError, match=r"no checkpoint there; name the folder of a run"):
         run_job(change(job, "train", resume=job.train.output))
     with pytest.raises(JobError, match=r"is no run"):

@@ -4,7 +4,7 @@ mend it.
 
 import ipaddress
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,7 +119,7 @@ def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float)
     """Return what is wrong between the ranks that answered the roll call, where the launcher announced `size` ranks."""
     found = []
     ranks = [entry.rank for entry in entries]
-    sizes = _ranks_by(entries, lambda entry: str(entry.size))
+    sizes = _ranks_by([str(entry.size) for entry in entries], ranks)
     missing = sorted(set(range(size)) - set(ranks))
     if len(sizes) > 1:
         found.append(
@@ -143,7 +143,7 @@ def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float)
             )
         )
     for fact, remedy in _COMPARED.items():
-        values = _ranks_by(entries, lambda entry, fact=fact: entry.facts[fact])
+        values = _ranks_by([entry.facts[fact] for entry in entries], ranks)
         if len(values) > 1:
             found.append(problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy))
     hidden = [entry.rank for entry in entries if entry.facts["loopback"] == "yes"]
@@ -157,12 +157,12 @@ def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float)
     return found
 
 
-def _ranks_by(entries: Sequence[RollCallEntry], value: Callable[[RollCallEntry], str]) -> dict[str, list[int]]:
-    """Return the ranks that have each value."""
-    ranks: dict[str, list[int]] = {}
-    for entry in entries:
-        ranks.setdefault(value(entry), []).append(entry.rank)
-    return ranks
+def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Return the ranks that have each value, given the value of each rank."""
+    found: dict[str, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:

@@ -41,8 +41,13 @@ def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = ()
     for number, title in enumerate(rows[0]):
         is_wrapped = title in wrapped
         width = None if is_wrapped else max(cell_len(row[number]) for row in rows)
-        justify = "left" if number == 0 or is_wrapped else "right"
-        table.add_column(title, justify=justify, no_wrap=not is_wrapped, min_width=width, overflow="fold")
+        table.add_column(
+            title,
+            justify="left" if number == 0 or is_wrapped else "right",
+            no_wrap=not is_wrapped,
+            min_width=width,
+            overflow="fold",
+        )
     for row in rows[1:]:
         style = "red" if failed and any(cell.endswith(failed) for cell in row) else None
         table.add_row(*map(Text, row), style=style)

@@ -40,9 +40,9 @@ def test_keys_are_set_and_comments_stay(tmp_path: Path) -> None:
         "[train]\nbatch = 8\n\n[predicted]\nseconds = 0.5\nmemory = 12\n"
     )
     change_file(path, changes={("model", "cut_at"): None, ("predicted", "seconds"): 0.25})
-    said = tomllib.loads(path.read_text())
-    assert said["model"] == {"name": "gpt"}
-    assert said["predicted"] == {"seconds": 0.25, "memory": 12}
+    job = tomllib.loads(path.read_text())
+    assert job["model"] == {"name": "gpt"}
+    assert job["predicted"] == {"seconds": 0.25, "memory": 12}
     assert list(tmp_path.iterdir()) == [path]
 
 

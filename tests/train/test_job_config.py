@@ -1,4 +1,4 @@
-"""A job from TOML and flags: what comes back, and what a mistake is told."""
+"""A job from TOML and flags: what comes back, and the message for a mistake."""
 
 from __future__ import annotations
 
@@ -208,14 +208,14 @@ def test_a_field_that_may_be_none_defaults_to_none(section: Any) -> None:
 def test_every_field_says_what_it_is_for(section: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         job_of("--help")
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     prefix = next((name for name, hint in typing.get_type_hints(Job).items() if hint is section), None)
 
     for item in dataclasses.fields(section):
         if prefix is None and item.name not in ("plan", "loss", "ranks"):
             continue
         flag = "--" + ".".join(filter(None, [prefix, item.name])).replace("_", "-")
-        after = re.split(rf"{re.escape(flag)}[ ,]", told, maxsplit=1)[1].split("(default:", 1)[0]
+        after = re.split(rf"{re.escape(flag)}[ ,]", printed, maxsplit=1)[1].split("(default:", 1)[0]
         assert len(after.split()) > 3, flag
 
 

@@ -1,4 +1,4 @@
-"""From the names in a job to what they name, and what a wrong name is told."""
+"""From the names in a job to what they name, and the message for a wrong name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwise.train.named_objects import locate, loss_function, mean_squared_err
 
 OWN = """
 from torch import nn
-from beside import WIDTH
+from neighbour import WIDTH
 
 def build(width=WIDTH, *, bias=True):
     return nn.Linear(width, 1, bias=bias)
@@ -32,10 +32,10 @@ number = 3
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "own_model.py").write_text(OWN)
-    (tmp_path / "beside.py").write_text("WIDTH = 5\n")
+    (tmp_path / "neighbour.py").write_text("WIDTH = 5\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path / "own_model.py"
-    for name in ("own_model", "beside"):
+    for name in ("own_model", "neighbour"):
         sys.modules.pop(name, None)
 
 
