@@ -119,7 +119,7 @@ def measure(folder: Path, *, size: int, rounds: int) -> Disk:
 def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
     """Yield a contestant that uses the tier's own path: a fixed number of staging buffers."""
     source, target = (file.place(file.allocate(size, dtype=torch.uint8)) for _ in range(2))
-    staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), on=torch.device("cpu"))
+    staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), device=torch.device("cpu"))
 
     ways = {
         "read": lambda offset, part: file.read(source + offset, into=part),

@@ -25,7 +25,7 @@ from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.swap_file import SwapFile, traffic
+from meshwise.memory.swap_file import SwapFile
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from peer_table import machine, write_between_markers
 
@@ -133,7 +133,7 @@ def _disk(world: World, found: Found, folder: Path, rounds: int) -> None:
             trainer.step(batch)
             moved = [piece for piece in trainer.tiers.moved if piece.started >= began]
             seconds = max(piece.ended for piece in moved) - min(piece.started for piece in moved)
-            total = sum(size for kind, size, _ in traffic(moved) if kind == "both")
+            total = sum(piece.bytes for piece in moved if piece.kind in ("read", "write"))
             found.disk[OURS].append(total / seconds)
             for who, move in contestants.items():
                 began = time.perf_counter()

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from meshwise.comm.launch.fork_server import starting
-from meshwise.memory.malloc_settings import kept, lay_apart, settle
+from meshwise.memory.malloc_settings import APART, KEPT, keep_freed_memory, set_malloc
 
 SIZE = 64 << 20
 
@@ -19,7 +19,7 @@ def pages_of_one_more(environment: dict[str, str], keep: bool, answers: "multipr
     """Take memory twice, freed in between, in a process with such settings: the pages that the second time costs."""
     forget_settings()
     os.environ.update(environment)
-    settle(keep=keep)
+    set_malloc(KEPT if keep else ())
     answers.put(pages_of_the_second_time())
 
 
@@ -45,7 +45,7 @@ def pages_of_the_second_time() -> int:
 def pages_inside_and_after(answers: "multiprocessing.SimpleQueue[int]") -> None:
     """The same while what is freed is kept, and after that."""
     forget_settings()
-    with kept():
+    with keep_freed_memory():
         inside = pages_of_the_second_time()
     answers.put(inside)
     answers.put(pages_of_the_second_time())
@@ -74,9 +74,9 @@ def bytes_apart(asked: bool, answers: "multiprocessing.SimpleQueue[int]") -> Non
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
     library.mallinfo2.restype = Mallinfo
-    settle(keep=True)  # from here on blocks of any size lie in the heap
+    set_malloc(KEPT)  # from here on blocks of any size lie in the heap
     if asked:
-        lay_apart()
+        set_malloc(APART)
     before = library.mallinfo2().hblkhd
     library.malloc(ctypes.c_size_t(SIZE // 8))
     answers.put(library.mallinfo2().hblkhd - before)

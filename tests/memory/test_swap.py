@@ -1,8 +1,8 @@
 """Tensors that rest in a file: what is written is read, by whichever way, and what goes wrong is told."""
 
-import errno
 import fcntl
 import gc
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwise.comm.launch.fork_server import starting
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import BLOCK, PIECE, MovedChunk, SwapFile, SwapTransfer, TierError, aligned, traffic
+from meshwise.memory.swap_file import BLOCK, PIECE, SwapFile, SwapTransfer, TierError, aligned, whole_blocks
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Iterator[SwapFile]:
 
 def block(values: Tensor) -> Tensor:
     """Memory of whole blocks that begins with `values`."""
-    memory = aligned(-(-values.nbytes // BLOCK) * BLOCK)
+    memory = aligned(whole_blocks(values.nbytes))
     memory[: values.nbytes].view(values.dtype).copy_(values)
     return memory
 
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_by_either_way(file: SwapFile, numel: int, dtype
 
 
 def test_a_system_that_has_less_has_files_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("O_TMPFILE", "O_DIRECT", "posix_fallocate"):  # as macOS
+    for name in ("O_DIRECT", "posix_fallocate"):  # as macOS
         monkeypatch.delattr(os, name)
     file = SwapFile(tmp_path)
     rest, values = file.allocate(1000, dtype=torch.float32), torch.arange(1000.0)
@@ -138,42 +138,13 @@ def test_a_full_disk_is_told_before_anything_is_written(file: SwapFile) -> None:
     assert file.allocate(3, dtype=torch.float32).tolist() == [0, 0, 0]
 
 
-def test_a_process_whose_files_may_not_grow_far_maps_what_it_needs(
-    file: SwapFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is reserved fits; the larger region that is mapped ahead does not."""
-    real, most = os.ftruncate, 64 * BLOCK
-
-    def limited(descriptor: int, length: int) -> None:
-        if length > most:
-            raise OSError(errno.EFBIG, "File too large")
-        real(descriptor, length)
-
-    monkeypatch.setattr(os, "ftruncate", limited)
-    first = file.allocate(1, dtype=torch.float32)
-    file._room = file._room[:0]
-    second = file.allocate(BLOCK, dtype=torch.float32)
-    second.fill_(2)
-    assert (first.tolist(), file.place(second) - file.place(first)) == ([0], BLOCK)
-
-
-def test_a_file_that_was_cut_is_told(file: SwapFile) -> None:
-    rest = file.allocate(4096, dtype=torch.float32)
-    place, memory = file.place(rest), aligned(4 * 4096)
-    os.ftruncate(file._file, place)
-    with pytest.raises(TierError, match=r"ends at byte \d+, before 16384 bytes that were written"):
-        file.read(place, into=memory).wait()
-
-
 def test_a_disk_that_fails_is_told(file: SwapFile) -> None:
     rest = file.allocate(10, dtype=torch.float32)
     place = file.place(rest)
-    descriptor = file._file
-    file._file = os.open(file.folder, os.O_RDONLY)
-    with pytest.raises(TierError, match="cannot write a tensor of the swap file in"):
+    writable = file._file
+    with io.FileIO(__file__) as file._file, pytest.raises(TierError, match="cannot write a tensor of the swap file in"):
         file.write(place, values=block(torch.ones(10))).wait()
-    os.close(file._file)
-    file._file = descriptor
+    file._file = writable
 
 
 def test_nothing_is_left_open_when_it_is_closed(tmp_path: Path) -> None:
@@ -221,7 +192,7 @@ def test_a_transfer_tells_its_end_once_whatever_comes_of_it(file: SwapFile) -> N
 
 
 def test_staging_buffers_are_no_more_than_their_number() -> None:
-    staging = StagingBuffers(count=2, size=BLOCK + 1, on=torch.device("cpu"))
+    staging = StagingBuffers(count=2, size=BLOCK + 1, device=torch.device("cpu"))
     first, second = staging.take(), staging.take()
     assert staging.bytes == 2 * staging.size == 4 * BLOCK
     assert staging.take(wait=False) is None
@@ -232,8 +203,3 @@ def test_staging_buffers_are_no_more_than_their_number() -> None:
     assert second.data_ptr() % BLOCK == 0
     with pytest.raises(ValueError, match="1 staging buffers of 10 bytes; give at least 2, of at least 4096 bytes"):
         SwapConfig(buffers=1, buffer=10)
-
-
-def test_traffic_counts_the_time_in_which_something_moved() -> None:
-    moved = [MovedChunk("read", 10, 0.0, 1.0), MovedChunk("read", 10, 0.5, 2.0), MovedChunk("write", 5, 1.5, 3.0)]
-    assert list(traffic(moved)) == [("read", 20, 2.0), ("write", 5, 1.5), ("both", 25, 3.0)]

@@ -31,11 +31,11 @@ from meshwise.engine.staged_engine import StagedEngine
 from meshwise.engine.staged_runner import StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.activation_offload import activations
+from meshwise.memory.activation_offload import activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.memory_error import shortage_told
-from meshwise.memory.parked_storage import ActivationTransfers
+from meshwise.memory.memory_error import memory_errors_explained
 from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.storage_movers import ActivationTransfers
 from meshwise.memory.tiers import Tiers
 from meshwise.model.blocks import Patterns
 from meshwise.model.deferred_init import ParameterSource, build_with_values
@@ -139,14 +139,14 @@ def parallelize(
     check_trains(source.module)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
-    tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)
+    tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
     policy = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
     forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
     task = MicrobatchTask(policy.saved(forward), loss)
     setting = ParallelSetting(
         plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), policy
     )
-    with shortage_told(plan):
+    with memory_errors_explained(plan):
         engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")

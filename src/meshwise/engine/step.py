@@ -35,7 +35,7 @@ from meshwise.engine.step_result import (
     mismatch_text,
 )
 from meshwise.memory.activation_policy import ActivationPolicy
-from meshwise.memory.malloc_settings import shaping
+from meshwise.memory.malloc_settings import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.loss_scale import LossScale, likely_count
 
@@ -89,7 +89,7 @@ class TrainingSteps:
         self._estimate_count(batch, local=local)
         self._before.keep()
         scale, self.applied = self._scale, False
-        with shaping(self._world) if self._takes_shape else contextlib.nullcontext():
+        with first_step_of(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
                 totals, problem = self._attempt(batch, parts, local=local)
             finally:

@@ -23,7 +23,7 @@ from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepResult, UpdateRecipe, check_count
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.memory_error import shortage_noted
+from meshwise.memory.memory_error import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.forward import eval_mode
 from meshwise.model.parameter_table import ParameterTable
@@ -134,7 +134,6 @@ class Trainer:
         shards = self._stepping.sharder.shards(size)
         return shards.shares[shards.index]
 
-    @shortage_noted
     def step(
         self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
     ) -> StepResult:
@@ -153,9 +152,9 @@ class Trainer:
         before. If all ranks have caught the error they may continue. Not so after an exception of the optimizer itself,
         and with nonfinite='end', which may have updated some units.
         """
-        return self._stepping.step(batch, local=local, total=total, only=only)
+        with memory_errors_explained(self.plan, memory=self.memory):
+            return self._stepping.step(batch, local=local, total=total, only=only)
 
-    @shortage_noted
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """Return the loss over `batches` without training, the model in eval mode. Every rank passes as many
         batches.
@@ -165,7 +164,8 @@ class Trainer:
             for number, batch in enumerate(batches):
                 self._runner.begin(-1 - number)  # what the model draws is the same under every plan, as in steps
                 parts = self._stepping.sharder.cut(batch, local=local, total=None, parts=self._runner.evaluated_in)
-                loss, count = self._runner.evaluate(parts)
+                with memory_errors_explained(self.plan, memory=self.memory):
+                    loss, count = self._runner.evaluate(parts)
                 total += loss
                 tokens += count
         sums = torch.stack([total, tokens])

@@ -6,7 +6,7 @@ continues, and return before the backward needs it:
     forward    save a │ save b │ save c │ …        backward    … │ needs c │ needs b │ needs a
     out           └a out──┘└b out──┘                back          b back ──┘└ a back ──┘
 
-    cpu     from a GPU to pinned memory of the host and back, on a stream of their own (torch's `save_on_cpu` copies on
+    cpu     from a GPU to pinned memory of the host and back, on a separate stream (torch's `save_on_cpu` copies on
             the stream that computes, which waits for every copy). A rank that computes on the CPU has them there.
     disk    through a few aligned buffers into the file of the tier, by its threads; pinned ones when there is a GPU
 
@@ -25,38 +25,35 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover, alive
 from meshwise.memory.rehearsed_movers import RehearsedMover
 from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.storage_movers import DiskMover, HostMover
+from meshwise.memory.storage_movers import (
+    ActivationTransfers,
+    DiskMover,
+    HostMover,
+    ParkedStorage,
+    StorageMover,
+    alive,
+)
 from meshwise.memory.swap_file import SwapFile
 
-_VIEWS = 8
-"""A storage that is more than so many times as large as what is saved of it stays where it is."""
+_LARGEST_RATIO = 8
+"""A storage that is more than this many times larger than the saved view of it is not moved."""
 
 
 class ActivationTier:
     """The tier of one rank's activations."""
 
-    def __init__(self, tier: str, *, mover: StorageMover, how: ActivationTransfers) -> None:
+    def __init__(self, tier: str, *, mover: StorageMover, transfers: ActivationTransfers) -> None:
         self.tier = tier
         self.mover = mover
-        self._how = how
-
-    def close(self) -> None:
-        """Give the memory and the file back."""
-        self.mover.close()
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were away at one time."""
-        return self.mover.peak
+        self._transfers = transfers
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Inside runs a forward of the model, whose own tensors stay."""
-        line = _Line(self.mover, model, self._how)
-        with saved_tensors_hooks(line.pack, line.unpack):
+        """Move what a forward of `model` saves inside the block; parameters and buffers stay."""
+        saved = _SavedTensors(self.mover, model, self._transfers)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
 
 
@@ -71,23 +68,23 @@ class _View:
     offset: int
 
 
-class _Line:
+class _SavedTensors:
     """Tensors that one forward has saved, in order."""
 
-    def __init__(self, mover: StorageMover, model: nn.Module, how: ActivationTransfers) -> None:
-        self._mover, self._model, self._how = mover, model, how
+    def __init__(self, mover: StorageMover, model: nn.Module, transfers: ActivationTransfers) -> None:
+        self._mover, self._model, self._transfers = mover, model, transfers
         self._own = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[ParkedStorage]]] = {}
         self._last: weakref.ref[ParkedStorage] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Autograd saves a tensor."""
+        """Return what autograd keeps in place of a tensor that it saves."""
         if not self._moves(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
-        held, known = self._known.get(key, (None, None))
-        parked = known() if held is not None and known is not None and held() is not None else None
+        known, known_parked = self._known.get(key, (None, None))
+        parked = known_parked() if known is not None and known_parked is not None and known() is not None else None
         if parked is None:
             values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             parked = self._mover.park(values, before=alive(self._last))
@@ -96,10 +93,10 @@ class _Line:
         return _View(parked, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
-        """Autograd wants it back."""
+        """Return the tensor that autograd saved."""
         if isinstance(saved, Tensor):
             return saved
-        values = saved.parked.fetch(ahead=self._how.ahead)
+        values = saved.parked.fetch(ahead=self._transfers.ahead)
         whole = values[: values.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return whole.as_strided(saved.shape, saved.stride, whole.storage_offset() + saved.offset)
 
@@ -110,10 +107,12 @@ class _Line:
             return False
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        return self._how.least <= size <= _VIEWS * tensor.nbytes and not self._is_the_models(storage._cdata)
+        return self._transfers.least <= size <= _LARGEST_RATIO * tensor.nbytes and not self._is_the_models(
+            storage._cdata
+        )
 
     def _is_the_models(self, storage: int) -> bool:
-        """Return whether it holds parameters (which are somewhere else before they are gathered) or buffers."""
+        """Return whether a storage holds parameters or buffers. Gathered parameters are in another one each time."""
         if storage in self._own:
             return True
         found = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
@@ -121,10 +120,10 @@ class _Line:
         return storage in found
 
 
-def activations(
-    tier: str, *, device: torch.device, swap: SwapConfig, how: ActivationTransfers
+def activation_tier(
+    tier: str, *, device: torch.device, swap: SwapConfig, transfers: ActivationTransfers
 ) -> ActivationTier | None:
-    """Return the tier of a plan's activations, or None where they stay; CPU activations are on the CPU already.
+    """Return the tier of a plan's activations, or None where they stay: a CPU's are on the CPU already.
 
     Raises TierError for a disk that cannot be written to.
     """
@@ -132,9 +131,9 @@ def activations(
         return None
     mover: StorageMover
     if device.type == "meta":
-        mover = RehearsedMover(how)
+        mover = RehearsedMover(transfers)
     elif tier == "cpu":
         mover = HostMover(device)
     else:
-        mover = DiskMover(SwapFile(swap.folder), device=device, how=how)
-    return ActivationTier(tier, mover=mover, how=how)
+        mover = DiskMover(SwapFile(swap.folder), device=device, transfers=transfers)
+    return ActivationTier(tier, mover=mover, transfers=transfers)

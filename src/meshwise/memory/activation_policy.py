@@ -153,7 +153,8 @@ class ActivationPolicy:
 
     def memory(self) -> dict[str, int]:
         """Return the most bytes of activations that were in another tier at one time."""
-        return {} if self.activations is None else {f"{self.activations.tier}/activations": self.activations.peak}
+        tier = self.activations
+        return {} if tier is None else {f"{tier.tier}/activations": tier.mover.peak}
 
     def finish(self) -> None:
         """Finish a step; every rank calls it."""
@@ -163,5 +164,5 @@ class ActivationPolicy:
         """Leave the model as it was."""
         self.blocks.close()
         if self.activations is not None:
-            self.activations.close()
+            self.activations.mover.close()
         self.undo.close()

@@ -31,8 +31,8 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.memory.swap_file import SwapTransfer, TierError
-from meshwise.memory.tiers import Tiers, blocks
+from meshwise.memory.swap_file import SwapTransfer, TierError, whole_blocks
+from meshwise.memory.tiers import Tiers
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class StoredChunk:
     @property
     def bytes(self) -> int:
         """Bytes of the blocks on disk."""
-        return sum(blocks(rest.nbytes) for rest in self.rests.values())
+        return sum(whole_blocks(rest.nbytes) for rest in self.rests.values())
 
     @property
     def spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
@@ -103,7 +103,7 @@ class ChunkVisit:
             there = {"master", "gradient", *one.state(self._optimizer)}
             for name, rest in one.rests.items():
                 assert self._buffer is not None
-                memory[name] = self._buffer[start : start + blocks(rest.nbytes)]
+                memory[name] = self._buffer[start : start + whole_blocks(rest.nbytes)]
                 start += memory[name].numel()
                 if name in there:
                     self._reads.append(self._tiers.read(rest, into=memory[name]))
@@ -263,7 +263,7 @@ class ChunkedUpdate:
 
     def _beside(self, coming: "_Coming") -> None:
         try:
-            with self._tiers.beside():
+            with self._tiers.on_copy_stream():
                 self._go_through(coming, lambda _: None)
         except BaseException:
             self._broken = True

@@ -15,61 +15,53 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from meshwise.comm.api.world import World
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD, … of malloc.h
+MallocOptions: TypeAlias = Sequence[tuple[int, int]]
+"""Parameters of `mallopt` by their number in malloc.h, and their values."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _MOST = 2**31 - 1
-# What glibc comes to by itself, at most, where large tensors are freed; and what it begins with.
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
-# What is freed is kept.
-_KEPT = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
-# Whatever is large lies by itself.
-_APART = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
-_SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
+"""Values that glibc itself reaches where large tensors are freed."""
+KEPT = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
+"""Freed memory is kept."""
+APART = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
+"""Every large block has its own mapping, which goes back to the system when it is freed."""
+_ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 
 
-def settle(*, keep: bool) -> None:
-    """Give what is free back to the system, once; with `keep`, keep what is freed later.
+def set_malloc(options: MallocOptions = ()) -> None:
+    """Return free memory to the system once, and set `options` unless the environment configures glibc's allocator.
 
-    What the environment says about the C library's allocator is left as it is. Other libraries do it by themselves.
+    Other C libraries are left alone.
     """
-    _settle(_KEPT if keep else ())
-
-
-@contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Keep freed memory within the block, as a running training does, so that timings match; then return it to the
-    system.
-    """
-    settle(keep=True)
-    try:
-        yield
-    finally:
-        _settle(_ORDINARY)
-
-
-def _settle(options: Sequence[tuple[int, int]]) -> None:
     library = ctypes.CDLL(None)
     trim = getattr(library, "malloc_trim", None)
     if trim is None:
         return
     trim(0)
-    if not any(name.startswith(_SETTINGS) for name in os.environ):
+    if not any(name.startswith(_ENVIRONMENT) for name in os.environ):
         for option, value in options:
             library.mallopt(option, value)
 
 
-def lay_apart() -> None:
-    """From now on, until `settle`, give every large block memory of its own, which goes back when it is freed."""
-    _settle(_APART)
+@contextlib.contextmanager
+def keep_freed_memory() -> Iterator[None]:
+    """Keep freed memory within the block, as a running training does, so that timings are comparable."""
+    set_malloc(KEPT)
+    try:
+        yield
+    finally:
+        set_malloc(_ORDINARY)
 
 
 @contextlib.contextmanager
-def shaping(world: World) -> Iterator[None]:
+def first_step_of(world: World) -> Iterator[None]:
     """Give large tensors their own mappings within the block, the first step of a rank; then call `settle_rank`."""
-    if _keeps(world):
-        lay_apart()
+    set_malloc(APART if _keeps(world) else ())
     try:
         yield
     finally:
@@ -77,8 +69,8 @@ def shaping(world: World) -> Iterator[None]:
 
 
 def settle_rank(world: World) -> None:
-    """`settle` for a rank: one of several on CPUs is there for its training alone, and keeps what it frees."""
-    settle(keep=_keeps(world))
+    """Keep freed memory from now on if this rank is one of several on CPUs: its process only trains."""
+    set_malloc(KEPT if _keeps(world) else ())
 
 
 def _keeps(world: World) -> bool:

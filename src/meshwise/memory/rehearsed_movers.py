@@ -1,94 +1,62 @@
-"""Movers of a rehearsal: tensors without values move to a file that holds none, or to no place."""
+"""Stand-ins for the swap file and the storage movers in a rehearsal, whose tensors have no values."""
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover
-from meshwise.memory.swap_file import BLOCK, MovedChunk, SwapTransfer
-
-
-class _Slow(Future[None]):
-    """A write that ends when it is waited for, and not before."""
-
-    def result(self, timeout: float | None = None) -> None:  # noqa: ARG002
-        """End it."""
-        with suppress(InvalidStateError):  # it has ended
-            self.set_result(None)
+from meshwise.memory.storage_movers import ActivationTransfers, ParkedStorage, StorageMover
+from meshwise.memory.swap_file import MovedChunk, SwapTransfer, whole_blocks
 
 
 class RehearsedFile:
-    """Takes what a `SwapFile` takes, as tensors on the meta device, and moves nothing.
-
-    The disk counts as slow: written data stays in its buffer until the buffer is needed. So as many buffers are made as
-    a step may ever need.
-    """
-
-    direct = True
+    """Stand-in for a `SwapFile`: its tensors are on the meta device, and nothing moves."""
 
     def __init__(self) -> None:
-        self.size = 0
         self.moved: deque[MovedChunk] = deque(maxlen=0)
         self.tensors: list[Tensor] = []
-        self._writes: deque[_Slow] = deque()
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return a tensor in one dim."""
         self.tensors.append(torch.empty(numel, dtype=dtype, device="meta"))
-        self.size += numel * dtype.itemsize
         return self.tensors[-1]
 
     def locate(self, tensor: Tensor) -> int | None:
-        """0 for a tensor that was allocated here, or a view of one; None for others."""
+        """Return 0 for a tensor that was allocated here, or a view of one; None for others."""
         storage = tensor.untyped_storage()._cdata
         return 0 if any(own.untyped_storage()._cdata == storage for own in self.tensors) else None
 
     def place(self, tensor: Tensor) -> int:
-        """Return the same for one that was."""
-        offset = self.locate(tensor)
-        assert offset is not None
-        return offset
+        """Return 0 for a tensor that was allocated here."""
+        assert self.locate(tensor) is not None
+        return 0
 
     def read(self, _offset: int, *, into: Tensor) -> SwapTransfer:  # noqa: ARG002
-        """There is nothing to read."""
+        """Return a transfer that has ended."""
         return SwapTransfer([])
 
     def write(self, _offset: int, *, values: Tensor) -> SwapTransfer:  # noqa: ARG002
-        """There is nothing to write, but it takes its time."""
-        self._writes.append(_Slow())
-        return SwapTransfer([self._writes[-1]])
-
-    def hurry(self) -> bool:
-        """End the write that was begun first; False when none is under way."""
-        while self._writes:
-            write = self._writes.popleft()
-            if not write.done():
-                write.result()
-                return True
-        return False
+        """Return a transfer that has ended."""
+        return SwapTransfer([])
 
     def later(self, call: Callable[[], object]) -> None:
         """Call `call` at once."""
         call()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no file."""
 
 
 class RehearsedMover(StorageMover):
-    """Counts what would be away. The disk is taken to be slow: what is on its way fills the buffers that there are."""
+    """Counts the bytes that would be away. The disk is taken to be slow, so writes fill all buffers that may be."""
 
-    def __init__(self, how: ActivationTransfers) -> None:
+    def __init__(self, transfers: ActivationTransfers) -> None:
         self.device = torch.device("meta")
-        self.told: Callable[[Tensor], None] = lambda _: None
-        """Is shown each buffer when it is made."""
-        self._most = how.staged
+        self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
+        """Receives each buffer when it is made."""
+        self._most = transfers.staged
         self._buffers: list[Tensor] = []
-        self._used = 0
 
     @property
     def staged(self) -> int:
@@ -97,31 +65,30 @@ class RehearsedMover(StorageMover):
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Count a storage, in whole blocks."""
-        size = -(-values.numel() // BLOCK) * BLOCK
-        self._used += size
-        self.peak = max(self.peak, self._used)
+        size = whole_blocks(values.numel())
+        self._count(size)
         if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):
             self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-            self.told(self._buffers[-1])
-        return _Nowhere(self, size, before)
+            self.on_new_buffer(self._buffers[-1])
+        return _CountedStorage(self, size, before)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no memory and no file."""
 
-    def leave(self, size: int) -> None:
+    def free(self, size: int) -> None:
         """Count a storage as back on the device, or not needed."""
-        self._used -= size
+        self._count(-size)
 
 
-class _Nowhere(ParkedStorage):
-    def __init__(self, tier: RehearsedMover, size: int, before: ParkedStorage | None) -> None:
+class _CountedStorage(ParkedStorage):
+    def __init__(self, mover: RehearsedMover, size: int, before: ParkedStorage | None) -> None:
         super().__init__(size, before=before)
-        self._tier = tier
+        self._mover = mover
         self._back: Tensor | None = None
 
     def start(self) -> None:
         if self._back is None:
-            self._back = torch.empty(self.size, dtype=torch.uint8, device=self._tier.device)
+            self._back = torch.empty(self.size, dtype=torch.uint8, device=self._mover.device)
 
     def get(self) -> Tensor:
         self.start()
@@ -129,4 +96,4 @@ class _Nowhere(ParkedStorage):
         return self._back
 
     def __del__(self) -> None:
-        self._tier.leave(self.size)
+        self._mover.free(self.size)

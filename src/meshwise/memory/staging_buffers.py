@@ -1,7 +1,7 @@
 """A fixed number of buffers through which everything passes that is read from disk or written there.
 
 Read-ahead without a bound would hold the whole model in memory, which is what the disk was to spare. Here nothing is
-read before a buffer is free for it, and a buffer is free again when what it held is written.
+read before a buffer is free for it, and a buffer is free again when its content is written.
 """
 
 import threading
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwise.memory.swap_file import BLOCK, aligned
+from meshwise.memory.swap_file import BLOCK, aligned, whole_blocks
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,20 @@ class StagingBuffers:
         *,
         count: int,
         size: int,
-        on: torch.device,
-        told: Callable[[Tensor], None] | None = None,
-        hurry: Callable[[], bool] = lambda: False,
+        device: torch.device,
+        on_new_buffer: Callable[[Tensor], None] = lambda _: None,
+        is_disk_slow: bool = False,
     ) -> None:
-        """`on`: the device that computes; for a GPU they are pinned. `told` is shown each when it is made.
+        """`device`: the device that computes; for a GPU the buffers are pinned. `on_new_buffer` receives each new one.
 
-        `hurry` is called where none is free: True where it has ended a write itself, which nothing else would.
+        `is_disk_slow`: make all buffers before one is used again, as if no write had ended in time. A rehearsal counts
+        them that way.
         """
-        self.size = -(-size // BLOCK) * BLOCK
-        self._device = on
+        self.size = whole_blocks(size)
+        self._device = device
         self._left = count
-        self._told = told
-        self._hurry = hurry
+        self._on_new_buffer = on_new_buffer
+        self._is_disk_slow = is_disk_slow
         self._free: list[Tensor] = []
         self._returned = threading.Condition()
         self.bytes = 0
@@ -63,18 +64,16 @@ class StagingBuffers:
     def take(self, *, wait: bool = True) -> Tensor | None:
         """Return a buffer; None when none is free and `wait` is False."""
         with self._returned:
+            if self._left and (self._is_disk_slow or not self._free):
+                self._left -= 1
+                self.bytes += self.size
+                buffer = aligned(self.size, device=self._device)
+                self._on_new_buffer(buffer)
+                return buffer
             while not self._free:
-                if self._left:
-                    self._left -= 1
-                    self.bytes += self.size
-                    buffer = aligned(self.size, on=self._device)
-                    if self._told is not None:
-                        self._told(buffer)
-                    return buffer
                 if not wait:
                     return None
-                if not self._hurry():
-                    self._returned.wait()
+                self._returned.wait()
             return self._free.pop()
 
     def give(self, buffer: Tensor) -> None:

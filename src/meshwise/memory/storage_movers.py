@@ -1,47 +1,121 @@
-"""Move storages to a file or to host memory, and back."""
+"""Move storages of activations from the device that uses them to a file or to host memory, and back."""
 
 import contextlib
 import threading
+import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meshwise.comm.api.streams import StreamEvent, streams_of
-from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover
-from meshwise.memory.swap_file import BLOCK, SwapFile, SwapTransfer, aligned
+from meshwise.memory.swap_file import SwapFile, SwapTransfer, aligned, whole_blocks
+
+
+@dataclass(frozen=True)
+class ActivationTransfers:
+    """Settings for moving activations.
+
+    | least    bytes of a storage that are worth moving
+    | ahead    bytes that are brought back before they are asked for
+    | staged   bytes of buffers on the way to the disk
+    """
+
+    least: int = 64 * 2**10
+    ahead: int = 64 * 2**20
+    staged: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if min(self.least, self.ahead, self.staged) < 1:
+            raise ValueError(f"{self}: give at least 1 byte of each")
+
+
+class ParkedStorage(ABC):
+    """A storage that has left the device."""
+
+    def __init__(self, size: int, *, before: "ParkedStorage | None") -> None:
+        """`before`: the storage that was saved before this one, which a backward needs after it."""
+        self.size = size
+        self._before = None if before is None else weakref.ref(before)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start to bring it back; once is enough."""
+
+    @abstractmethod
+    def get(self) -> Tensor:
+        """Return its bytes, on the device."""
+
+    def fetch(self, *, ahead: int) -> Tensor:
+        """Return its bytes, and start to bring back `ahead` bytes of what was saved before it."""
+        self.start()
+        parked = alive(self._before)
+        while parked is not None and ahead > 0:
+            parked.start()
+            ahead -= parked.size
+            parked = alive(parked._before)
+        return self.get()
+
+
+def alive(parked: weakref.ref[ParkedStorage] | None) -> ParkedStorage | None:
+    """Return the storage that `parked` refers to, or None if it no longer exists."""
+    return None if parked is None else parked()
+
+
+class StorageMover(ABC):
+    """Mover of storages away from a device and back."""
+
+    device: torch.device
+    used = 0
+    """Bytes that are away now."""
+    peak = 0
+    """The most bytes that were away at one time."""
+
+    @abstractmethod
+    def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
+        """Start to move the bytes of a storage. `before`: see `ParkedStorage`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the memory or the file that storages move to."""
+
+    def _count(self, size: int) -> None:
+        """Count `size` bytes that leave the device, or return if negative."""
+        self.used += size
+        self.peak = max(self.peak, self.used)
+
 
 # ---- to disk -----------------------------------------------------------------------------------------------------
 
 
 class DiskMover(StorageMover):
-    """Storages in a file."""
+    """Mover of storages to a file."""
 
-    def __init__(self, file: SwapFile, *, device: torch.device, how: ActivationTransfers) -> None:
+    def __init__(self, file: SwapFile, *, device: torch.device, transfers: ActivationTransfers) -> None:
         self.file = file
         self.device = device
-        self._room = _Room(how.staged)
+        self._buffers = _BoundedBuffers(transfers.staged)
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._used = 0
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Move `values` to the file. Raises TierError when the disk has no room."""
         size = values.numel()
-        rounded = -(-size // BLOCK) * BLOCK
+        rounded = whole_blocks(size)
         offset = self._place(rounded)
-        buffer = self._room.take(rounded, on=self.device)
+        buffer = self._buffers.take(rounded, device=self.device)
         buffer[:size].copy_(values)
         written = self.file.write(offset, values=buffer)
         lent = [buffer]  # a transfer keeps what it calls, and must not keep the buffer
         del buffer
-        written.then(lambda: self._room.give(lent.pop()))
-        return _OnDisk(self, offset, written, size, before)
+        written.then(lambda: self._buffers.give(lent.pop()))
+        return _StorageOnDisk(self, offset, written, size, before)
 
     def _place(self, size: int) -> int:
         with self._lock:
-            self._used += size
-            self.peak = max(self.peak, self._used)
+            self._count(size)
             if self._free[size]:
                 return self._free[size].pop()
         return self.file.place(self.file.allocate(size, dtype=torch.uint8))
@@ -50,19 +124,19 @@ class DiskMover(StorageMover):
         """Give the file back."""
         self.file.close()
 
-    def leave(self, offset: int, *, size: int) -> None:
+    def free(self, offset: int, *, size: int) -> None:
         """Free a place in the file."""
         with self._lock:
-            self._used -= size
+            self._count(-size)
             self._free[size].append(offset)
 
 
-class _OnDisk(ParkedStorage):
+class _StorageOnDisk(ParkedStorage):
     def __init__(
-        self, tier: DiskMover, offset: int, written: SwapTransfer, size: int, before: ParkedStorage | None
+        self, mover: DiskMover, offset: int, written: SwapTransfer, size: int, before: ParkedStorage | None
     ) -> None:
         super().__init__(size, before=before)
-        self._tier, self._offset, self._written = tier, offset, written
+        self._mover, self._offset, self._written = mover, offset, written
         self._buffer: Tensor | None = None
         self._read: SwapTransfer | None = None
         self._back: Tensor | None = None
@@ -70,8 +144,8 @@ class _OnDisk(ParkedStorage):
     def start(self) -> None:
         if self._read is None:
             self._written.wait()
-            self._buffer = aligned(-(-self.size // BLOCK) * BLOCK, on=self._tier.device)
-            self._read = self._tier.file.read(self._offset, into=self._buffer)
+            self._buffer = aligned(whole_blocks(self.size), device=self._mover.device)
+            self._read = self._mover.file.read(self._offset, into=self._buffer)
 
     def get(self) -> Tensor:
         self.start()
@@ -79,7 +153,7 @@ class _OnDisk(ParkedStorage):
             assert self._read is not None
             assert self._buffer is not None
             self._read.wait()
-            self._back = self._buffer[: self.size].to(self._tier.device, non_blocking=True)
+            self._back = self._buffer[: self.size].to(self._mover.device, non_blocking=True)
         return self._back
 
     def __del__(self) -> None:
@@ -88,11 +162,11 @@ class _OnDisk(ParkedStorage):
             if transfer is not None:
                 with contextlib.suppress(Exception):
                     transfer.wait()
-        self._tier.leave(self._offset, size=-(-self.size // BLOCK) * BLOCK)
+        self._mover.free(self._offset, size=whole_blocks(self.size))
 
 
-class _Room:
-    """Aligned buffers of so many bytes in all; who wants more waits until some are given back."""
+class _BoundedBuffers:
+    """Aligned buffers of at most `most` bytes in all; who wants more waits until some are given back."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -100,8 +174,8 @@ class _Room:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._changed = threading.Condition()
 
-    def take(self, size: int, *, on: torch.device) -> Tensor:
-        """Return a buffer; one that is larger than all the room is alone in it."""
+    def take(self, size: int, *, device: torch.device) -> Tensor:
+        """Return a buffer; one that is larger than `most` is alone."""
         with self._changed:
             while self._taken and self._taken + size > self._most:
                 self._changed.wait()
@@ -109,7 +183,7 @@ class _Room:
             if self._free[size]:
                 return self._free[size].pop()
             self._free = defaultdict(list, {key: kept for key, kept in self._free.items() if key == size})
-        return aligned(size, on=on)
+        return aligned(size, device=device)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back."""
@@ -123,58 +197,56 @@ class _Room:
 
 
 class HostMover(StorageMover):
-    """Storages of a GPU in pinned memory of the host."""
+    """Mover of a GPU's storages to pinned memory of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = streams_of(device)
         self.copies = self.streams.create()
         self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._used = 0
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Return the stream that computes does not wait: the copies' stream waits for it."""
+        """Start to copy `values`. The stream that computes does not wait: the copies' stream waits for it."""
         size = values.numel()
-        self._used += size
-        self.peak = max(self.peak, self._used)
+        self._count(size)
         host = self._free[size].pop() if self._free[size] else self.streams.host_empty([size], dtype=torch.uint8)
         self.copies.wait_stream(self.streams.current())
         with self.streams.use(self.copies):
             host.copy_(values, non_blocking=True)
         self.streams.keep(values, stream=self.copies)
-        return _OnHost(self, host, before)
+        return _StorageOnHost(self, host, before)
 
     def close(self) -> None:
         """Give the host's memory back."""
         self._free.clear()
 
-    def leave(self, host: Tensor) -> None:
+    def free(self, host: Tensor) -> None:
         """Free a host buffer: later copies into it follow earlier copies out of it on the same stream."""
-        self._used -= host.numel()
+        self._count(-host.numel())
         self._free[host.numel()].append(host)
 
 
-class _OnHost(ParkedStorage):
-    def __init__(self, tier: HostMover, host: Tensor, before: ParkedStorage | None) -> None:
+class _StorageOnHost(ParkedStorage):
+    def __init__(self, mover: HostMover, host: Tensor, before: ParkedStorage | None) -> None:
         super().__init__(host.numel(), before=before)
-        self._tier, self._host = tier, host
+        self._mover, self._host = mover, host
         self._back: Tensor | None = None
         self._arrived: StreamEvent | None = None
 
     def start(self) -> None:
         if self._back is None:
-            with self._tier.streams.use(self._tier.copies):
-                self._back = self._host.to(self._tier.device, non_blocking=True)
-                self._arrived = self._tier.streams.mark()
+            with self._mover.streams.use(self._mover.copies):
+                self._back = self._host.to(self._mover.device, non_blocking=True)
+                self._arrived = self._mover.streams.mark()
 
     def get(self) -> Tensor:
         self.start()
         assert self._back is not None
         assert self._arrived is not None
-        current = self._tier.streams.current()
+        current = self._mover.streams.current()
         current.wait_event(self._arrived)
-        self._tier.streams.keep(self._back, stream=current)
+        self._mover.streams.keep(self._back, stream=current)
         return self._back
 
     def __del__(self) -> None:
-        self._tier.leave(self._host)
+        self._mover.free(self._host)

@@ -1,4 +1,4 @@
-"""Tiers for parameters, masters and gradients, and their way to the device and back.
+"""Keep parameters, masters and gradients on their tiers, and move them to the device and back.
 
     | tier      on a GPU                                     on a CPU
     | device    the GPU's memory                             its memory
@@ -13,7 +13,7 @@ offloaded a `Tiers` does nothing.
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwise.comm.api.streams import streams_of
 from meshwise.memory.rehearsed_movers import RehearsedFile
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import BLOCK, REMEMBERED, MovedChunk, SwapFile, SwapTransfer
+from meshwise.memory.swap_file import BLOCK, REMEMBERED, MovedChunk, SwapFile, SwapTransfer, whole_blocks
 from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
@@ -30,23 +30,24 @@ GATHERED_AHEAD = 3
 
 
 class BorrowedTensor:
-    """A tensor that rests elsewhere, while it is used where it is needed."""
+    """A tensor of another tier, on the device for the time of its use."""
 
     def __init__(
         self, values: Tensor, *, ready: Callable[[], None] | None = None, release: Callable[[], None] | None = None
     ) -> None:
+        """`ready` returns when the values have arrived; `release` frees what they lie in."""
         self._values = values
         self._ready = ready
         self._release = release
 
     def wait(self) -> Tensor:
-        """Return the values, when they are there. Raises TierError when they do not come."""
+        """Wait for the values and return them. Raises TierError when they do not come."""
         if self._ready is not None:
             self._ready()
         return self._values
 
     def release(self) -> None:
-        """Give the tensors back; safe to call twice."""
+        """Give the memory back; a second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -66,10 +67,11 @@ class Tiers:
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self._gathers: StagingBuffers | None = None
-        self.told: Callable[[Tensor], None] | None = None
-        """Is shown each staging buffer when it is made, on its first use."""
+        self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
+        """Receives each staging buffer when it is made, on its first use."""
+        self.away: Counter[str] = Counter()
+        """Bytes on disk, by what they are."""
         self._largest = 0
-        self._away: Counter[str] = Counter()
         self._round = BLOCK
         self._staging: StagingBuffers | None = None
         self._stored: list[SwapTransfer] = []
@@ -84,9 +86,9 @@ class Tiers:
 
     @property
     def most(self) -> int | None:
-        """Elements that are updated at once, whole blocks of any dtype; None: all that lie together.
+        """Most elements of a chunk that is updated at once, in whole blocks of any dtype; None: no limit.
 
-        So that four tensors of fp32 fit a staging buffer: the master, its gradient and two of the optimizer's.
+        Four tensors of fp32 then fit a staging buffer: the master, its gradient and two of the optimizer's.
         """
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
@@ -94,9 +96,12 @@ class Tiers:
     def staging(self) -> StagingBuffers:
         """The buffers of the update."""
         if self._staging is None:
-            hurry = {"hurry": self.file.hurry} if isinstance(self.file, RehearsedFile) else {}
             self._staging = StagingBuffers(
-                count=self.swap.buffers, size=self._round, on=self.device, told=self.told, **hurry
+                count=self.swap.buffers,
+                size=self._round,
+                device=self.device,
+                on_new_buffer=self.on_new_buffer,
+                is_disk_slow=isinstance(self.file, RehearsedFile),
             )
         return self._staging
 
@@ -104,82 +109,71 @@ class Tiers:
     def _gathered(self) -> StagingBuffers:
         """The buffers of parameters on their way to a gather."""
         if self._gathers is None:
-            self._gathers = StagingBuffers(count=GATHERED_AHEAD, size=self._largest, on=self.device, told=self.told)
+            self._gathers = StagingBuffers(
+                count=GATHERED_AHEAD, size=self._largest, device=self.device, on_new_buffer=self.on_new_buffer
+            )
         return self._gathers
 
     def reserve(self, size: int) -> None:
-        """Reserve `size` bytes of a staging buffer for a round of the update."""
+        """Make the staging buffers of the update, when they are made, at least `size` bytes large."""
         self._round = max(self._round, size)
 
     @property
     def staged(self) -> int:
-        """Bytes of all staging buffers that there are."""
+        """Bytes of all staging buffers that were made."""
         return sum(one.bytes for one in (self._gathers, self._staging) if one is not None)
 
-    # ---- at rest -----------------------------------------------------------------------------------------------
+    # ---- storage -----------------------------------------------------------------------------------------------
 
     def leaves(self, what: str) -> bool:
-        """Return whether it rests elsewhere than where it is used."""
+        """Return whether `what` (`params`, `masters`, …) has another tier than the one it is used on."""
         tier = getattr(self.offload, what)
         return tier == "disk" or (tier == "cpu" and self._on_gpu)
 
     def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in one dim where parameters, masters, gradients or the optimizer's state rest.
+        """Return a tensor in one dim on the tier of `what`: `params`, `masters`, `gradients` or `optimizer`.
 
-        Contents are unspecified. Raises TierError when the disk has no room.
+        Its contents are unspecified. Raises TierError when the disk has no room.
         """
         if getattr(self.offload, what) == "disk":
             assert self.file is not None
-            self._away[what] += numel * dtype.itemsize
+            self.away[what] += numel * dtype.itemsize
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
         return self._streams.host_empty([numel], dtype=dtype)
 
-    def where(self, tensor: Tensor) -> str:
-        """Return the tier that a tensor lies in."""
-        if self.on_disk(tensor):
-            return "disk"
-        return "device" if tensor.device.type == self.device.type else "cpu"
-
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Return bytes of tensors by what they are, those that are not on the device with their tier:
-        `disk/optimizer`.
-        """
+        """Return the bytes of tensors by what they are, with their tier unless on the device: `disk/optimizer`."""
         total: Counter[str] = Counter()
         for what, tensor in tensors:
-            tier = self.where(tensor)
-            total[what if tier == "device" else f"{tier}/{what}"] += tensor.nbytes
+            away = "" if tensor.device.type == self.device.type else "cpu/"
+            total[f"{'disk/' if self.on_disk(tensor) else away}{what}"] += tensor.nbytes
         return dict(total)
 
     @property
     def resting(self) -> Sequence[Tensor]:
-        """Tensors that rest on disk in a rehearsal."""
+        """Tensors on disk in a rehearsal."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
-    @property
-    def away(self) -> Mapping[str, int]:
-        """Bytes that rest on disk, by what they are."""
-        return self._away
-
     def on_disk(self, tensor: Tensor) -> bool:
-        """Return whether it rests on disk."""
+        """Return whether a tensor is stored on disk."""
         return self.file is not None and self.file.locate(tensor) is not None
 
     @property
     def moved(self) -> list[MovedChunk]:
-        """The reads and writes of the last steps, and the updates of what rests elsewhere."""
+        """The reads and writes of the last steps, and their updates on the CPU."""
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
     def updated(self, size: int, *, since: float) -> None:
-        """Note that `size` bytes have been updated since a time of `time.monotonic`."""
+        """Record an update of `size` bytes that began at `since`, a time of `time.monotonic`."""
         if self._updates_on_cpu:
             self._updates.append(MovedChunk("update", size, since, time.monotonic()))
 
-    # ---- to its use and back -----------------------------------------------------------------------------------
+    # ---- movement -----------------------------------------------------------------------------------
 
     def bring(self, rest: Tensor) -> BorrowedTensor:
-        """Start to bring a tensor to the device; one that is already there is lent unchanged."""
+        """Start to bring a tensor to the device; one that is already there is returned unchanged."""
         if self.file is not None and (offset := self.file.locate(rest)) is not None:
             if (buffer := self._gathered.take(wait=False)) is None:
                 return BorrowedTensor(rest.to(self.device))
@@ -202,7 +196,7 @@ class Tiers:
         return self.file.write(self.file.place(rest), values=values)
 
     def store(self, values: Tensor, *, into: Tensor) -> None:
-        """Start to put values of the device where `into` rests; `settle` ends it."""
+        """Start to copy values of the device into `into`, on its tier; `settle` ends it."""
         if self.file is None or (offset := self.file.locate(into)) is None:
             if self._copies is None:
                 into.copy_(values)
@@ -218,7 +212,7 @@ class Tiers:
             buffer = self.staging.take()
             assert buffer is not None
             buffer[: piece.numel()].copy_(piece)
-            transfer = self.file.write(offset + low, values=buffer[: blocks(piece.numel())])
+            transfer = self.file.write(offset + low, values=buffer[: whole_blocks(piece.numel())])
             transfer.then(lambda buffer=buffer: self.staging.give(buffer))  # type: ignore[misc] # one for each
             self._stored.append(transfer)
 
@@ -238,19 +232,19 @@ class Tiers:
         return there
 
     def settle(self) -> None:
-        """Return when what was stored is there. Raises TierError when it cannot be."""
+        """Wait until everything that `store` started has ended. Raises TierError when it failed."""
         stored, self._stored = self._stored, []
         for transfer in stored:
             transfer.wait()
         if self._copies is not None:
             self._copies.synchronize()
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, a thread copies beside the stream that computes."""
+    def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, this thread copies on a separate stream, while another one computes."""
         return contextlib.nullcontext() if self._copies is None else self._streams.use(self._copies)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the swap file."""
         if self.file is not None:
             self.file.close()
 
@@ -260,13 +254,13 @@ class Tiers:
 
     @property
     def _moves(self) -> bool:
-        """True if anything that an update needs is elsewhere."""
+        """True if anything that an update needs is on another tier."""
         return any(self.leaves(what) for what in ("optimizer", "masters", "gradients", "params"))
 
     def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
         assert self.file is not None
         size = rest.numel() * rest.element_size()
-        transfer = self.file.read(offset, into=buffer[: blocks(size)])
+        transfer = self.file.read(offset, into=buffer[: whole_blocks(size)])
         values = buffer[:size].view(rest.dtype)
         if not self._on_gpu:
             return BorrowedTensor(values, ready=transfer.wait, release=lambda: staging.give(buffer))
@@ -292,8 +286,3 @@ class Tiers:
         current = self._streams.current()
         current.wait_stream(self._copies)
         self._streams.keep(values, stream=current)
-
-
-def blocks(size: int) -> int:
-    """Return bytes of the whole blocks that hold `size`."""
-    return -(-size // BLOCK) * BLOCK

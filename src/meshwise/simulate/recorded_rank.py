@@ -89,7 +89,7 @@ class RehearsedRank:
             with OperationRecorder(recorder, memo=self.memo), constants:
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
-                saved = 0 if trainer.activations is None else trainer.activations.peak
+                saved = 0 if trainer.activations is None else trainer.activations.mover.peak
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
         tiers, on_gpu, sizes = self.plan.tiers, self.device == "cuda", {**trainer.tiers.away, "activations": saved}
@@ -150,9 +150,9 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
     for tensor in trainer.tiers.resting:
         recorder.elsewhere(tensor)
     staged = functools.partial(recorder.watch, category=Category.STAGING)
-    trainer.tiers.told = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
+    trainer.tiers.on_new_buffer = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
     if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
-        trainer.activations.mover.told = trainer.tiers.told
+        trainer.activations.mover.on_new_buffer = trainer.tiers.on_new_buffer
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         for name, value in vars(bucket).items():
             if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.memory.malloc_settings import kept
+from meshwise.memory.malloc_settings import keep_freed_memory
 from meshwise.model.blocks import GatheredModule, Patterns, partition
 from meshwise.model.deferred_init import build_without_values
 from meshwise.model.meta_kernels import MetaKernels
@@ -118,7 +118,7 @@ def _seen(
         seen = _run(model, call, found, modes, timed=timed and has_no_values(model), parts=parts)
     if not timed or has_no_values(model):
         return seen
-    with kept():
+    with keep_freed_memory():
         runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
     costs = typical(runs, model=model)
     return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
