@@ -51,8 +51,8 @@ def test_a_budget_is_met_and_explained() -> None:
 
     for budget, plan in ((24, "dp=1"), (48, "dp=1"), (24, "dp=2 tp=2"), (24, "pp=2 microbatches=4")):
         for modes, costs, table in on(f"{plan} budget={budget}K", run):
-            held = sum(costs[name].held(mode) for name, mode in modes.items())
-            assert held <= budget * 1024
+            kept = sum(costs[name].kept(mode) for name, mode in modes.items())
+            assert kept <= budget * 1024
             assert set(costs) == set(modes) >= {next(iter(modes))}
             assert all(cost.bytes["none"] > cost.bytes["selective"] > cost.bytes["full"] for cost in costs.values())
             assert all(name in table and modes[name] in table for name in modes)

@@ -98,7 +98,7 @@ def test_a_block_finds_the_cache_that_it_fills_as_it_was(mode: str, inside: bool
     assert torch.equal(kept.last, sum(plain.seen, torch.zeros(2, 4)))
 
 
-def test_a_cache_that_is_written_to_in_place_is_told_to_be_left_out() -> None:
+def test_a_cache_that_is_written_to_in_place_is_an_error_that_says_use_cache_false() -> None:
     class InPlace(nn.Module):
         def forward(self, x: Tensor, past_key_values: Cache) -> Tensor:
             past_key_values.total += x.detach()
@@ -106,9 +106,8 @@ def test_a_cache_that_is_written_to_in_place_is_told_to_be_left_out() -> None:
 
     module, x = InPlace(), torch.ones(2, 4, requires_grad=True)
     RecomputedBlock(module, name="layers.0", mode="full", recall=ForwardReplay())
-    with pytest.raises(RecomputeError, match=r"layers\.0 saved .* a cache, past_key_values.*use_cache=False") as told:
+    with pytest.raises(RecomputeError, match=r"layers\.0 saved other values .* no cache \(set use_cache=False"):
         module(x, past_key_values=Cache()).sum().backward()
-    assert "recomputed=" not in str(told.value)
 
 
 def test_a_mapping_is_put_back_that_refuses_to_be_updated() -> None:

@@ -107,9 +107,9 @@ class _SavedTensors:
             return False
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        return self._transfers.least <= size <= _LARGEST_RATIO * tensor.nbytes and not self._is_the_models(
-            storage._cdata
-        )
+        if not self._transfers.least <= size <= _LARGEST_RATIO * tensor.nbytes:
+            return False
+        return not self._is_the_models(storage._cdata)
 
     def _is_the_models(self, storage: int) -> bool:
         """Return whether a storage holds parameters or buffers. Gathered parameters are in another one each time."""

@@ -1,4 +1,4 @@
-"""Choose what happens to activations: which blocks are recomputed, and the tier of the rest.
+"""Choose which blocks are recomputed, and the tier of the other activations.
 
 A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory,
 and measures what it would keep and save in the other modes. Then each block is given its mode, the same on every rank
@@ -23,7 +23,7 @@ from meshwise.model.forward_replay import ForwardReplay
 from meshwise.plan import Plan, PlanError
 
 ROUNDS = 2
-"""Steps in which blocks are measured: the first is slow for reasons of its own."""
+"""Steps in which blocks are measured. The first one alone is slow: it warms up."""
 
 ALLOWED: Mapping[str, Sequence[str]] = {
     "none": MODES,
@@ -34,7 +34,7 @@ ALLOWED: Mapping[str, Sequence[str]] = {
 
 
 class RecomputedBlocks:
-    """The blocks on one rank."""
+    """The blocks of one rank that are or may be recomputed."""
 
     def __init__(self, plan: Plan, *, world: World, patterns: Patterns = ()) -> None:
         """`patterns` name the modules that are recomputed as one; by default they are the model's blocks."""
@@ -44,7 +44,7 @@ class RecomputedBlocks:
         self._blocks: list[RecomputedBlock] = []
         self._in_flight: dict[str, float] = {}
         self.rounds = ROUNDS if plan.budget else 0
-        """Steps that are yet to be measured."""
+        """Number of steps that are still to be measured."""
         self.costs: dict[str, RecomputeCost] = {}
 
     @property
@@ -53,9 +53,9 @@ class RecomputedBlocks:
         return {block.name: block.mode for block in self._blocks}
 
     def names(self, module: nn.Module) -> list[str]:
-        """Return the modules of a whole model that are blocks; none when nothing is to be recomputed.
+        """Return the names of the modules of a whole model to recompute; none when the plan recomputes nothing.
 
-        Raises PlanError for a model in which there are none.
+        Raises PlanError for a model without blocks.
         """
         if self._plan.recompute == "none" and not self._plan.budget:
             return []
@@ -79,21 +79,25 @@ class RecomputedBlocks:
         in_flight: float = 1.0,
         parts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Recompute these blocks of what this rank runs of the model.
+        """Recompute the blocks `names` of `module`, the part of the model that this rank runs.
 
-        `parts`: names of blocks that `module` runs only in part: each is a block with its own cost.
+        | in_flight   number of micro-batches whose activations a block keeps at most
+        | parts       other names for blocks of which `module` runs only a part: each has its own cost
         """
-        own = dict(module.named_modules())
+        modules = dict(module.named_modules())
         mode = "full" if self._plan.budget else self._plan.recompute
         for name in names:
-            if name in own and any(True for _ in own[name].parameters()):
-                block = RecomputedBlock(own[name], name=parts.get(name, name), mode=mode, recall=recall)
+            if name in modules and any(True for _ in modules[name].parameters()):
+                block = RecomputedBlock(modules[name], name=parts.get(name, name), mode=mode, recall=recall)
                 block.measures = self.rounds > 0
                 self._blocks.append(block)
                 self._in_flight[block.name] = in_flight
 
     def finish(self) -> None:
-        """Finish a step's backwards; every rank calls it. Raises PlanError when a budget cannot be met."""
+        """Count a finished step, and choose the modes after the last measured one. Every rank calls it.
+
+        Raises PlanError when a budget cannot be met.
+        """
         self.rounds -= 1
         if self.rounds:
             return
@@ -101,7 +105,7 @@ class RecomputedBlocks:
         for costs in self._world.exchange({block.name: block.cost for block in self._blocks}):
             for name, cost in costs.items():
                 if cost is not None:
-                    found[name] = cost if name not in found else found[name].least(cost)
+                    found[name] = cost if name not in found else found[name].merged(cost)
         blocks = {block.name: block for block in self._blocks if block.name in found}
         self.costs = {
             name: RecomputeCost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks
@@ -111,36 +115,36 @@ class RecomputedBlocks:
             block.measures = False
 
     def choose(self, modes: Mapping[str, str]) -> None:
-        """Give blocks other modes, by name, between two steps; ranks that run the same block must choose the same."""
+        """Set the modes of blocks by name, between two steps. Ranks that run the same block must choose the same."""
         for block in self._blocks:
             block.mode = modes.get(block.name, block.mode)
 
     def table(self) -> str:
-        """Return a table as text: what each block keeps, would keep, and what recomputing it costs."""
+        """Return a table as text: what each block keeps, what it would keep, and the seconds of its recomputation."""
         rows = [("block", "mode", "MiB kept", "of", "seconds again", "in flight")]
         for name, cost in self.costs.items():
             mode = self.modes[name]
-            kept, of = (f"{cost.held(one) / 2**20:.1f}" for one in (mode, "none"))
+            kept, of = (f"{cost.kept(one) / 2**20:.1f}" for one in (mode, "none"))
             rows.append((name, mode, kept, of, f"{cost.seconds[mode]:.4f}", f"{cost.in_flight:g}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
     def close(self) -> None:
-        """Put the forwards back."""
+        """Give the modules their own forwards back."""
         for block in self._blocks:
             block.close()
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """The blocks that are recomputed, the tier of activations, and what is taken off when training is over."""
+    """The blocks that are recomputed, the tier of activations, and what `close` undoes."""
 
     blocks: RecomputedBlocks
     activations: ActivationTier | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def saved(self, forward: Forward) -> Forward:
-        """Return the forward, with what it saves for its backward in its tier."""
+        """Return the forward so that it saves activations to their tier."""
         tier = self.activations
         if tier is None:
             return forward
@@ -157,7 +161,7 @@ class ActivationPolicy:
         return {} if tier is None else {f"{tier.tier}/activations": tier.mover.peak}
 
     def finish(self) -> None:
-        """Finish a step; every rank calls it."""
+        """Finish a step; every rank calls it. Raises PlanError when a budget cannot be met."""
         self.blocks.finish()
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""The objects that a block is handed and changes, as they were when it was called.
+"""Restore the objects that a block receives and changes, while its forward is repeated.
 
 Trees of tensors are made anew for every run of a block. An object among the inputs is the same one each time, and a
 forward may change it. For example a decoder of transformers writes its keys and values into the cache that it receives.
-Repeated, it would find them there, and put them in once more behind the first. So while the forward is repeated what it
-changed the first time is as it was before, and afterwards as it was left.
+A repeated forward would find them there, and append them once more. So during the repetition the object has the content
+from before the first forward, and afterwards its present content again.
 
-A tensor that is written to in place stays written to; a block that computes something else for that is found out by
+A tensor that is written to in place is not restored. A block that computes other values for that reason is detected by
 what it saves.
 """
 
@@ -17,26 +17,26 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-Holder: TypeAlias = dict[Any, Any] | list[Any]
-"""What can be changed: a list, a mapping, or the attributes of an object."""
+Container: TypeAlias = dict[Any, Any] | list[Any]
+"""A list, a mapping, or the attributes of an object."""
 
 _CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
 
 
 class BlockInputs:
-    """Objects reachable from the arguments of a block."""
+    """Containers reachable from the arguments of a block, with their content before its forward."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._before = [(holder, _copied(holder)) for holder in _reached(arguments)]
+        self._before = [(one, _copied(one)) for one in _reached(arguments)]
 
     def ran(self) -> None:
-        """Note that the first forward has run: inputs that it did not change need no copy."""
-        self._before = [(holder, before) for holder, before in self._before if _is_changed(holder, before)]
+        """End the first forward: containers that it did not change need no copy."""
+        self._before = [(one, before) for one, before in self._before if _contents(one) != _contents(before)]
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, all is as it was."""
-        now = [(holder, _copied(holder)) for holder, _ in self._before]
+        """Give the containers their content from before the first forward inside the block."""
+        now = [(one, _copied(one)) for one, _ in self._before]
         try:
             _put(self._before)
             yield
@@ -44,8 +44,8 @@ class BlockInputs:
             _put(now)
 
 
-def _reached(arguments: tuple[Any, ...]) -> Iterator[Holder]:
-    """Yield each holder once."""
+def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
+    """Yield each container once."""
     seen: set[int] = set()
     open_ = [*arguments]
     while open_:
@@ -62,27 +62,23 @@ def _reached(arguments: tuple[Any, ...]) -> Iterator[Holder]:
             open_.append(attributes)
 
 
-def _copied(holder: Holder) -> Holder:
+def _copied(container: Container) -> Container:
     """Return a shallow copy of a container without calling its class's own `copy`, which may do more."""
-    return dict(holder) if isinstance(holder, dict) else list(holder)
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _is_changed(holder: Holder, before: Holder) -> bool:
-    if len(holder) != len(before):
-        return True
-    if isinstance(holder, dict):
-        assert isinstance(before, dict)
-        return any(key not in before or before[key] is not value for key, value in holder.items())
-    return any(one is not other for one, other in zip(holder, before, strict=True))
+def _contents(container: Container) -> list[int]:
+    """Return the identities of what a container holds."""
+    return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
 
 
-def _put(contents: list[tuple[Holder, Holder]]) -> None:
-    """Restore the content of each; not by its own methods, which may refuse (outputs of transformers do)."""
-    for holder, content in contents:
-        if isinstance(holder, dict):
-            kind: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
-            kind.clear(holder)
-            kind.update(holder, content)
+def _put(contents: list[tuple[Container, Container]]) -> None:
+    """Restore the content of each, not by its own methods, which may refuse (outputs of transformers do)."""
+    for container, content in contents:
+        if isinstance(container, dict):
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+            kind.clear(container)
+            kind.update(container, content)
         else:
-            list.clear(holder)
-            list.extend(holder, content)
+            list.clear(container)
+            list.extend(container, content)

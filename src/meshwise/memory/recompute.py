@@ -1,4 +1,4 @@
-"""A block that keeps its inputs and computes the rest again in its backward.
+"""Recompute a block: keep its inputs, and compute everything else again in its backward.
 
 torch's `checkpoint` does this for a wrapped function and for one backward: the recomputed values belong to that call of
 backward. A backward in two parts (a zero-bubble pipeline) would compute them again for each product of the second part.
@@ -37,7 +37,7 @@ from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 
 
 class RecomputeError(RuntimeError):
-    """A block computed something else when its forward was repeated, or would."""
+    """A block computed other values when its forward was repeated, or would."""
 
 
 Statistics: TypeAlias = Mapping[str, Tensor]
@@ -45,9 +45,11 @@ Statistics: TypeAlias = Mapping[str, Tensor]
 
 
 class RecomputedBlock:
-    """Stands where a module's `forward` was; `mode` says what is computed again, `cost` what each would come to.
+    """A module's `forward` that may be repeated in the backward.
 
-    `is_trusted`: a backward has seen that the forward computes the same again.
+    | mode         what is computed again: `none`, `selective` or `full`
+    | cost         what each mode would cost, measured while `measures` is set
+    | is_trusted   a backward has found that the forward computes the same again
     """
 
     def __init__(self, module: nn.Module, *, name: str, mode: str, recall: ForwardReplay) -> None:
@@ -64,7 +66,7 @@ class RecomputedBlock:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the forward of the module."""
+        """Run the forward of the module; with gradients and a mode, save what repeats it."""
         if self.mode == "none" or not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         if self.measures:
@@ -75,7 +77,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Inside, the forward is repeated: running statistics are taken into copies, of these where there are any."""
+        """Repeat the forward inside: norms update copies of `statistics`, or of their own if `statistics` is empty."""
         norms = self._norms()
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
@@ -89,7 +91,7 @@ class RecomputedBlock:
                     setattr(norm, name, buffer)
 
     def statistics(self) -> list[Statistics]:
-        """Return the statistics of each norm as they are now: the forward changes them and may save the result."""
+        """Return copies of each norm's statistics: the forward changes them and may save the result."""
         return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms()]
 
     def _norms(self) -> list[nn.Module]:
@@ -97,7 +99,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Inside runs a forward that is to be repeated. Raises RecomputeError when it writes to what it may read."""
+        """Run a forward that is to be repeated inside the block. Raises RecomputeError when it writes to a buffer."""
         before = self._buffers()
         try:
             yield
@@ -109,7 +111,7 @@ class RecomputedBlock:
                 )
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
-        """Which tensors the buffers are, and how often they were written to; less the running statistics of norms."""
+        """Return the identity and the number of writes of each buffer, without the running statistics of norms."""
         return {
             f"{path}.{name}" if path else name: (id(buffer), buffer._version)
             for path, part in self._module.named_modules()
@@ -118,7 +120,7 @@ class RecomputedBlock:
         }
 
     def _measured(self, args: Any, kwargs: Any) -> Any:
-        """Return the forward under `full`, while the cost of every mode is found out."""
+        """Run the forward under `full`, and measure the cost of every mode."""
         device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
         whole, products = DeviceTimer(device), DeviceTimer(device)
         known = {parameter.untyped_storage()._cdata for parameter in self._module.parameters()}
@@ -135,11 +137,11 @@ class RecomputedBlock:
             with self._watched(), saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
                 return self.run(*args, **kwargs)
         finally:
-            given, kept = call.bytes()
-            sizes = {"none": max(sum(saved.values()), given), "selective": given + kept, "full": given}
+            inputs, kept = call.bytes()
+            sizes = {"none": max(sum(saved.values()), inputs), "selective": inputs + kept, "full": inputs}
             times = {"none": 0.0, "selective": whole.seconds() - products.seconds(), "full": whole.seconds()}
             cost = RecomputeCost(sizes, times)
-            self.cost = cost if self.cost is None else self.cost.least(cost)
+            self.cost = cost if self.cost is None else self.cost.merged(cost)
             call.forget()
 
     def close(self) -> None:
@@ -152,11 +154,11 @@ class RecomputedBlock:
 
 @dataclass
 class _Slot:
-    """A tensor that autograd saved: what it has to be like, and its values once they were computed again."""
+    """A tensor that autograd saved: its kind, a sample of its values, and the values once computed again."""
 
     call: "_Call"
-    like: tuple[torch.Size, torch.dtype, torch.device]
-    seen: Tensor | None = None
+    kind: tuple[torch.Size, torch.dtype, torch.device]
+    sample: Tensor | None = None
     value: Tensor | None = None
 
 
@@ -170,19 +172,18 @@ class _Call:
         self._tape = ReplayTape()
         self._needed = 0
         self._slots: list[weakref.ref[_Slot]] = []
-        self._found = block.recall.here()
-        self._around = _surroundings()
+        self._state = block.recall.here()
+        self._torch_state = _torch_state()
         self._inputs = _Inputs(args, kwargs, block=block.name)
-        self._handed = BlockInputs(args, kwargs)
-        self._cache = next((name for name, given in kwargs.items() if _names_cache(name) and _is_kept(given)), "")
+        self._containers = BlockInputs(args, kwargs)
 
     # ---- the first time ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
-        """Inside, the forward runs for the first time. With a clock, results are kept in any mode.
+        """Run the forward for the first time inside the block. With a clock, results are kept in any mode.
 
-        However it ends: results that came after the last tensor that was saved are not needed.
+        Results after the last saved tensor are not needed, however the forward ends.
         """
         recall = self._block.recall
         keeps = self._selective or clock is not None
@@ -194,85 +195,68 @@ class _Call:
                 yield
         finally:
             del self._tape.results[self._needed :]
-            self._handed.ran()
+            self._containers.ran()
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes of its inputs and of the kept results."""
         return self._inputs.bytes(), self._tape.bytes()
 
     def forget(self) -> None:
-        """Keep no results after all."""
+        """Drop the kept results."""
         self._tape = ReplayTape()
 
     def pack(self, tensor: Tensor) -> _Slot:
-        """Autograd saves a tensor."""
-        seen = None if self._block.is_trusted else glance(tensor)
-        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device), seen)
+        """Return what autograd keeps in place of a tensor that it saves."""
+        sample = None if self._block.is_trusted else sample_of(tensor)
+        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device), sample)
         self._slots.append(weakref.ref(slot))
         self._needed = len(self._tape.results)
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        """Autograd wants it back."""
+        """Return the tensor that autograd saved, computed again."""
         if slot.value is None:
             self._repeat()
         if slot.value is None:
             raise RecomputeError(self._differs("fewer tensors"))
         return slot.value
 
-    # ---- again -------------------------------------------------------------------------------------------------
+    # ---- repeated ----------------------------------------------------------------------------------------------
 
     def _repeat(self) -> None:
         args, kwargs = self._inputs.leaves()
         recall = self._block.recall
         filled = _Filling(self)
         play = recall.playing(self._tape) if self._selective else recall.suspended()
-        put_back = (self._block.repeated(self._statistics), self._handed.as_before())
+        restored = (self._block.repeated(self._statistics), self._containers.as_before())
         with contextlib.ExitStack() as stack:
-            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, *put_back):
+            for context in (torch.enable_grad(), self._torch_state(), recall.at(self._state), play, *restored):
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(SavedOperations(recall))
-            stack.enter_context(saved_tensors_hooks(filled.pack, _again))
+            stack.enter_context(saved_tensors_hooks(filled.pack, _saved_itself))
             stack.enter_context(contextlib.suppress(_Enough))
             self._block.run(*args, **kwargs)
         self._tape = ReplayTape()
         self._block.is_trusted = True
 
     def _differs(self, what: str) -> str:
-        found = f"{self._block.name} saved {what} when its forward was repeated"
-        if self._cache:
-            return (
-                f"{found}: it is handed a cache, {self._cache}, which was not as it was: written to in place, or kept "
-                "where it cannot be put back. A training forward needs none: set use_cache=False in the model's "
-                "config, or hand it to the model"
-            )
         return (
-            f"{found}; a block that is recomputed has to compute the same twice: does it draw from numpy, read "
-            "something that changed in between (a cache), or memory that nobody wrote to, or take another branch? "
-            "Let it compute the same (with a cache: config.use_cache=False), or leave it out: Options(recomputed=(…)) "
-            "names the modules to recompute"
+            f"{self._block.name} saved {what} when its forward was repeated. It must compute the same twice: with no "
+            "numbers from numpy, no cache (set use_cache=False in the model's config), no uninitialized memory and no "
+            "branch that may change. Change it, or name other modules to recompute: Options(recomputed=(…))"
         )
 
 
-def _names_cache(name: str) -> bool:
-    return "cache" in name or "past_key" in name or name == "layer_past"
-
-
-def _is_kept(given: Any) -> bool:
-    """Return whether an argument is an object that keeps things, and no tensor, number or None."""
-    return not (given is None or isinstance(given, Tensor | bool | int | float | str))
-
-
 class _Filling:
-    """A repeated forward fills the slots of the first."""
+    """Filler of the slots of a first forward, from its repetition."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
         self._count = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd saves a tensor, again."""
+        """Put a tensor that autograd saves again into the next slot."""
         call = self._call
         if self._count == len(call._slots):
             raise RecomputeError(call._differs("more tensors"))
@@ -280,11 +264,11 @@ class _Filling:
         self._count += 1
         kept = tensor.detach()
         if slot is not None:
-            if slot.like != (tensor.shape, tensor.dtype, tensor.device):
+            if slot.kind != (tensor.shape, tensor.dtype, tensor.device):
                 raise RecomputeError(
-                    call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.like[0])}")
+                    call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
                 )
-            if slot.seen is not None and not is_alike(kept, before=slot.seen):
+            if slot.sample is not None and not _is_close(kept, before=slot.sample):
                 raise RecomputeError(call._differs("other values"))
             slot.value = kept
         if self._count == len(call._slots):
@@ -293,11 +277,11 @@ class _Filling:
 
 
 class _Enough(Exception):
-    """All slots are filled. No error, but an Exception, so that torch runs the hooks of the modules that are left."""
+    """Raised when all slots are filled. It is an Exception so that torch runs the hooks of the modules it leaves."""
 
 
-def _again(tensor: Tensor) -> Tensor:
-    """Return a backward inside a forward that is repeated."""
+def _saved_itself(tensor: Tensor) -> Tensor:
+    """Return a saved tensor unchanged, for a backward that runs inside a repeated forward."""
     return tensor
 
 
@@ -307,7 +291,7 @@ class _Inputs:
     def __init__(self, args: Any, kwargs: Any, *, block: str) -> None:
         self._block = block
         given: list[Tensor] = []
-        self._places: list[int] = []  # a tensor that is given twice is one: torch's attention asks whether it is
+        self._places: list[int] = []  # a tensor that is passed twice stays one: torch's attention compares by identity
         hole = torch.empty(0)
 
         def taken(tensor: Tensor) -> Tensor:
@@ -333,14 +317,13 @@ class _Inputs:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RecomputeError(
-                f"an input of {self._block} has been written to in place since its forward, which cannot be "
-                "repeated. Make a new tensor there, or leave the block out: "
-                "Options(recomputed=(…)) names the modules to recompute"
+                f"an input of {self._block} has been written to in place since its forward, which cannot be repeated. "
+                "Make a new tensor there, or name other modules to recompute: Options(recomputed=(…))"
             ) from error
         return saved
 
     def leaves(self) -> tuple[Any, Any]:
-        """Return the arguments, their tensors cut off from what they came from."""
+        """Return the arguments, their tensors as leaves of a new graph."""
         saved = zip(self._saved(), self._requires_grad, strict=True)
         found = [tensor.detach().requires_grad_(needs) for tensor, needs in saved]
         leaves = iter([found[place] for place in self._places])
@@ -349,7 +332,7 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors, and has no gradient."""
+    """Function that saves tensors in a node of its own and has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *given: Tensor) -> Tensor:
@@ -357,11 +340,8 @@ class _Save(torch.autograd.Function):
         return anchor.clone()
 
 
-Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
-
-
-def _surroundings() -> Around:
-    """Autocast, the default device and torch's own generators as they are now, to run something in."""
+def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context that restores autocast, the default device and torch's own generators as they are now."""
     devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
@@ -369,7 +349,7 @@ def _surroundings() -> Around:
     states = generator_states()
 
     @contextlib.contextmanager
-    def around() -> Iterator[None]:
+    def restored() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for device, dtype, enabled in casts:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
@@ -379,26 +359,26 @@ def _surroundings() -> Around:
             restore_generators(states)
             yield
 
-    return around
+    return restored
 
 
 _ELEMENTS = 64
 _FEW = 1 / 16
+"""Part of the elements of a sample that may differ."""
 _LITTLE = 0.05
-"""Of the largest element."""
+"""Difference that is none, as a part of the largest element."""
 
 
-def glance(tensor: Tensor) -> Tensor | None:
-    """Return some elements, evenly spread; None of a tensor that has no values, or not where its shape says.
+def sample_of(tensor: Tensor) -> Tensor | None:
+    """Return some elements, evenly spread; None for a meta, sparse or subclassed tensor.
 
-    Byte tensors are not compared: they are the workspace of a kernel (an LSTM on a CPU saves one), which may have
-    written only a part of it.
+    Byte tensors give None too: they are a kernel's workspace (an LSTM on a CPU saves one), written only in part.
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
     if tensor.is_meta or tensor.dtype == torch.uint8:
         return None
-    with unseen():  # it is no operation of the model
+    with unseen():
         values, count = tensor.detach(), tensor.numel()
         if count <= _ELEMENTS:
             return values.flatten().clone()
@@ -406,9 +386,9 @@ def glance(tensor: Tensor) -> Tensor | None:
         return values[torch.unravel_index(places, tensor.shape)]
 
 
-def is_alike(tensor: Tensor, *, before: Tensor) -> bool:
-    """Return whether a tensor can be the one that was glanced at."""
-    now = glance(tensor)
+def _is_close(tensor: Tensor, *, before: Tensor) -> bool:
+    """Return whether a tensor's sample is close to the sample `before`, rounding aside."""
+    now = sample_of(tensor)
     assert now is not None
     kind = torch.complex128 if before.is_complex() else torch.float64
     one, other = before.to(kind), now.to(kind)

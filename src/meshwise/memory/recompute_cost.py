@@ -14,7 +14,7 @@ from meshwise.comm.api.streams import StreamEvent, streams_of
 from meshwise.plan import PlanError
 
 MODES = ("none", "selective", "full")
-"""What of a block is computed again, from the dearest in memory to the cheapest."""
+"""Modes of recomputation, from the one that keeps most memory to the one that keeps least."""
 
 MIB = 2**20
 
@@ -23,18 +23,18 @@ MIB = 2**20
 class RecomputeCost:
     """Cost of one block, by mode: bytes that a micro-batch keeps, and extra seconds of its backward.
 
-    in_flight   how many micro-batches' activations the block holds at most
+    in_flight   number of micro-batches whose activations the block keeps at most
     """
 
     bytes: Mapping[str, int]
     seconds: Mapping[str, float]
     in_flight: float = 1.0
 
-    def held(self, mode: str) -> int:
-        """Return bytes of all micro-batches in flight."""
+    def kept(self, mode: str) -> int:
+        """Return the bytes that all micro-batches in flight keep."""
         return int(self.bytes[mode] * self.in_flight)
 
-    def least(self, other: "RecomputeCost") -> "RecomputeCost":
+    def merged(self, other: "RecomputeCost") -> "RecomputeCost":
         """Return the larger bytes and the shorter, less disturbed time of two measurements."""
         return replace(
             self,
@@ -44,13 +44,13 @@ class RecomputeCost:
 
 
 def pick(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
-    """Return the mode of every block with which all of them keep at most `budget` bytes, at little cost in time.
+    """Return a mode for every block, so that all blocks keep at most `budget` bytes and recompute little.
 
-    From everything computed again, the block that wins most seconds a byte is let keep more, for as long as that fits.
+    At first every block keeps least. Then the block that saves most seconds a byte keeps more, as long as that fits.
     Raises PlanError, with the least budget that works, when nothing fits.
     """
-    chosen = {name: min(allowed, key=cost.held) for name, cost in costs.items()}
-    left = budget - sum(cost.held(chosen[name]) for name, cost in costs.items())
+    chosen = {name: min(allowed, key=cost.kept) for name, cost in costs.items()}
+    left = budget - sum(cost.kept(chosen[name]) for name, cost in costs.items())
     if left < 0:
         raise PlanError(
             f"budget={budget}: with all {len(costs)} blocks of this rank recomputed they keep {budget - left} bytes. "
@@ -58,7 +58,7 @@ def pick(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[s
         )
     while True:
         steps = [
-            (cost.seconds[chosen[name]] - cost.seconds[mode], cost.held(mode) - cost.held(chosen[name]), name, mode)
+            (cost.seconds[chosen[name]] - cost.seconds[mode], cost.kept(mode) - cost.kept(chosen[name]), name, mode)
             for name, cost in costs.items()
             for mode in allowed
         ]

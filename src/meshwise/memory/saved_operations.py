@@ -1,4 +1,4 @@
-"""Which operations are not computed again under `recompute=selective`.
+"""Keep the outputs of operations that `recompute=selective` does not compute again.
 
 Most of what a block saves for its backward is cheap to compute: the scores, softmax and dropout of attention, norms,
 activations. Most of its time goes into products with weights, whose outputs are small beside the rest (Korthikanti et
@@ -32,9 +32,9 @@ KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
 
 
 class SavedOperations(TorchDispatchMode):
-    """Inside, what the operations of `KEPT` give is kept, or taken from what was kept: `recall` knows which.
+    """Mode that keeps the outputs of the operations in `KEPT`, or takes them from `recall` in a repeated forward.
 
-    What runs inside an autograd function of ours is the function's affair, which asks `recall` itself.
+    An autograd function of ours asks `recall` itself for the products inside it.
     """
 
     def __init__(self, recall: ForwardReplay, *, clock: DeviceTimer | None = None) -> None:
