@@ -107,7 +107,7 @@ class TrainingState:
 
         index = load(folder, needed=needed, world=engine.world)
         on_all_ranks(lambda: self._finish_load(index, refills[0], generators), world=engine.world)
-        self._update.mended()
+        self._update.mark_loaded()
         engine.publish()
         return index.extra
 
@@ -153,7 +153,7 @@ class TrainingState:
         refill, needed = on_all_ranks(look_up, world=engine.world)
         fill(index, needed=needed, world=engine.world)
         refill.finish()
-        self._update.mended()
+        self._update.mark_loaded()
         engine.publish()
         return unused(index, names=names, base=base)
 

@@ -123,7 +123,7 @@ class StepInBackward:
         self._count = None
         broken = any(self._world.exchange(self._update.abandon()))
         if broken:
-            self._update.broke()
+            self._update.mark_broken()
         return broken
 
     def _reduced(self, bucket: Bucket) -> None:
