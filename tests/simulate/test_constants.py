@@ -164,13 +164,6 @@ def test_a_batch_that_is_written_to_is_the_users_no_more_nor_that_of_other_ranks
     assert torch.equal(BATCH["mask"], before)
 
 
-def test_ranks_have_one_copy_of_a_batch() -> None:
-    batch = MetaBatch.of(BATCH, rows=3)
-    with ShapeConstants(batch.values) as constants, constants.forward():
-        batch.values[0][1][0, 0] = 9
-        assert batch.batch["mask"][0, 0].item() == 9
-
-
 def test_a_batch_whose_dims_lie_in_another_order_is_known_in_its_own() -> None:
     batch = MetaBatch.of({"mask": torch.arange(24).view(2, 3, 4).transpose(1, 2)}, rows=2)
     mask = batch.batch["mask"]

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Building a model without its memory, and remembering how its tensors came to be.
+"""Build a model on meta tensors, and record how the values of its tensors are computed.
 
 A model larger than one device cannot be built first and cut afterwards. Building it on torch's meta device costs no
 memory but loses every value. It also needs a second initialization (`reset_parameters`), which buffers lack and users
@@ -8,10 +8,10 @@ forget. So here the user's own constructor runs once, on meta tensors, and every
 The record is about storages, not tensors: a view only names a storage and a place in it, so operations that make views
 need no record. Two modes watch the constructor, both of the calling thread alone:
 
-- `_Recorder` sees every operation below autograd. Real tensors that the constructor uses (`torch.tensor`, numpy, a
-  checkpoint) are constants, each represented by a meta tensor.
-- `_Pretence` makes meta tensors report the CPU as their device, because initializers and models skip their work on meta
-  tensors. It returns real values where the constructor asks for them (`.tolist()`, `print`).
+- `_Recorder` sees every operation below autograd. Tensors with values that the constructor uses (`torch.tensor`, numpy,
+  a checkpoint) are constants, each represented by a meta tensor.
+- `_CpuPretence` makes meta tensors report the CPU as their device, because initializers and models skip their work on
+  meta tensors. It returns values where the constructor asks for them (`.tolist()`, `print`).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _OVERWRITING = frozenset(
 def recording(*, seed: int) -> Iterator[ConstructionRecord]:
     """Make the calling thread's tensors meta tensors, and record what it does to them, inside the block."""
     record = ConstructionRecord(seed=seed)
-    with _Recorder(record), _Pretence(record):
+    with _Recorder(record), _CpuPretence(record):
         yield record
 
 
@@ -81,7 +81,7 @@ def _with_generator(func: Any) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operation on meta tensors and records it."""
+    """Mode that runs every operation on meta tensors and records it."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _on_meta(self, t: Tensor) -> Tensor:
-        """Return the meta tensor for `t`: itself, or for a real tensor the same view of a constant."""
+        """Return `t` if it is a meta tensor, otherwise a meta tensor with the same view of a constant."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
                 f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
@@ -112,7 +112,7 @@ class _Recorder(TorchDispatchMode):
         memory = t.untyped_storage()
         if memory._cdata not in self._shadows:
             shadow = torch.empty(memory.nbytes(), dtype=torch.uint8, device=META)
-            self._record.learn_constant(shadow, real=torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory))
+            self._record.learn_constant(shadow, values=torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory))
             self._shadows[memory._cdata] = shadow
         view = torch.empty(0, dtype=t.dtype, device=META)
         source = self._shadows[memory._cdata].untyped_storage()
@@ -161,7 +161,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Meta tensors of the shapes that the operation gives with real values."""
+        """Return meta tensors of the shapes that the operation returns when it runs on values."""
         traits = self._traits[func]
         kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
         result = traits.run(*_values(self._record, args), **kwargs)
@@ -169,19 +169,19 @@ class _Recorder(TorchDispatchMode):
 
 
 def _values(record: ConstructionRecord, tree: Any) -> Any:
-    """Return the same tree with real tensors in place of meta tensors."""
+    """Return the tree with tensors that have values in place of its meta tensors."""
     with unseen():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
 
 def _fills(t: Tensor) -> bool:
-    """Return whether a tensor looks at all of its storage, each element once."""
+    """Return whether a tensor is a view of all of its storage, each element once."""
     return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
 
 
 def _index(index: Any) -> Any:
-    """Return an index with its lists and arrays as tensors, which would lose their values on the meta device."""
+    """Return an index with its lists and arrays as tensors: torch would move them to the meta device."""
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
     if isinstance(index, np.ndarray | range) or (isinstance(index, list) and all(isinstance(i, int) for i in index)):
@@ -189,8 +189,8 @@ def _index(index: Any) -> Any:
     return index
 
 
-class _Pretence(TorchFunctionMode):
-    """Answers for meta tensors as if they were real tensors on the CPU."""
+class _CpuPretence(TorchFunctionMode):
+    """Mode that lets meta tensors answer as tensors on the CPU do."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
@@ -207,9 +207,9 @@ class _Pretence(TorchFunctionMode):
         if func in self._answers and self._record.knows(args[0]):
             return self._skips_to_record(sys._getframe(1)) or self._answers[func]
         if func in self._readers and self._record.knows(args[0]):
-            real = _values(self._record, args[0].detach())
+            values = _values(self._record, args[0].detach())
             with unseen():
-                return func(real, *args[1:], **kwargs)
+                return func(values, *args[1:], **kwargs)
         if func is Tensor.new_tensor and self._record.knows(args[0]):
             data, kwargs = args[1], {"dtype": args[0].dtype, **kwargs, "device": CPU}
             return torch.tensor(data, **kwargs)  # on the meta device the data would be lost
@@ -223,10 +223,9 @@ class _Pretence(TorchFunctionMode):
     def _skips_to_record(self, asker: FrameType) -> bool:
         """Return whether the asker is torch's truncated normal, which is then recorded as one operation.
 
-        It draws until no element lies outside, so it looks at its own random numbers. Answered with real values, each
-        such parameter would be computed during the construction, before the name that its random numbers hang on is
-        known. torch has no hook in between, but it first asks whether the tensor is a meta tensor, and skips its work
-        if so. (A version that does not ask falls back to real values.)
+        It draws until no element lies outside, so it reads its own random numbers. Then each such parameter would be
+        computed during the construction, before the name that seeds its random numbers is known. torch has no hook in
+        between, but it first asks whether the tensor is a meta tensor, and skips its work if so.
         """
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False

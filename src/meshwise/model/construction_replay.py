@@ -1,4 +1,4 @@
-"""The record of a model's construction, and the values of any one tensor from it.
+"""Compute the values of any one tensor of a model from the record of its construction.
 
     | index   operation          writes   reads        what w needs: 0, 3, 4
     |   0     empty()            a                     (1 and 2 were overwritten by 3; u is another tensor)
@@ -10,10 +10,10 @@
     |   6     copy_(b, a)        b        a
 
 Values are computed by running, in order, only the operations that the wanted tensors depend on; memory is freed after
-its last use. So at most the tensor and the inputs of one operation are held.
+its last use. So at most the tensor and the inputs of one operation are in memory.
 
 Every random operation draws from its own sequence. Its seed is made of the model's seed, the name of the first
-parameter or buffer that depends on it, and its number among the random operations of that one. So the values of a
+parameter or buffer that depends on it, and its number among the random operations of that tensor. So the values of a
 parameter depend on nothing else in the model, on no order and on no rank, and the global generators are not touched.
 """
 
@@ -32,7 +32,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 CPU = torch.device("cpu")
 _CHUNK = 1 << 16
 CONSTRUCTION = "(construction)"
-"""The stream of random numbers that the constructor looked at before they had become part of a named tensor."""
+"""Name of the random numbers that the constructor read before they became part of a named tensor."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def storage(t: Tensor) -> int:
 
 
 class ConstructionRecord:
-    """All operations of one construction, in order."""
+    """Record of all operations of one construction, in order."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
         self._operations: list[ConstructionOperation] = []
         self._writers: dict[int, list[int]] = {}
         self._constants: dict[int, Tensor] = {}  # their bytes
-        self._known: dict[int, torch.UntypedStorage] = {}  # held, so that no identity is used twice
+        self._known: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no identity is used twice
         self._streams: dict[int, str] = {}
         self._counts: Counter[str] = Counter()
 
@@ -85,9 +85,9 @@ class ConstructionRecord:
         self._known.setdefault(storage(t), t.untyped_storage())
         return storage(t)
 
-    def learn_constant(self, t: Tensor, *, real: Tensor) -> None:
-        """Make a meta tensor's memory known as standing for the bytes of a real one."""
-        self._constants[self.learn(t)] = real
+    def learn_constant(self, t: Tensor, *, values: Tensor) -> None:
+        """Make a meta tensor's memory known, with the bytes `values`."""
+        self._constants[self.learn(t)] = values
 
     def add(self, operation: ConstructionOperation) -> None:
         """Append an operation; all tensors in it must be known."""
@@ -96,27 +96,27 @@ class ConstructionRecord:
         self._operations.append(operation)
 
     def settle(self, wanted: Sequence[Tensor], *, name: str) -> None:
-        """Give the random operations that `wanted` depends on, and that have no stream yet, streams of this name."""
+        """Name the random numbers that `wanted` depends on after the tensor `name`, if they have no name yet."""
         for index in self._needed(wanted):
             if self._operations[index].random and index not in self._streams:
                 self._streams[index] = f"{name}\0{self._counts[name]}"
                 self._counts[name] += 1
 
-    def values(self, wanted: Sequence[Tensor], *, poison: bool = True) -> list[Tensor]:
-        """Return the real values, on the CPU, of meta tensors as they are at the end of the record.
+    def values(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values, on the CPU, that meta tensors have at the end of the record.
 
-        Memory that was never written reads as NaN (the largest value of an integer type), or as zero without `poison`.
+        Memory that was never written reads as NaN, as the largest value of an integer type, or as True.
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.settle(wanted, name=CONSTRUCTION)
             indices = self._needed(wanted)
             memory = self._start(indices, wanted)
-            kept = {storage(t) for t in wanted}
+            returned = {storage(t) for t in wanted}
             last = {key: i for i in indices for op in [self._operations[i]] for key in (*op.reads, *op.writes)}
             for index in indices:
                 operation = self._operations[index]
-                self._run(index, memory, poison=poison)
-                for key in {*operation.reads, *operation.writes} - kept:
+                self._run(index, memory)
+                for key in {*operation.reads, *operation.writes} - returned:
                     if last[key] == index:
                         del memory[key]
             return [_view(t, memory) for t in wanted]
@@ -124,22 +124,15 @@ class ConstructionRecord:
     def unwritten(self, t: Tensor, *, values: Tensor) -> int:
         """Return the number of elements of `values`, the values of `t`, that depend on memory never written.
 
-        NaN spreads through arithmetic, so floating-point values without NaN are free of it. Otherwise the values are
-        computed again with other poison: what differs depends on it, and what does not was meant (a mask of NaN).
+        Such elements have the value of `_poison`: NaN spreads through arithmetic. Booleans are not checked.
         """
-        operations = [self._operations[index] for index in self._needed([t])]
-        poisoned = [out for op in operations if op.uninitialised for out in op.outputs if out is not None]
-        if not poisoned:
+        needed = (self._operations[index] for index in self._needed([t]))
+        if values.dtype == torch.bool or not any(operation.uninitialised for operation in needed):
             return 0
-        if all(x.is_floating_point() or x.is_complex() for x in (values, *poisoned)) and not _has_nan(values):
-            return 0
-        other = self.values([t], poison=False)[0]
-        return int((~((values == other) | (values.isnan() & other.isnan()))).sum())
-
-    def is_blank(self, t: Tensor) -> bool:
-        """Return whether all that was ever done with the memory of a tensor was to take it."""
-        needed = [self._operations[index] for index in self._needed([t])]
-        return bool(needed) and all(operation.uninitialised for operation in needed)
+        parts = values.reshape(-1).split(_CHUNK)  # a mask of the tensor's size would take memory
+        if values.is_floating_point() or values.is_complex():
+            return sum(int(part.isnan().sum()) for part in parts)
+        return sum(int((part == _poison(part.dtype)).sum()) for part in parts)
 
     def _needed(self, wanted: Sequence[Tensor]) -> list[int]:
         """Return the operations that `wanted` depends on, in order."""
@@ -158,7 +151,7 @@ class ConstructionRecord:
         return sorted(found)
 
     def _start(self, indices: Sequence[int], wanted: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """Return the constants that take part; those that will be written, or handed out, as copies."""
+        """Return the memory of the constants that take part, copied if it will be written or returned."""
         operations = [self._operations[index] for index in indices]
         changed = {key for operation in operations for key in operation.writes} | {storage(t) for t in wanted}
         used = changed | {key for operation in operations for key in operation.reads}
@@ -168,7 +161,7 @@ class ConstructionRecord:
             if key in used
         }
 
-    def _run(self, index: int, memory: dict[int, torch.UntypedStorage], *, poison: bool) -> None:
+    def _run(self, index: int, memory: dict[int, torch.UntypedStorage]) -> None:
         operation = self._operations[index]
         args, kwargs = operation.args, dict(operation.kwargs)
         if not operation.shapes_only:
@@ -178,7 +171,7 @@ class ConstructionRecord:
         results = list(tensors(operation.run(*args, **kwargs)))
         created = [(was, got) for was, got in zip(operation.outputs, results, strict=True) if was is not None]
         if any(was.dtype != got.dtype for was, got in created):
-            # The result's type came from integers and torch's default dtype, which was another one at construction.
+            # Integers gave torch's default dtype, which was another one at construction.
             dtype = next(was.dtype for was, _ in created)
             args = map_tensors(lambda t: t if t.dtype == torch.bool or t.is_floating_point() else t.to(dtype), args)
             results = [t.to(dtype) for t in tensors(operation.run(*args, **kwargs))]
@@ -186,7 +179,7 @@ class ConstructionRecord:
             if was is not None:
                 memory[storage(was)] = _as_laid_out(was, got).untyped_storage()
                 if operation.uninitialised:
-                    got.fill_(_poison(got.dtype) if poison else 0)
+                    got.fill_(_poison(got.dtype))
 
     def _generator(self, stream: str) -> torch.Generator:
         # torch's CPU generator keeps 32 bits of its seed: of 1,000 streams, some two are equal with a chance of 1e-4.
@@ -195,28 +188,23 @@ class ConstructionRecord:
 
 
 def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
-    """Return the real tensor that looks at its memory as the meta tensor `t` looks at its own."""
+    """Return the tensor with values whose view of its memory is the view that the meta tensor `t` has."""
     source = memory[storage(t)]
-    real = torch.empty(0, dtype=t.dtype, device=source.device)
-    real = real.set_(source, t.storage_offset(), t.size(), t.stride())
-    real = real.conj() if t.is_conj() else real
-    return torch._neg_view(real) if t.is_neg() else real
+    view = torch.empty(0, dtype=t.dtype, device=source.device)
+    view = view.set_(source, t.storage_offset(), t.size(), t.stride())
+    view = view.conj() if t.is_conj() else view
+    return torch._neg_view(view) if t.is_neg() else view
 
 
 def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
-    """`got` in the layout that its meta tensor foretold, which views of it rely on."""
+    """Return `got` with the strides of its meta tensor `was`, which views of it rely on."""
     if got.stride() == was.stride() and got.storage_offset() == was.storage_offset():
         return got
     return torch.empty_strided(was.size(), was.stride(), dtype=was.dtype, device=CPU).copy_(got)
 
 
-def _has_nan(t: Tensor) -> bool:
-    """Return whether an element is NaN, without a mask of the tensor's size."""
-    flat = t.reshape(-1)
-    return any(bool(flat[start : start + _CHUNK].isnan().any()) for start in range(0, flat.numel(), _CHUNK))
-
-
 def _poison(dtype: torch.dtype) -> float | int | bool:
+    """Return the value of memory that was never written."""
     if dtype == torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max

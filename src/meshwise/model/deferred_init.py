@@ -1,13 +1,12 @@
-"""Deferred initialization: the full values of one parameter at a time, never the whole model.
+"""Initialize a model's parameters one at a time, so that no rank holds the whole model.
 
 `build_with_values` takes a model that exists, or a function that builds one. The function's model stays on meta
-tensors, and its parameters are computed one by one (`ParameterSource.full`), for each rank to keep its part of. The
-same seed gives the same values, bit for bit, under every plan and on every rank, in whatever order they are asked for.
-They differ from the values that the function alone would draw from torch's global generator, which stays untouched. A
-generator that the function itself passes to torch is replaced as well. Random numbers of numpy or of Python are the
-function's own affair.
+tensors. Its parameters are computed one by one (`ParameterSource.full`), and each rank keeps its part. The same seed
+gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from the values that
+the function alone would draw from torch's global generator, which stays untouched. A generator that the function itself
+passes to torch is replaced as well. Random numbers of numpy or of Python are left alone.
 
-Memory that the constructor never writes is an error that names the tensor, not garbage.
+Elements that the constructor never writes are an error that names the tensor.
 """
 
 import copy
@@ -20,8 +19,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Axes, World
 from meshwise.model.construction_record import recording
 from meshwise.model.construction_replay import ConstructionRecord
-from meshwise.model.module_copy import copied
-from meshwise.model.parameter_hooks import carry_hooks
+from meshwise.model.module_copy import carry_hooks, copied
 from meshwise.model.parameter_table import ParameterRow, check_readable
 
 
@@ -29,10 +27,10 @@ class ParameterSource:
     """Source of the values of a model's tensors."""
 
     def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
-        """`shapes_only`: values are never needed; where some are asked for, tensors without values are returned."""
+        """`record`: computes the values of a deferred model. `shapes_only`: `full` returns meta tensors."""
         self.module = module
         self.deferred = record is not None or shapes_only
-        """Whether the parameters of `module` are still to be made of the values: they are on the meta device."""
+        """Whether the parameters of `module` are on the meta device and still need their values."""
         self._record = record
         self._shapes_only = shapes_only
         self._staging: Tensor | None = None
@@ -50,8 +48,8 @@ class ParameterSource:
     def full(self, name: str) -> Tensor:
         """Return the full values of a parameter or buffer, under any of its names.
 
-        Computed, on the CPU, when the model is deferred; the existing data, not a copy, otherwise. Raises ValueError
-        for an unknown name and for elements that the constructor never initialises.
+        A deferred model computes them, on the CPU; another model returns its data, not a copy. Raises ValueError for
+        an unknown name and for elements that the constructor never initialises.
         """
         if name not in self._tensors:
             raise ValueError(f"{type(self.module).__name__} has no parameter or buffer {name!r}")
@@ -62,28 +60,19 @@ class ParameterSource:
             return wanted
         values = self._record.values([wanted])[0]
         if unwritten := self._record.unwritten(wanted, values=values):
-            raise self._uninitialised(name, unwritten, values.numel())
+            raise ValueError(
+                f"{name}: {unwritten} of {values.numel()} elements are never initialised; write all of them in the "
+                f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"
+            )
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
-
-    def refuse_blank(self) -> None:
-        """Raise ValueError as `full` does for a tensor without an initialized element; values are not computed."""
-        for name, tensor in self._tensors.items():
-            if tensor.is_meta and tensor.numel() and self._record and self._record.is_blank(tensor):
-                raise self._uninitialised(name, tensor.numel(), tensor.numel())
-
-    def _uninitialised(self, name: str, count: int, numel: int) -> ValueError:
-        return ValueError(
-            f"{name}: {count} of {numel} elements are never initialised; write all of them in the constructor of "
-            f"{type(self.module).__name__}, for example with an initialiser of torch.nn.init"
-        )
 
     def agreed(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
         """Return the full values; if every rank holds the model, the first rank's, sent along `axes` (default: all).
 
         Every rank along `axes` asks for the same names in the same order.
 
-        They are valid until the next call. One piece of memory takes them all: freed copies of single parameters would
-        leave the process with holes of the size of the model's blocks.
+        The values are valid until the next call. All calls use one piece of memory: freed copies of single parameters
+        would leave the process with holes of the size of the model's blocks.
         """
         value = self.full(name)
         if self.deferred or world.size == 1:
@@ -97,22 +86,20 @@ class ParameterSource:
         return staged
 
     def part(self, module: nn.Module) -> "ParameterSource":
-        """Return the same values for a module with some of the parameters, under the same names, which are to be made
-        anew.
-        """
+        """Return the source for `module`, which has some of the parameters under the same names, on the meta device."""
         part = copy.copy(self)
         part.module, part.deferred = module, True
         return part
 
     def buffers(self) -> None:
-        """Compute the buffers, and tensors held as plain attributes, and put them into the module, on the CPU.
+        """Compute the buffers and the tensors in plain attributes, and put them into the module, on the CPU.
 
         Raises ValueError as `full` does.
         """
         made: dict[int, Tensor] = {}
         for path, owner in self.module.named_modules():
-            held = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}
-            for key, tree in held.items():
+            trees = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}
+            for key, tree in trees.items():
                 names = {id(tensor): name for name, tensor in _entries(_join(path, key), tree) if tensor.is_meta}
                 for identity, name in names.items():
                     made.setdefault(identity, self.full(name))
@@ -121,10 +108,10 @@ class ParameterSource:
 
 
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
-    """Return a model with its values as it is, or the model that a function builds, without them.
+    """Return the source of a module that exists, or of the module that a function builds, on the meta device.
 
-    The function is called once, with its tensor operations recorded and carried out on meta tensors. Raises ValueError
-    for a module on the meta device, for a function that does not return a module, and for random draws that cannot be
+    The function is called once; its tensor operations are recorded and run on meta tensors. Raises ValueError for a
+    module on the meta device, for a function that does not return a module, and for random draws that cannot be
     repeated.
     """
     if isinstance(model, nn.Module):
@@ -146,22 +133,20 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """Return a model (or the one that a function builds) on the meta device, whose values are never needed.
 
-    A module is left as it is. Raises ValueError as `build_with_values` does, and for a tensor that nothing was ever
-    written to: that some elements of one were not, only their values tell.
+    A module is left unchanged. Raises ValueError as `build_with_values` does.
     """
     if isinstance(model, nn.Module):
         check_readable(model)
         every = [model, *(part for _, part in _unregistered(model))]
-        held = (tensor for part in every for _, tensor in _named_tensors(part))
-        bare = copied(model, tensors={tensor: build_without_values(tensor) for tensor in held})
-        return ParameterSource(bare, record=None, shapes_only=True)
-    source = build_with_values(model, seed=seed)
-    source.refuse_blank()
-    return ParameterSource(source.module, record=None, shapes_only=True)
+        tensors_ = (tensor for part in every for _, tensor in _named_tensors(part))
+        module = copied(model, tensors={tensor: without_values(tensor) for tensor in tensors_})
+    else:
+        module = build_with_values(model, seed=seed).module
+    return ParameterSource(module, record=None, shapes_only=True)
 
 
-def build_without_values(tensor: Tensor) -> Tensor:
-    """Return the tensor on the meta device; a parameter stays one."""
+def without_values(tensor: Tensor) -> Tensor:
+    """Return the tensor on the meta device; a parameter stays a parameter."""
     bare = tensor.detach().to("meta")
     return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
@@ -169,8 +154,8 @@ def build_without_values(tensor: Tensor) -> Tensor:
 def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Parameter:
     """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
 
-    Needed where `.data` cannot be assigned: a meta parameter cannot get memory on another device. Whether it is
-    trained, its hooks, and attributes that the model hung on it, are kept. The shape is the shape of this rank's part.
+    A meta parameter cannot get memory on another device through `.data`. The new one keeps `requires_grad`, the hooks
+    and the model's attributes of the old one. Its shape is the shape of this rank's part.
     """
     old = module.get_parameter(row.name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
@@ -183,7 +168,7 @@ def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Param
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, then buffers, then tensors held as plain attributes, each under all its names."""
+    """Yield parameters, then buffers, then tensors in plain attributes, each under all its names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for path, owner in module.named_modules():
@@ -192,7 +177,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in lists and dictionaries of the model's modules, with parameters that are not the model's."""
+    """Yield modules in plain lists and dictionaries, whose parameters torch does not count as the model's."""
     known, every = {id(parameter) for parameter in module.parameters()}, vars(nn.Module())
     for path, owner in module.named_modules():
         for key, value in vars(owner).items():
@@ -203,7 +188,7 @@ def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:
-    """Attributes of a module that hold tensors but are neither parameters nor buffers."""
+    """Return the attributes of a module that hold tensors but are neither parameters nor buffers."""
     every = vars(nn.Module())
     own = {key: value for key, value in vars(module).items() if key not in every}
     return {key: value for key, value in own.items() if any(True for _ in _entries(key, value))}

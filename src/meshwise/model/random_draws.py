@@ -282,7 +282,7 @@ class RandomDraws:
         seed = _hash(self.key(), self._rows, self._region) % 2**63
         streams_of(device).generator().manual_seed(seed)
 
-    def no_answer(self, operation: str) -> None:
+    def warn_not_replaced(self, operation: str) -> None:
         """Warn once that an operation drew from torch's own generator."""
         self._drew = True
         what = f"{operation} in {self._stack[-1].name or 'the model'}"

@@ -1,22 +1,20 @@
-"""Every random operation of a running model, taken out of torch's hands.
+"""Replace the random operations of a running model by draws that do not depend on the plan.
 
-Two modes, because neither alone will do. `RandomInterception` sees the functions that Python code calls, at a
-microsecond each, but not what they call inside; `_Below` sees every operation below autograd, at five. So the first
-lets everything pass but the functions that may draw, and runs those inside the second, which replaces the draws
-themselves. That way there is one answer to `bernoulli_`, whether dropout of any kind asks, attention, or a model's own
-stochastic depth.
+There are two modes. `RandomInterception` sees the functions that Python code calls, at a microsecond each, but not the
+operations inside them. `_DrawReplacement` sees every operation below autograd, at five microseconds each. So the first
+lets everything pass but the functions that may draw, and runs those inside the second, which replaces the draws. One
+answer to `bernoulli_` then serves dropout of any kind, attention, and a model's own stochastic depth.
 
-Two functions are rewritten on the way. Attention with dropout goes through torch's plain implementation, since the
-fused kernels draw inside; and `F.dropout`, the common case, keeps its mask as booleans.
+Two functions are rewritten. Attention with dropout goes through torch's plain implementation, since the fused kernels
+draw inside. `F.dropout`, the most frequent one, keeps its mask as booleans.
 
-A draw with a generator of its own (`generator=`) is the caller's affair and left alone.
+A draw with its own generator (`generator=`) is left alone, and so is a complex one.
 """
 
 import abc
 import contextlib
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,17 +53,17 @@ class DrawContext(Protocol):
         """Return a key for the next draw."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Which part of the whole draw a tensor is, and whether its first two dims stand the other way round."""
+        """Return the part of the whole draw that a tensor is, and whether its first two dims are swapped."""
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator for the next draw."""
 
-    def no_answer(self, operation: str) -> None:
-        """Take note that an operation drew from torch's own generator."""
+    def warn_not_replaced(self, operation: str) -> None:
+        """Warn that an operation drew from torch's own generator."""
 
 
 class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
-    """A mode that answers in a backward too, where parts of a forward may be repeated."""
+    """A mode that is active in a backward too, where parts of a forward may be repeated."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,8 +79,8 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
     def _backward(
         self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, inputs: Any = None, **options: Any
     ) -> None:
-        # A mode is off while it answers, but a forward that is repeated in the backward draws again. Given edges of the
-        # graph, which are no tensors, torch does not ask the mode a second time.
+        # torch switches a mode off while it answers, but a forward that is repeated in the backward draws again. With
+        # edges of the graph in place of tensors, torch does not call the mode a second time.
         outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
         wanted = [inputs] if isinstance(inputs, Tensor) else inputs
@@ -96,12 +94,12 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
 
 
 class RandomInterception(ForwardAndBackwardMode):
-    """Answers for the functions that draw."""
+    """Mode that replaces the functions that draw."""
 
     def __init__(self, source: DrawContext) -> None:
         super().__init__()
         self._source = source
-        self._below = _Below(source)
+        self._replacement = _DrawReplacement(source)
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `func`, with meshwise's draws in place of torch's."""
@@ -114,20 +112,20 @@ class RandomInterception(ForwardAndBackwardMode):
             return func(*args, **kwargs)
         if func is functional.dropout:
             return self._dropout(*args, **kwargs)
-        self._below.scores = False
+        self._replacement.scores = False
         if name == "scaled_dot_product_attention":
             return self._attention(func, args, kwargs)
         if name == "multi_head_attention_forward":
             return self._multi_head_attention(func, args, kwargs)
-        with self._below:
+        with self._replacement:
             return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():
             return functional.dropout(input, p, training, inplace)
-        self._below.scores = False
+        self._replacement.scores = False
         with torch._C.DisableTorchFunction():
-            keep = self._below.draw(input.shape, kept(1.0 - p), input.device)
+            keep = self._replacement.draw(input.shape, kept(1.0 - p), input.device)
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
         return kept_input.mul_(1.0 / (1.0 - p))
 
@@ -143,26 +141,22 @@ class RandomInterception(ForwardAndBackwardMode):
         return self._unfused(func, args, kwargs, given.arguments["query"]) if dropping else func(*args, **kwargs)
 
     def _unfused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor) -> Any:
-        """Torch's attention, by its plain implementation. It has no fused kernel that drops on the CPU, where ranks may
-        be threads, which share the choice among kernels.
+        """Run torch's attention by its plain implementation.
+
+        On the CPU torch has no fused kernel with dropout. There ranks may be threads, which share the choice of kernel.
         """
-        self._below.scores = True
+        self._replacement.scores = True
         plain = sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext()
-        with plain, self._below:
+        with plain, self._replacement:
             return func(*args, **kwargs)
-
-
-def _halves(tensor: Tensor) -> Tensor:
-    """Return a tensor, or its parts if it is complex, to be written to."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _edge(end: Tensor | GradientEdge) -> GradientEdge:
     return get_gradient_edge(end) if isinstance(end, Tensor) else end
 
 
-class _Below(TorchDispatchMode):
-    """Answers for the operations that draw, below autograd. `scores`: what is drawn now drops attention scores."""
+class _DrawReplacement(TorchDispatchMode):
+    """Mode that replaces the operations that draw, below autograd. `scores`: the next draw drops attention scores."""
 
     def __init__(self, source: DrawContext) -> None:
         super().__init__()
@@ -179,7 +173,7 @@ class _Below(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             answer = self._answer(schema.name.removeprefix("aten::"), given)
         if answer is None:
-            self._source.no_answer(str(func))
+            self._source.warn_not_replaced(str(func))
             return func(*args, **kwargs)
         into: Tensor | None = given.get("out")
         return answer if into is None else into.resize_(answer.shape).copy_(answer)
@@ -190,22 +184,8 @@ class _Below(TorchDispatchMode):
         drawn = draw(part, key=self._source.key(), kind=kind, device=device)
         return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
-    def _fill(self, target: Tensor, kind: Callable[[torch.dtype], Distribution]) -> Tensor:
-        """Return the tensor, filled with a draw of a kind; a complex one part by part."""
-        if target.is_complex():
-            for half in _halves(target).unbind(-1):
-                self._fill(half, kind)
-            return target
-        return self._filled(target, kind(target.dtype))
-
-    def _normal(self, target: Tensor) -> Tensor:
-        """Return the tensor, filled with a standard normal draw: a complex one's parts have half of the variance
-        each.
-        """
-        filled = self._fill(target, normal)
-        return filled.mul_(math.sqrt(0.5)) if target.is_complex() else filled
-
     def _filled(self, target: Tensor, kind: Distribution) -> Tensor:
+        """Return the tensor, filled with a draw."""
         part, turned = self._source.part(target.shape, scores=self.scores)
         if turned or not target.is_contiguous():
             return target.copy_(self.draw(target.shape, kind, target.device))
@@ -213,6 +193,9 @@ class _Below(TorchDispatchMode):
 
     def _answer(self, name: str, given: Mapping[str, Any]) -> Any:
         """Return the result of an operation on these arguments, or None if it is not replaced."""
+        dtypes = (value.dtype if isinstance(value, Tensor) else value for value in given.values())
+        if any(isinstance(dtype, torch.dtype) and dtype.is_complex for dtype in dtypes):
+            return None
         match name, given:
             case "native_dropout", {"input": Tensor() as input, "p": p, "train": train}:
                 p = p if train is None or train else 0.0
@@ -227,22 +210,20 @@ class _Below(TorchDispatchMode):
             case "bernoulli", {"self": Tensor() as p}:
                 return self._bernoulli(p).to(p.dtype)
             case "uniform_", {"self": Tensor() as target, "from": low, "to": high}:
-                _halves(self._fill(target, uniform)).mul_(high - low).add_(low)
-                return target
+                return self._filled(target, uniform(target.dtype)).mul_(high - low).add_(low)
             case "normal_", {"self": Tensor() as target, "mean": mean, "std": std}:
-                _halves(self._normal(target)).mul_(std).add_(mean)
-                return target
+                return self._filled(target, normal(target.dtype)).mul_(std).add_(mean)
             case "exponential_", {"self": Tensor() as target, "lambd": rate}:
-                return self._fill(target, exponential).div_(rate)
+                return self._filled(target, exponential(target.dtype)).div_(rate)
             case "rand" | "randn", {"size": size, "dtype": dtype, "device": device}:
                 target = torch.empty(size, dtype=dtype, device=device)
-                return self._fill(target, uniform) if name == "rand" else self._normal(target)
+                return self._filled(target, (uniform if name == "rand" else normal)(target.dtype))
             case "rand_like" | "randn_like", {"self": Tensor() as like, "dtype": dtype, "device": device}:
                 target = torch.empty_like(like, dtype=dtype, device=device)
-                return self._fill(target, uniform) if name == "rand_like" else self._normal(target)
+                return self._filled(target, (uniform if name == "rand_like" else normal)(target.dtype))
             case "normal", {"mean": mean, "std": std} if isinstance(mean, Tensor) or isinstance(std, Tensor):
                 target = torch.empty_like(mean + std)
-                return self._normal(target).mul_(std).add_(mean)
+                return self._filled(target, normal(target.dtype)).mul_(std).add_(mean)
         return None
 
     def _bernoulli(self, probability: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Track the values that a forward derives from sizes and from the integers of its batch, where tensors have no values.
+"""Compute the values that a forward derives from sizes and from the integers of its batch, beside its meta tensors.
 
 A rehearsal's tensors have no values, and a model that asks for one cannot be rehearsed:
 
@@ -7,9 +7,9 @@ A rehearsal's tensors have no values, and a model that asks for one cannot be re
     if mask.all(): ...                                   # is nothing padded?
 
 No batch could change the first answer. So a small tensor that a forward, a loss or a repeated forward makes of no
-tensor (`arange`, `ones_like`, …), or only of such tensors, is computed beside the tensor without values. The second is
-an integer of the batch. It has the user's values (`meta_batch.py`), from which another batch may differ; `asked` shows
-that it was read. What follows from a parameter, a draw or other numbers of a batch has no value.
+tensor (`arange`, `ones_like`, …), or only of such tensors, is computed beside its meta tensor. The second answer
+depends on integers of the batch. They have the user's values (`meta_batch.py`), and another batch may have others;
+`asked` shows that one was read. Tensors that depend on a parameter, a draw or other numbers of a batch have no value.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from meshwise.model.dispatch_modes import TorchDispatchMode, in_backward, unseen
 aten = torch.ops.aten
 
 LARGEST = 2**22
-"""Elements of a tensor that is computed."""
+"""Most elements of a tensor that is computed."""
 
 _CPU = torch.device("cpu")
 
@@ -37,43 +37,45 @@ _MASKS = (torch.bool, torch.uint8)
 _MADE = frozenset(
     {aten.arange, aten.linspace, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor, aten.tril_indices}
 )
-"""Operations that make values of numbers."""
+"""Operations whose values come from numbers."""
 
 _NEW = frozenset({aten.new_zeros, aten.new_ones, aten.new_full})
-"""Those that take a tensor for its dtype alone."""
+"""Operations that take a tensor for its dtype alone."""
 
 _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
-"""And those that take it for its sizes."""
+"""Operations that take a tensor for its dtype or its sizes."""
 
 
 class _Known(NamedTuple):
-    """Values that belong to a tensor without values."""
+    """Values of a meta tensor, and whether they depend on the batch."""
 
     values: Tensor
     by_batch: bool
 
 
 class ShapeConstants(TorchDispatchMode):
-    """Answers for what tensors without values would say. It serves one rank from its first to its last step: its inputs
-    and everything made of them stay known. Tensors made of no tensor are known in a `forward` and in a backward.
+    """Mode that answers questions about the values of meta tensors, for one rank from its first to its last step.
+
+    The inputs and everything made of them stay known. Tensors made of no tensor are known in a `forward` and in a
+    backward.
     """
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """`given`: tensors of a batch, and their values, which other ranks are given too."""
+        """`given`: meta tensors of a batch, and their values."""
         super().__init__()
         self.asked = False
+        """Whether a value that depends on the batch was read."""
         self._forwards = 0
         self._values = WeakTensorKeyDictionary()
         self._places: set[int] = set()
         self._drawn = WeakTensorKeyDictionary()
-        self._lent: set[int] = set()
-        for bare, values in given:
-            self._note(bare, values, by_batch=True)
-            self._lent.add(values.untyped_storage()._cdata)
+        with unseen():
+            for bare, values in given:
+                self._note(bare, values.clone(), by_batch=True)  # the model may write to them
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, a model or a loss runs."""
+        """Run a model or a loss inside the block."""
         self._forwards += 1
         try:
             yield
@@ -108,26 +110,25 @@ class ShapeConstants(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._changed(func, args, kwargs, known=known, by_batch=by_batch)
             elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
-                with contextlib.suppress(RuntimeError):  # a CPU does not compute everything, and nobody may ask
+                with contextlib.suppress(RuntimeError):  # a CPU does not compute everything
                     values_made = list(tensors(self._on_values(func, args, kwargs)))
                     for one, values in zip(tensors(output), values_made, strict=True):
                         self._note(one, values, by_batch=by_batch)
         return output
 
     def _is_drawn(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
-        """Return whether what it returns depends on a generator. Of tensors without values those that do are not
-        known.
-        """
+        """Return whether the result of an operation depends on a generator."""
         if func._overloadpacket in _LIKE:
             return False
         return _is_seeded(func) or any(not one.is_meta and one in self._drawn for one in given)
 
     def _is_by_batch(self, given: Sequence[Tensor]) -> bool:
-        return any(held.by_batch for held in map(self._values.get, given) if held is not None)
+        return any(known.by_batch for known in map(self._values.get, given) if known is not None)
 
     def _is_models(self, output: Any) -> bool:
-        """Return whether what was made of no tensor, or of its sizes, was made by a model. In a backward, where an
-        engine makes zeros as large as parameters, that is what counts, or may have a gradient.
+        """Return whether a model made a tensor that comes from sizes alone.
+
+        In a backward an engine makes zeros as large as parameters; a model makes integers, or runs a forward again.
         """
         if self._forwards:
             return True
@@ -149,7 +150,7 @@ class ShapeConstants(TorchDispatchMode):
             return func(*self._valued(args), **self._valued(kwargs))
 
     def _valued(self, given: Any) -> Any:
-        """Arguments with the values in place of the tensors that have none."""
+        """Return arguments with known values in place of meta tensors."""
         if isinstance(given, dict):
             return {name: self._valued(value) for name, value in given.items()}
         if isinstance(given, list | tuple):
@@ -157,32 +158,32 @@ class ShapeConstants(TorchDispatchMode):
         if isinstance(given, torch.device):
             return _CPU
         if isinstance(given, Tensor) and given.is_meta:
-            held = self._values.get(given)
-            return torch.empty_like(given, device="cpu") if held is None else held.values
+            known = self._values.get(given)
+            return torch.empty_like(given, device="cpu") if known is None else known.values
         return given
 
     def _keep(self, values: Tensor, *, by_batch: bool) -> Tensor:
-        """Return a tensor without values that has these."""
-        held = torch.empty_like(values, device="meta")
-        self._note(held, values, by_batch=by_batch)
-        return held
+        """Return a meta tensor whose values are known."""
+        bare = torch.empty_like(values, device="meta")
+        self._note(bare, values, by_batch=by_batch)
+        return bare
 
     def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return indices that pick from a tensor of unknown values: places of a known mask replace the mask."""
+        """Return indices in which the places of a known mask replace the mask, whose size a result needs."""
         found: list[Tensor | None] = []
         for one in indices:
-            held = None if one is None or one.dtype not in _MASKS else self._values.get(one)
-            if held is None:
+            mask = None if one is None or one.dtype not in _MASKS else self._values.get(one)
+            if mask is None:
                 found.append(one)
                 continue
-            self.asked |= held.by_batch
+            self.asked |= mask.by_batch
             with unseen():
-                places = held.values.nonzero().unbind(1)
-            found += [self._keep(place, by_batch=held.by_batch) for place in places]
+                places = mask.values.nonzero().unbind(1)
+            found += [self._keep(place, by_batch=mask.by_batch) for place in places]
         return found
 
     def _note(self, bare: Tensor, values: Tensor, *, by_batch: bool) -> None:
-        """Remember the values of a tensor that has none itself."""
+        """Remember the values of a meta tensor."""
         self._values[bare] = _Known(values, by_batch)
         self._places.add(bare.untyped_storage()._cdata)
 
@@ -194,7 +195,6 @@ class ShapeConstants(TorchDispatchMode):
         places = {one.untyped_storage()._cdata for one in written} & self._places
         changed = [one for one in self._values if one.untyped_storage()._cdata in places] if places else []
         if known and written:
-            self._own(changed)
             with contextlib.suppress(RuntimeError):
                 self._on_values(func, args, kwargs)
                 for one in changed if by_batch else ():
@@ -203,24 +203,10 @@ class ShapeConstants(TorchDispatchMode):
         self._places -= places
         self.forget(changed)
 
-    def _own(self, changed: Iterable[Tensor]) -> None:
-        """Give this rank its own copy of the batch's values before the model writes to them."""
-        copies: dict[int, torch.UntypedStorage] = {}
-        for one in changed:
-            held = self._values[one]
-            lent, old = held.values.untyped_storage(), held.values
-            if lent._cdata not in self._lent:
-                continue
-            with unseen():
-                if lent._cdata not in copies:
-                    copies[lent._cdata] = lent.clone()
-                own = old.new_empty(0).set_(copies[lent._cdata], old.storage_offset(), old.shape, old.stride())
-            self._values[one] = held._replace(values=own)
-
 
 def _is_answer(func: OpOverload, args: Any) -> bool:
-    """Return whether what it returns, or how large that is, follows from values."""
-    if func._overloadpacket is aten.index:  # by numbers, it is as large as they are
+    """Return whether an operation returns values of its arguments, or a tensor whose size depends on values."""
+    if func._overloadpacket is aten.index:  # with numbers, the size is known
         return any(one.dtype in _MASKS for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
@@ -231,7 +217,7 @@ def _is_seeded(func: OpOverload) -> bool:
 
 
 def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
-    """Return whether its values come from tensors."""
+    """Return whether an operation reads the values of tensors."""
     return bool(given) and func._overloadpacket not in _LIKE
 
 

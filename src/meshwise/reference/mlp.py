@@ -8,7 +8,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The shape of an MLP."""
+    """Sizes of an MLP."""
 
     widths: tuple[int, ...] = (16, 64, 64, 4)
     """Features of the input, of every hidden layer and of the output: two or more."""
@@ -30,7 +30,7 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(wide, narrow, bias=config.bias) for wide, narrow in pairs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., widths[0]) to (..., widths[-1])."""
+        """Map (..., widths[0]) to (..., widths[-1])."""
         for layer in self.layers[:-1]:
             x = functional.gelu(layer(x))
         output: Tensor = self.layers[-1](x)

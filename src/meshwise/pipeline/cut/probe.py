@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.memory.malloc_settings import keep_freed_memory
 from meshwise.model.blocks import GatheredModule, Patterns, partition
-from meshwise.model.deferred_init import build_without_values
+from meshwise.model.deferred_init import without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copied
 from meshwise.model.shape_constants import ShapeConstants
@@ -139,7 +139,7 @@ def _run(
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = has_no_values(model)
     watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
-    shadow = copied(model, tensors={t: build_without_values(t) for t in _tensors(model)}) if bare else watched
+    shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}

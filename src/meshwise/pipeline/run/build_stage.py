@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.model.deferred_init import build_without_values
+from meshwise.model.deferred_init import without_values
 from meshwise.model.module_copy import copied
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.remote_parameter import RemoteParameter
@@ -14,9 +14,7 @@ from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageR
 
 def without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a model without values."""
-    return copied(
-        model, tensors={tensor: build_without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    )
+    return copied(model, tensors={tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())})
 
 
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
