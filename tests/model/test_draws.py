@@ -217,7 +217,7 @@ def test_a_model_that_draws_nothing_is_left_alone_until_it_draws() -> None:
     assert not dropout._forward_pre_hooks
     step(1)
     dropout.p = 0.5
-    with pytest.warns(UserWarning, match="the model drew random numbers in step 2, as it had not before"):
+    with pytest.warns(UserWarning, match="the model drew random numbers in step 2 for the first time"):
         step(2)
     assert torch.equal(step(3), drawn(model, x, step=3))
 

@@ -1,1 +1,1 @@
-"""Tiers and recomputation: where state rests between its uses, and how it moves; see docs/memory.md."""
+"""Offload state and activations to tiers (CPU, disk), and recompute activations; see docs/memory.md."""

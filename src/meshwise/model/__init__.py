@@ -1,1 +1,1 @@
-"""A model seen from outside: its parameter table, its units, its ties and its initialisation."""
+"""Read any model: its parameter table, its blocks, its deferred initialization, its random draws."""

@@ -1,9 +1,9 @@
-"""Which parameters are gathered and reduced together.
+"""Divide a model into units: the parameters that are gathered and reduced together.
 
-A unit is what must be whole at one time: its parameters are gathered just before one of its modules runs and freed
-after. So a unit should contain modules that run close together. Two units must not be most of the model, and a unit
-must not be so small that its collective is all latency. torch's FSDP asks the user to wrap the right modules; here the
-model's own structure says which they are:
+The parameters of a unit are gathered just before one of its modules runs, and freed after. So a unit should contain
+modules that run close together. Two units must not be most of the model, and a unit must not be so small that its
+collective is all latency. torch's FSDP asks the user to wrap the right modules; here the model's own structure says
+which they are:
 
     GPT                          opened: the root
     ├── embedding                ┐ pieces in a row, merged while the unit stays near
@@ -50,7 +50,11 @@ MERGE_LIMIT = 1.25
 
 @dataclass(frozen=True)
 class GatheredModule:
-    """A module whose forward needs `parameters` (their first names). `spans`: it owns them beside opened children."""
+    """A module whose forward needs `parameters`, by their first names.
+
+    | block   an entry of a container, or a module that the user named
+    | spans   the parameters belong to the module as a whole, and its children are pieces of their own
+    """
 
     module: str
     parameters: tuple[str, ...]
@@ -72,7 +76,7 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
 
 
 def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
-    """Which modules the patterns name, and the number of the pattern (or sequence of them) that named each."""
+    """Return the modules that patterns match, each with the number of the entry of `units` that matched it."""
     names = [n for n, m in module.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())]
     chosen: dict[str, int] = {}
     number = 0
@@ -170,7 +174,7 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str, int]) -> list[list[GatheredModule]]:
-    """Return rules 5 and 6: put tied and small neighbouring pieces into one unit."""
+    """Return the units: pieces joined by rule 6 (ties) and rule 5 (small neighbours)."""
     owner: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         for name in piece.parameters:
@@ -203,7 +207,7 @@ def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str
 
 
 def _pairs(pieces: list[GatheredModule], chosen: dict[str, int]) -> Iterator[tuple[int, int]]:
-    """Pieces that one sequence of patterns put together."""
+    """Yield pairs of pieces that one sequence of patterns puts together."""
     first: dict[int, int] = {}
     for index, piece in enumerate(pieces):
         if piece.module in chosen:

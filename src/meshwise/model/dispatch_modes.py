@@ -1,4 +1,4 @@
-"""Watching torch's operations, and not being watched: torch documents how, and keeps the names in a private module."""
+"""Names from torch's private modules for dispatch modes and for the state of a running backward."""
 
 import contextlib
 from typing import Any
@@ -16,10 +16,9 @@ def in_backward() -> bool:
 
 
 def asked_for(ctx: Any) -> tuple[bool, ...]:
-    """Return which gradients the running backward asks an autograd function for, argument by argument: in one part of a
-    backward, not all that its tensors need.
+    """Return whether the running backward asks an autograd function for the gradient of each argument.
 
-    torch leaves that out for its own nodes; theirs, for everybody's, is private.
+    In one part of a split backward it does not ask for all that `needs_input_grad` names.
     """
     nodes = (node for node, _ in ctx.next_functions if node is not None)  # of each argument that needs one
     return tuple(need and _runs(next(nodes)) for need in ctx.needs_input_grad)
@@ -28,11 +27,11 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
 def _runs(node: Node) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # what `autograd.grad` wants of a leaf cannot be asked for
+    except RuntimeError:  # torch does not answer for a leaf of `autograd.grad`
         return True
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
-    """Hide operations within the block from dispatch modes (a rehearsal, a profiler): no step runs them."""
+    """Hide operations within the block from dispatch modes: they are not part of the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden

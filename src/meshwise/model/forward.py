@@ -1,4 +1,4 @@
-"""From a batch to the sum and the count of its loss.
+"""Run a model's forward and its loss, which returns a sum and a count.
 
 An engine that receives the mean of a loss must guess its count. Micro-batches, padding and ranks of unequal shares all
 make the guess wrong. So a loss here returns its sum and what it counted (tokens, samples), and the division is done
@@ -26,10 +26,10 @@ class LossError(ValueError):
 
 
 class StageForwardLeft(Exception):
-    """The forward of a pipeline's stage has been left, as it should be: what follows is other stages'.
+    """Raised to leave a forward where a pipeline's stage ends: the rest belongs to other stages.
 
-    No error, but an Exception, so that torch runs the hooks of the modules that are left (those registered with
-    `always_call`). A model that catches it runs into the next piece, which raises it again.
+    It is an Exception so that torch runs the hooks registered with `always_call` of the modules it leaves. If a model
+    catches it, the next piece raises it again.
     """
 
 
@@ -57,17 +57,17 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Run forward and loss: (sum of the loss, count), two scalar tensors, the count in fp64.
+    """Run forward and loss, and return the sum of the loss and the count: two scalar tensors, the count in fp64.
 
-    Raises LossError when `loss` does not return a scalar sum and a count of at least 0. A count that is a tensor is not
-    read here, because that would wait for a GPU; a count below 0 becomes NaN, which no other count hides.
+    Raises LossError when `loss` does not return a scalar sum and a count of at least 0. A tensor's count is not read
+    here, because that would wait for a GPU; below 0 it becomes NaN, which stays NaN in every sum.
     """
     output = forward(model, batch)
     returned = loss(output, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise LossError(
-            f"loss returned {_kind(returned)}; it must return (sum, count): the loss summed over the batch, and how "
-            "many tokens or samples it is the sum of. A mean m over n samples is (m * n, n)"
+            f"loss returned {_kind(returned)}; it must return (sum, count): the loss summed over the batch, and the "
+            "number of tokens or samples in the sum. A mean m over n samples is (m * n, n)"
         )
     total, count = returned
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
@@ -86,7 +86,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode; afterwards each is in the mode it was in."""
+    """Put every module into eval mode inside the block, and restore the modes afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -97,7 +97,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _attached(total: Tensor, output: Any) -> Tensor:
-    """Return the loss, with a gradient of zero where it has none: its backward is run as other ranks run theirs."""
+    """Return the loss, with a gradient of zero where it has none: every rank must run a backward."""
     if torch.is_grad_enabled() and not total.requires_grad:
         for tensor in reachable(output):
             if tensor.requires_grad:

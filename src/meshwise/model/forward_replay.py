@@ -1,7 +1,7 @@
-"""Replay of a repeated forward: the state that it found the first time, and results that it need not compute again.
+"""Replay a repeated forward: restore the state of the first one, and reuse its kept results.
 
-A block whose forward is repeated in its backward may keep what is dear to compute and cheap to hold: the outputs of
-matrix products. Who computes such a result (an operation below autograd, or a product that ranks share out) asks here:
+A block whose forward is repeated in its backward may keep results that are slow to compute and small: the outputs of
+matrix products. An operation below autograd, or a product that ranks share, asks here for such a result:
 
     | forward     y = recall.once(compute)     computes, and keeps the result
     | repeated    y = recall.once(compute)     the kept result; nothing is computed, and no rank is asked for its part
@@ -21,21 +21,22 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 
 
 class RememberedState(Protocol):
-    """Something that a forward reads and that changes from one forward to the next."""
+    """State that a forward reads and that changes from one forward to the next."""
 
     def here(self) -> Any:
         """Return the state as it is now."""
 
     def at(self, place: Any) -> contextlib.AbstractContextManager[None]:
-        """Inside, it is as it was when `here` returned this."""
+        """Restore the state that `here` returned as `place` inside the block."""
 
 
 class ReplayTape:
-    """The kept results of one block's forward, in order."""
+    """Kept results of one block's forward, in order."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
         self.played = 0
+        """Number of results that the repeated forward has taken."""
 
     def protect(self, tensor: Tensor) -> None:
         """Copy kept results that share memory with this tensor, which is about to be written to."""
@@ -46,8 +47,8 @@ class ReplayTape:
 
     def bytes(self) -> int:
         """Return the bytes of the kept results."""
-        held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(self.results)}
-        return sum(held.values())
+        sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(self.results)}
+        return sum(sizes.values())
 
 
 class ForwardReplay:
@@ -58,38 +59,38 @@ class ForwardReplay:
         self._plays = False
         self._remembered: list[RememberedState] = []
 
-    def remember(self, what: RememberedState) -> None:
-        """From now on, `at` puts this back."""
-        self._remembered.append(what)
+    def remember(self, state: RememberedState) -> None:
+        """Let `at` restore this state too."""
+        self._remembered.append(state)
 
     def here(self) -> list[Any]:
         """Return every remembered state as it is now."""
-        return [what.here() for what in self._remembered]
+        return [state.here() for state in self._remembered]
 
     @contextlib.contextmanager
     def at(self, places: list[Any]) -> Iterator[None]:
-        """Inside, everything is as it was when `here` returned this."""
+        """Restore every remembered state, as `here` returned them, inside the block."""
         with contextlib.ExitStack() as stack:
-            for what, place in zip(self._remembered, places, strict=True):
-                stack.enter_context(what.at(place))
+            for state, place in zip(self._remembered, places, strict=True):
+                stack.enter_context(state.at(place))
             yield
 
     @contextlib.contextmanager
     def keeping(self, tape: ReplayTape) -> Iterator[None]:
-        """Inside, results are put on the tape."""
+        """Put results on the tape inside the block."""
         with self._using(tape, plays=False):
             yield
 
     @contextlib.contextmanager
     def playing(self, tape: ReplayTape) -> Iterator[None]:
-        """Inside, results are taken from the tape."""
+        """Take results from the tape inside the block."""
         tape.played = 0
         with self._using(tape, plays=True):
             yield
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, results are computed, and forgotten."""
+        """Compute results inside the block, and keep none."""
         with self._using(None, plays=False):
             yield
 
@@ -117,12 +118,12 @@ class ForwardReplay:
         return result
 
     def protect(self, tensor: Tensor) -> None:
-        """Announce that this tensor is about to be written to."""
+        """Copy kept results that share memory with this tensor, which is about to be written to."""
         if self._tape is not None:
             self._tape.protect(tensor)
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """Return another tensor over the same memory, which autograd knows nothing of: not even that it is a view."""
+    """Return another tensor over the same memory, unknown to autograd, even as a view."""
     memory = tensor.untyped_storage()
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

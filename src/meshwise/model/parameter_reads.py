@@ -1,4 +1,4 @@
-"""Which parameters a module's forward reads from its children, without calling them.
+"""Find the parameters that a module's forward reads from its children without calling them.
 
 A unit is gathered when one of its modules is called. But a forward can also reach into a child for its weight,
 
@@ -6,8 +6,8 @@ A unit is gathered when one of its modules is called. But a forward can also rea
 
 and the call that would gather it never happens; torch's own MultiheadAttention does this with its `out_proj`. No hook
 sees an attribute being read, and parameters must stay plain parameters. So the source of `forward`, and of the methods
-it calls on itself, is searched for dotted names that lead from `self` to a child's parameter. What cannot be seen this
-way (a child kept under another name, a source that is not there) is for the user's choice of units.
+it calls on itself, is searched for dotted names that lead from `self` to a child's parameter. It does not find a child
+under another name, or a function without a source; then the user names the module in `units`.
 """
 
 import ast
@@ -38,9 +38,7 @@ def read_from_children(module: nn.Module) -> list[nn.Parameter]:
 
 
 def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
-    """Return all names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b"), each as long as it
-    goes.
-    """
+    """Return the names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b")."""
     found: set[tuple[str, ...]] = set()
     seen: set[str] = set()
     waiting = ["forward"]
@@ -55,7 +53,7 @@ def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
 
 
 def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
-    """Yield the method as the class and its bases below nn.Module define it, since one may call the other."""
+    """Yield the definitions of a method in the class and its bases, nn.Module aside: one may call the other."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         function = inspect.unwrap(vars(base)[method]) if callable(vars(base).get(method)) else None
         if inspect.isfunction(function):
@@ -77,7 +75,7 @@ def _names_in(function: Any) -> frozenset[tuple[str, ...]]:
 
 
 def _path(node: ast.AST) -> tuple[str, ...]:
-    """Return the names of `a.b.c`; none for anything else."""
+    """Return the names of an expression `a.b.c`, or none for any other expression."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -91,8 +89,8 @@ def source_of(function: Any) -> ast.Module:
 
     Raises OSError when it has none, SyntaxError when it is part of a larger expression.
 
-    CPython 3.11 counts the depth of all threads' syntax trees in one place. Two that are built at the same time can
-    fail for no reason of their own (python/cpython issue 106905); then this tries again.
+    CPython 3.11 counts the depth of all threads' syntax trees in one place, so two threads may fail here at once
+    (python/cpython issue 106905). Then this tries again.
     """
     while True:
         try:

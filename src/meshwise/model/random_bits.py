@@ -1,8 +1,8 @@
-"""Random bits that are a function of a key and an index, so that a part of a tensor has the bits of that part.
+"""Hash a key and an element's index to random bits, so that a rank can draw any slice of a tensor.
 
 torch's generators are sequences: an element's number depends on the draws before it, and so on the tensor's shape and
-on the part of it that a rank holds. Here the bits of an element are a hash of the key and of the element's index in the
-whole tensor. They are computed where they are needed, in any slice, on any device, in the same way.
+on the slice that a rank has. Here the bits of an element are a hash of the key and of the element's index in the whole
+tensor. They are the same in any slice and on any device.
 
     key, index along every dim but the last ──► 64 bits for each row:  a (32 bits), c (32 bits, odd)
     key, index along the last dim           ──► 32 bits for each column: b
@@ -33,7 +33,7 @@ _BLOCK = 2**16
 
 @dataclass(frozen=True)
 class IndexBlock:
-    """A part of a whole tensor, whose size is nowhere asked: along dim d, the elements from `starts[d]` on."""
+    """A part of a whole tensor: along dim d, the `shape[d]` elements from `starts[d]` on."""
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -41,9 +41,7 @@ class IndexBlock:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Distribution of random values: `write(words, out)` makes elements of `dtype` from uniform int32 words of the same
-    shape.
-    """
+    """Distribution of random values: `write(words, out)` fills `out`, of `dtype`, from uniform int32 words."""
 
     dtype: torch.dtype
     write: Callable[[Tensor, Tensor], object]
@@ -70,7 +68,7 @@ def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device
 
 
 def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """64 bits for each row of the part, in its order, and 32 for each column."""
+    """Return 64 bits for each row of the part, in order, and 32 for each column."""
     columns = torch.arange(part.starts[-1] + 1, part.starts[-1] + part.shape[-1] + 1, device=device)
     column = _high(_mixed(columns.mul_(_GOLDEN).add_(key ^ _COLUMNS)))
     rows = torch.tensor(key, dtype=torch.int64, device=device)
@@ -89,7 +87,7 @@ def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution
 
 
 def uniform(dtype: torch.dtype) -> Distribution:
-    """Return numbers in [0, 1), on a grid of 2^-32 or of the dtype's own precision where that is coarser."""
+    """Return the uniform distribution over [0, 1), on a grid of 2^-32 or of the dtype's precision if coarser."""
     bits = min(32, round(-math.log2(torch.finfo(dtype).eps)) + 1)
     return Distribution(
         dtype, lambda word, out: out.copy_(word >> (32 - bits)).add_(2 ** (bits - 1)).mul_(math.ldexp(1, -bits))
@@ -102,19 +100,17 @@ def normal(dtype: torch.dtype) -> Distribution:
 
 
 def exponential(dtype: torch.dtype) -> Distribution:
-    """Exponentially distributed numbers above 0, with mean 1, in the same way."""
+    """Return the exponential distribution with mean 1: its inverse at the middle of each of 2^32 intervals."""
     return Distribution(dtype, lambda word, out: out.copy_(_middle(word).log_().neg_()))
 
 
 def _middle(word: Tensor) -> Tensor:
-    """Return the middle of a word's interval when 0 to 1 is cut into 2^32 of them."""
+    """Return the middle of each word's interval, of the 2^32 equal intervals of [0, 1]."""
     return word.double().add_(2**31 + 0.5).mul_(math.ldexp(1, -32))
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """Return the finaliser of splitmix64: a permutation of 64-bit integers that changes half of the bits for any one
-    bit.
-    """
+    """Return the finalizer of splitmix64: a permutation of 64-bit integers. Each bit flips half of the bits."""
     state = state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
     state = state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
     return state.bitwise_xor_(_shifted(state, 31))

@@ -1,7 +1,7 @@
 """Make random draws of a training model (dropout, noise) a function of their place in the model and the batch.
 
 torch draws from a sequence: an element depends on everything drawn before. So a split model has other masks than a
-whole one, and nothing can be compared. Here a draw is a function of
+whole one, and the two cannot be compared. Here a draw is a function of
 
     seed · step · number of the sample in the global batch · place in the model · index of the element
 
@@ -48,7 +48,7 @@ DRAWING = (
 class SampleRows:
     """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
 
-    further   the samples of the same micro-batch on the rank whose share is n shares later
+    further   returns the samples of the same micro-batch on the rank whose share is n shares later
     """
 
     first: int
@@ -60,8 +60,8 @@ class SampleRows:
 class DimSlice:
     """A slice of one dim of a tensor of the whole model: `size` elements from `start` on.
 
-    `dim` counts from the end (-1: features). A tensor that counts the dim in other units, heads and not features, say,
-    is cut at the same place. A dim of size 1 where `size` is not is the same for all (stochastic depth), heads aside.
+    `dim` counts from the end (-1: features). A tensor that counts the dim in other units (heads, not features) is cut
+    at the same place. A dim of size 1 is not cut if `size` is larger (stochastic depth), heads aside.
     """
 
     dim: int
@@ -71,15 +71,15 @@ class DimSlice:
 
 @dataclass(frozen=True)
 class ActivationRegion:
-    """Which slices of the whole model's activations this rank has, from one point of the forward to the next.
+    """Slices of the whole model's activations that this rank has, from one point of the forward to the next.
 
-    | hidden   the cuts of tensors (samples, tokens, features)
-    | scores   the cuts of tensors (samples, heads, queries, keys), as attention drops them; of any with 4 or more dims
-    | shares   the samples are those of the rank that many shares of the global batch further on
+    | hidden   the slices of tensors (samples, tokens, features)
+    | scores   the slices of tensors (samples, heads, queries, keys), as attention drops them, and of others with 4 dims
+    | shares   the samples belong to the rank this many shares of the global batch further on
 
-        | 1d, between the linear layers of a pair     Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
-        | sequence parallel, outside of pairs         Region(hidden=(Cut(-2, t, n),))
-        | 2d                                          Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
+        | 1d, between the linear layers of a pair     hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
+        | sequence parallel, outside of pairs         hidden=(DimSlice(-2, t, n),)
+        | 2d                                          hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
     """
 
     hidden: tuple[DimSlice, ...] = ()
@@ -91,7 +91,7 @@ Place: TypeAlias = tuple["_Frame", ActivationRegion]
 """A point of a forward; see `RandomDraws.here`."""
 
 Points: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
-"""Modules by name, and the region that begins there, asked for each time."""
+"""Modules by name, each with a function that returns the region that begins there."""
 
 
 class ModuleVisit(NamedTuple):
@@ -108,7 +108,7 @@ _NO_SAMPLE = -1
 
 @dataclass
 class _Frame:
-    """A call of a module that is under way. `visit` is None when the repeated call is ambiguous."""
+    """A running call of a module. `visit` is None when a repeated call is ambiguous."""
 
     name: str
     visit: ModuleVisit | None
@@ -116,23 +116,23 @@ class _Frame:
     draws: int = 0
 
     def copied(self) -> "_Frame":
-        """Return the same call, from which the count continues."""
+        """Return a copy, whose counts continue independently."""
         return replace(self, calls=dict(self.calls))
 
 
 class RandomDraws:
     """The draws of one model on one rank.
 
-    `before` and `after` name modules: when one begins, or has run, the activations lie in that region until the next of
-    these points. `local` leaves the drawing to torch's own kernels and generator, seeded for each draw by the place and
-    the part. A GPU fuses them, but the masks then depend on the plan.
+    `before` and `after` name modules. When such a module begins (or has run), the activations are in its region until
+    the next of these points. `local` leaves the drawing to torch's own kernels and generator, seeded for each draw by
+    the place and the part. A GPU fuses them, but the masks then depend on the plan.
 
         draws.begin(step)
         with draws.running(rows): forward           # once for each micro-batch
         with draws.running(rows, again=True): backward    # where a forward may be repeated
         draws.finish()
 
-    A model that drew nothing in a step is left alone from then on, until torch's generator says that it draws.
+    A model that drew nothing in a step loses its hooks, until the state of torch's generator shows that it draws.
     """
 
     def __init__(
@@ -146,6 +146,9 @@ class RandomDraws:
     ) -> None:
         self.local = local
         self.unknown: set[str] = set()
+        """Operations, with their module, that drew from torch's own generator."""
+        self.drew = False
+        """Whether the model drew anything since the step began."""
         self._module = module
         self._seed = seed
         self._before, self._after = before or {}, after or {}
@@ -157,36 +160,36 @@ class RandomDraws:
         self._visits: dict[str, set[ModuleVisit]] = {}
         self._modes = RandomInterception(self)
         self._handles: list[RemovableHandle] = []
-        self._active = self._ran = self._drew = False
+        self._active = self._ran = False
         self._random_state: list[Tensor] = []
         self._watch()
 
-    # ---- what the trainer does ---------------------------------------------------------------------------------
+    # ---- called by the trainer ---------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Begin step number `step`, which must differ from all others and be the same under every plan."""
+        """Begin step number `step`, which must be unique and the same under every plan."""
         self._step = step
         self._visits = {}
-        self._ran = self._drew = False
+        self._ran = self.drew = False
         if not self._handles:
             self._random_state = generator_states()
 
     def finish(self) -> None:
         """Finish the step after its forwards and backwards."""
         if self._handles:
-            if self._ran and not self._drew:
+            if self._ran and not self.drew:
                 self.close()
         elif not all(map(torch.equal, self._random_state, generator_states())):
             self._watch()
             warnings.warn(
-                f"the model drew random numbers in step {self._step}, as it had not before: they came from torch's own "
-                "generator and depend on the plan; those of later steps do not",
+                f"the model drew random numbers in step {self._step} for the first time. They came from torch's own "
+                "generator and depend on the plan; the draws of later steps do not",
                 stacklevel=3,
             )
 
     @contextlib.contextmanager
     def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
-        """Inside, what the model draws is for these samples. `again`: what runs repeats parts of their forward."""
+        """Draw for the samples `rows` inside the block. `again`: a backward runs and may repeat parts of a forward."""
         if not self._handles:
             yield
             return
@@ -207,46 +210,40 @@ class RandomDraws:
             handle.remove()
         self._handles = []
 
-    @property
-    def drew(self) -> bool:
-        """True if the model drew anything since the step began."""
-        return self._drew
-
     def here(self) -> Place:
-        """Return the point of the forward that the model is at."""
+        """Return the point that the forward has reached."""
         return self._stack[-1].copied(), self._region
 
     @contextlib.contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Inside, the model draws again what it drew from `place` on, for the samples at hand."""
-        left = self._stack, self._region
+        """Repeat the draws from `place` on inside the block, for the present samples."""
+        before = self._stack, self._region
         self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
         try:
             yield
         finally:
-            self._stack, self._region = left
+            self._stack, self._region = before
 
-    # ---- what a draw asks --------------------------------------------------------------------------------------
+    # ---- called by a draw --------------------------------------------------------------------------------------
 
     def key(self) -> int:
-        """Return a signed 64-bit integer for the next draw: of the seed, the step, the place and the draw's number
-        there.
+        """Return a signed 64-bit integer for the next draw, a hash of seed, step, place and the draw's number there.
 
         Raises ValueError in a repeated forward that is ambiguous.
         """
-        self._drew = True
+        self.drew = True
         frame = self._stack[-1]
         if frame.visit is None:
             repeated = self._stack[1].name if len(self._stack) > 1 else ""
-            raise ValueError(_cannot_tell(repeated, len(self._visits.get(repeated, ()))))
+            raise ValueError(_ambiguous(repeated, len(self._visits.get(repeated, ()))))
         frame.draws += 1
         return _hash(self._seed, self._step, frame.name, frame.visit.path, frame.draws)
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Which part of the whole draw a tensor of `shape` is, and whether its first two dims stand the other way.
+        """Return the part of the whole draw that a tensor of `shape` is, and whether its first two dims are swapped.
 
-        `scores`: it is known to be of attention scores, whose dim 0 is samples or samples · heads. Dims of size 1 are
-        left out of the part, except the sample dim, which comes first; the part has at least two dims.
+        `scores`: the tensor is known to have attention scores, and its dim 0 is samples or samples · heads. The part
+        has at least two dims, and none of size 1 except the sample dim, which comes first.
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
@@ -276,21 +273,19 @@ class RandomDraws:
         return IndexBlock(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
 
     def reseed(self, device: torch.device) -> None:
-        """Seed torch's generator of a device for the next draw under `random=local`: ranks with the same part draw the
-        same.
-        """
+        """Seed torch's generator of a device for the next draw under `random=local`, by the part that a rank draws."""
         seed = _hash(self.key(), self._rows, self._region) % 2**63
         streams_of(device).generator().manual_seed(seed)
 
     def warn_not_replaced(self, operation: str) -> None:
         """Warn once that an operation drew from torch's own generator."""
-        self._drew = True
+        self.drew = True
         what = f"{operation} in {self._stack[-1].name or 'the model'}"
         if what not in self.unknown:
             self.unknown.add(what)
             warnings.warn(
-                f"{what} draws from torch's own generator, and what it draws depends on the plan; draw with dropout, "
-                "torch.rand, torch.randn or torch.bernoulli, or take random=local",
+                f"{what} draws from torch's own generator, so its draws depend on the plan; use dropout, torch.rand, "
+                "torch.randn or torch.bernoulli, or take random=local",
                 stacklevel=2,
             )
 
@@ -298,10 +293,10 @@ class RandomDraws:
 
     def _watch(self) -> None:
         for name, module in self._module.named_modules():
-            if name in self._before or name in self._after or not _silent(module):
+            if name in self._before or name in self._after or not _never_draws(module):
                 entering = functools.partial(self._enter, name, samples_first=_samples_first(module))
                 self._handles.append(module.register_forward_pre_hook(entering))
-                # Always: activation checkpointing ends the forward it repeats by an exception.
+                # `always_call`: activation checkpointing ends the forward that it repeats by an exception.
                 leaving = functools.partial(self._leave, name)
                 self._handles.append(module.register_forward_hook(leaving, always_call=True))
 
@@ -334,8 +329,8 @@ class RandomDraws:
                 self._region = self._after[name]()
 
 
-def _silent(module: nn.Module) -> bool:
-    """Return whether a module is torch's own, with none inside, and draws nothing."""
+def _never_draws(module: nn.Module) -> bool:
+    """Return whether a module is torch's own, has no modules inside, and draws nothing."""
     own = type(module).__module__.startswith("torch.nn.")
     return own and not isinstance(module, DRAWING) and next(module.children(), None) is None
 
@@ -343,21 +338,21 @@ def _silent(module: nn.Module) -> bool:
 def _samples_first(module: nn.Module) -> bool | None:
     """Return `batch_first` of a module or of one directly inside it, or None when neither has it."""
     if isinstance(module, nn.RNNBase):
-        return False  # between its layers samples lie along dim 1, whatever it takes and gives
-    said = [getattr(part, "batch_first", None) for part in (module, *module.children())]
-    return None if not any(isinstance(value, bool) for value in said) else False not in said
+        return False  # between its layers samples lie along dim 1, whatever `batch_first` is
+    flags = [getattr(part, "batch_first", None) for part in (module, *module.children())]
+    return None if not any(isinstance(flag, bool) for flag in flags) else False not in flags
 
 
 def _hash(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _cannot_tell(name: str, places: int) -> str:
+def _ambiguous(name: str, places: int) -> str:
     if not name:
-        what = "a function that is no module draws random numbers in a forward that is repeated"
+        what = "a function outside of any module draws random numbers in a repeated forward"
     else:
-        what = f"{name} draws random numbers in a forward that is repeated, and was called in {places} places of it"
+        what = f"{name} draws random numbers in a repeated forward, and was called in {places} places of the first"
     return (
-        f"{what}, so that nothing tells which draw to repeat; checkpoint the whole module that calls it "
+        f"{what}, so the draw to repeat is not known; checkpoint the whole module that calls it "
         "(torch.utils.checkpoint), or do not repeat it"
     )
