@@ -254,8 +254,6 @@ def test_a_full_disk_and_a_broken_one_raise_a_tier_error(tmp_path: Path, monkeyp
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="name an existing, writable folder on a disk"):
         activation_tier("disk", device=CPU, swap=SwapConfig(folder=tmp_path / "gone"), transfers=ActivationTransfers())
-    with pytest.raises(ValueError, match="give at least 1 byte of each"):
-        ActivationTransfers(ahead=0)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------

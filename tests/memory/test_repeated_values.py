@@ -110,29 +110,6 @@ def test_a_cache_that_is_written_to_in_place_is_an_error_that_says_use_cache_fal
         module(x, past_key_values=Cache()).sum().backward()
 
 
-def test_a_mapping_is_put_back_that_refuses_to_be_updated() -> None:
-    """As the outputs of transformers' models do; what else is in it, and how much, does not matter."""
-
-    class Output(dict[str, Any]):
-        def update(self, *_: object, **__: object) -> None:
-            raise TypeError("set what there is one by one")
-
-    class Filling(nn.Module):
-        def forward(self, x: Tensor, output: Output) -> Tensor:
-            output[f"{len(output)}"] = x
-            return (x * len(output)).exp()
-
-    found, outputs = [], (Output(words=["a"] * 9), Output(words=["a"] * 9))
-    x = torch.ones(2, requires_grad=True)
-    for output, recomputed in zip(outputs, (False, True), strict=True):
-        module = Filling()
-        if recomputed:
-            RecomputedBlock(module, name="layers.0", mode="full", recall=ForwardReplay())
-        found.append(torch.autograd.grad(module(x, output).sum(), [x])[0])
-    assert torch.equal(*found)
-    assert list(outputs[0]) == list(outputs[1]) == ["words", "1"]
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_a_decoder_that_keeps_a_cache_is_recomputed(name: str, attention: str) -> None:

@@ -87,7 +87,6 @@ def test_dropout_acts_in_training_only() -> None:
     [
         ({"width": 18}, "width=18 must be a multiple of heads=4"),
         ({"kv_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),
-        ({"layers": 0}, "layers=0 must be at least 1"),
         ({"positions": "sinus"}, "positions='sinus' must be 'learned' or 'rotary'"),
         ({"positions": "rotary", "width": 12}, "even head width; width/heads is 3"),
     ],

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from meshwise.reference import MLP, MLPConfig
@@ -12,9 +11,3 @@ def test_an_mlp_maps_its_first_width_to_its_last() -> None:
 
 def test_an_mlp_without_bias_has_matrices_only() -> None:
     assert all(p.ndim == 2 for p in MLP(MLPConfig(widths=(3, 2), bias=False)).parameters())
-
-
-@pytest.mark.parametrize("widths", [(3,), (), (3, 0, 2)])
-def test_widths_that_cannot_be_are_refused(widths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="give at least an input and an output width"):
-        MLPConfig(widths=widths)

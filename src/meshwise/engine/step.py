@@ -96,7 +96,7 @@ class TrainingSteps:
                 if not self.applied:
                     self._before.put_back()
             if self._policy.blocks.rounds:
-                self._policy.finish()
+                self._policy.blocks.finish()
         self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
         self._world.journal.doing = StepPhase.OUTSIDE
         seconds = time.perf_counter() - started

@@ -160,10 +160,6 @@ class ActivationPolicy:
         tier = self.activations
         return {} if tier is None else {f"{tier.tier}/activations": tier.mover.peak}
 
-    def finish(self) -> None:
-        """Finish a step; every rank calls it. Raises PlanError when a budget cannot be met."""
-        self.blocks.finish()
-
     def close(self) -> None:
         """Leave the model as it was."""
         self.blocks.close()

@@ -10,7 +10,6 @@ what it saves.
 """
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -73,12 +72,10 @@ def _contents(container: Container) -> list[int]:
 
 
 def _put(contents: list[tuple[Container, Container]]) -> None:
-    """Restore the content of each, not by its own methods, which may refuse (outputs of transformers do)."""
+    """Restore the content of each container."""
     for container, content in contents:
+        container.clear()
         if isinstance(container, dict):
-            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-            kind.clear(container)
-            kind.update(container, content)
+            container.update(content)
         else:
-            list.clear(container)
-            list.extend(container, content)
+            container.extend(content)

@@ -66,7 +66,7 @@ class RehearsedMover(StorageMover):
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Count a storage, in whole blocks."""
         size = whole_blocks(values.numel())
-        self._count(size)
+        self.count(size)
         if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):
             self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
             self.on_new_buffer(self._buffers[-1])
@@ -74,10 +74,6 @@ class RehearsedMover(StorageMover):
 
     def close(self) -> None:
         """Do nothing: there is no memory and no file."""
-
-    def free(self, size: int) -> None:
-        """Count a storage as back on the device, or not needed."""
-        self._count(-size)
 
 
 class _CountedStorage(ParkedStorage):
@@ -96,4 +92,4 @@ class _CountedStorage(ParkedStorage):
         return self._back
 
     def __del__(self) -> None:
-        self._mover.free(self.size)
+        self._mover.count(-self.size)

@@ -27,10 +27,6 @@ class ActivationTransfers:
     ahead: int = 64 * 2**20
     staged: int = 64 * 2**20
 
-    def __post_init__(self) -> None:
-        if min(self.least, self.ahead, self.staged) < 1:
-            raise ValueError(f"{self}: give at least 1 byte of each")
-
 
 class ParkedStorage(ABC):
     """A storage that has left the device."""
@@ -81,7 +77,7 @@ class StorageMover(ABC):
     def close(self) -> None:
         """Give back the memory or the file that storages move to."""
 
-    def _count(self, size: int) -> None:
+    def count(self, size: int) -> None:
         """Count `size` bytes that leave the device, or return if negative."""
         self.used += size
         self.peak = max(self.peak, self.used)
@@ -115,7 +111,7 @@ class DiskMover(StorageMover):
 
     def _place(self, size: int) -> int:
         with self._lock:
-            self._count(size)
+            self.count(size)
             if self._free[size]:
                 return self._free[size].pop()
         return self.file.place(self.file.allocate(size, dtype=torch.uint8))
@@ -127,7 +123,7 @@ class DiskMover(StorageMover):
     def free(self, offset: int, *, size: int) -> None:
         """Free a place in the file."""
         with self._lock:
-            self._count(-size)
+            self.count(-size)
             self._free[size].append(offset)
 
 
@@ -208,7 +204,7 @@ class HostMover(StorageMover):
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Start to copy `values`. The stream that computes does not wait: the copies' stream waits for it."""
         size = values.numel()
-        self._count(size)
+        self.count(size)
         host = self._free[size].pop() if self._free[size] else self.streams.host_empty([size], dtype=torch.uint8)
         self.copies.wait_stream(self.streams.current())
         with self.streams.use(self.copies):
@@ -222,7 +218,7 @@ class HostMover(StorageMover):
 
     def free(self, host: Tensor) -> None:
         """Free a host buffer: later copies into it follow earlier copies out of it on the same stream."""
-        self._count(-host.numel())
+        self.count(-host.numel())
         self._free[host.numel()].append(host)
 
 

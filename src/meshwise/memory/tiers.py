@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,14 +67,13 @@ class Tiers:
         self.file: SwapFile | RehearsedFile | None = None
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
-        self._gathers: StagingBuffers | None = None
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
         """Receives each staging buffer when it is made, on its first use."""
         self.away: Counter[str] = Counter()
         """Bytes on disk, by what they are."""
         self._largest = 0
         self._round = BLOCK
-        self._staging: StagingBuffers | None = None
+        self._buffers: list[StagingBuffers] = []
         self._stored: list[SwapTransfer] = []
         self._updates: deque[MovedChunk] = deque(maxlen=REMEMBERED)
         self._streams = streams_of(self.device)
@@ -92,27 +92,21 @@ class Tiers:
         """
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
-    @property
+    @cached_property
     def staging(self) -> StagingBuffers:
         """The buffers of the update."""
-        if self._staging is None:
-            self._staging = StagingBuffers(
-                count=self.swap.buffers,
-                size=self._round,
-                device=self.device,
-                on_new_buffer=self.on_new_buffer,
-                is_disk_slow=isinstance(self.file, RehearsedFile),
-            )
-        return self._staging
+        is_rehearsal = isinstance(self.file, RehearsedFile)
+        return self._new_buffers(count=self.swap.buffers, size=self._round, is_disk_slow=is_rehearsal)
 
-    @property
+    @cached_property
     def _gathered(self) -> StagingBuffers:
         """The buffers of parameters on their way to a gather."""
-        if self._gathers is None:
-            self._gathers = StagingBuffers(
-                count=GATHERED_AHEAD, size=self._largest, device=self.device, on_new_buffer=self.on_new_buffer
-            )
-        return self._gathers
+        return self._new_buffers(count=GATHERED_AHEAD, size=self._largest)
+
+    def _new_buffers(self, **options: Any) -> StagingBuffers:
+        buffers = StagingBuffers(device=self.device, on_new_buffer=self.on_new_buffer, **options)
+        self._buffers.append(buffers)
+        return buffers
 
     def reserve(self, size: int) -> None:
         """Make the staging buffers of the update, when they are made, at least `size` bytes large."""
@@ -121,7 +115,7 @@ class Tiers:
     @property
     def staged(self) -> int:
         """Bytes of all staging buffers that were made."""
-        return sum(one.bytes for one in (self._gathers, self._staging) if one is not None)
+        return sum(one.bytes for one in self._buffers)
 
     # ---- storage -----------------------------------------------------------------------------------------------
 

@@ -75,24 +75,18 @@ class ForwardReplay:
                 stack.enter_context(state.at(place))
             yield
 
-    @contextlib.contextmanager
-    def keeping(self, tape: ReplayTape) -> Iterator[None]:
+    def keeping(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
         """Put results on the tape inside the block."""
-        with self._using(tape, plays=False):
-            yield
+        return self._using(tape, plays=False)
 
-    @contextlib.contextmanager
-    def playing(self, tape: ReplayTape) -> Iterator[None]:
-        """Take results from the tape inside the block."""
+    def playing(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
+        """Take results from the tape, from its start on, inside the block."""
         tape.played = 0
-        with self._using(tape, plays=True):
-            yield
+        return self._using(tape, plays=True)
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
         """Compute results inside the block, and keep none."""
-        with self._using(None, plays=False):
-            yield
+        return self._using(None, plays=False)
 
     @contextlib.contextmanager
     def _using(self, tape: ReplayTape | None, *, plays: bool) -> Iterator[None]:

@@ -56,9 +56,6 @@ class GPTConfig:
     """Whether linear layers (the head aside) and norms have a bias."""
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "context", "layers", "heads", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.width % self.heads:
             raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):

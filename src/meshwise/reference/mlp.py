@@ -15,10 +15,6 @@ class MLPConfig:
     bias: bool = True
     """Whether every layer adds a bias."""
 
-    def __post_init__(self) -> None:
-        if len(self.widths) < 2 or min(self.widths) < 1:
-            raise ValueError(f"widths={self.widths}: give at least an input and an output width, all positive")
-
 
 class MLP(nn.Module):
     """Linear layers with GELU between them."""
