@@ -1,4 +1,4 @@
-"""Recomputation: the same numbers bit for bit under every plan, and the memory that the formula says."""
+"""Recomputation gives the same bits under every plan, and takes the memory of the formula."""
 
 import contextlib
 import weakref
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memory.offloaded import the_same
-from memory.repeated import LAYERS, Attention, Model, batches, in_modes, loss, on, under
+from memory.offloaded_model import the_same
+from memory.recomputed_model import LAYERS, Attention, Model, batches, in_modes, loss, on, under
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -57,7 +57,7 @@ def test_every_mode_gives_the_same_bits(plan: str, rows: int) -> None:
 @pytest.mark.parametrize(
     "plan", ["tp=2", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1 partition=params"]
 )
-def test_a_budget_changes_modes_on_the_way_and_no_bit(plan: str) -> None:
+def test_a_budget_changes_modes_between_steps_and_no_bit(plan: str) -> None:
     def losses(world: World, plan: str) -> tuple[list[tuple[float, float]], list[set[str]]]:
         trainer, modes, found = under(world, plan), [], []
         for batch in batches():
@@ -154,17 +154,17 @@ class Alive(TorchDispatchMode):
 
 
 def saved(model: nn.Module, x: Tensor, *, mode: str) -> int:
-    """Bytes that are held between forward and backward, of any but the first, whose values are looked at."""
+    """Return the bytes between a forward and its backward. A first pass makes the blocks trusted."""
     recall = ForwardReplay()
     blocks = [RecomputedBlock(part, name=name, mode=mode, recall=recall) for name, part in model.named_children()]
     model(x).sum().backward()
     with Alive() as alive:
         output = model(x)
-        held: int = alive.bytes
+        saved_bytes: int = alive.bytes
         output.sum().backward()
     for block in blocks:
         block.close()
-    return held
+    return saved_bytes
 
 
 class Plain(nn.Module):
@@ -204,7 +204,7 @@ def test_a_forward_that_is_left_half_way_keeps_what_its_half_needs() -> None:
             sent.append(super().forward(x).sum())
             raise Left
 
-    def held(mode: str, *, measures: bool) -> tuple[int, RecomputedBlock]:
+    def kept_by(mode: str, *, measures: bool) -> tuple[int, RecomputedBlock]:
         module = Half(width)
         block = RecomputedBlock(module, name="half", mode=mode, recall=ForwardReplay())
         block.measures, block.is_trusted = measures, True
@@ -217,9 +217,9 @@ def test_a_forward_that_is_left_half_way_keeps_what_its_half_needs() -> None:
     rows, width = 64, 32
     x, sent = torch.randn(rows, width, requires_grad=True), list[Tensor]()
     product, total = rows * 4 * width * 4, 4
-    assert held("full", measures=False)[0] == total
-    assert held("selective", measures=False)[0] == total + product
-    kept, block = held("full", measures=True)
+    assert kept_by("full", measures=False)[0] == total
+    assert kept_by("selective", measures=False)[0] == total + product
+    kept, block = kept_by("full", measures=True)
     assert kept == total
     assert block.cost is not None
     assert block.cost.bytes["selective"] - block.cost.bytes["full"] == product
@@ -241,7 +241,7 @@ def most_alive(layers: int, *, width: int, rows: int) -> int:
     return max(seen)
 
 
-def test_what_was_computed_again_goes_as_the_backward_goes_on() -> None:
+def test_recomputed_values_are_freed_during_the_backward() -> None:
     """A layer more costs its input and its gradients, and not what was computed again."""
     width, rows = 32, 256
     grows = (most_alive(6, width=width, rows=rows) - most_alive(2, width=width, rows=rows)) / 4
@@ -252,7 +252,7 @@ def test_what_was_computed_again_goes_as_the_backward_goes_on() -> None:
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
-def test_a_block_that_computes_something_else_is_an_error() -> None:
+def test_a_block_that_computes_other_values_is_an_error() -> None:
     class Fickle(nn.Module):
         def __init__(self, change: Callable[[Tensor, int], Tensor]) -> None:
             super().__init__()
@@ -334,7 +334,7 @@ def test_a_block_that_writes_to_a_buffer_is_refused() -> None:
             module(torch.ones(2, requires_grad=True))
 
 
-def test_a_model_without_blocks_is_told_how_to_name_some() -> None:
+def test_a_model_without_blocks_is_an_error_that_says_how_to_name_some() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
@@ -379,7 +379,7 @@ class Asks(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_tensor_that_a_block_is_given_twice_is_one_when_it_is_repeated(mode: str) -> None:
+def test_a_tensor_passed_twice_stays_one_tensor_when_a_block_is_repeated(mode: str) -> None:
     batches = [torch.randn(4, 3, 8)]
     report = verify(Asks, lambda y, x: (y.square().sum(), len(x)), batches, f"dp=1 recompute={mode}")
     assert report.ok, str(report)

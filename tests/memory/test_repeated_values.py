@@ -1,4 +1,4 @@
-"""What a repeated forward saves is compared with what the first saved where both wrote it, and made of the same."""
+"""A repeated forward must save the values of the first: statistics and caches are restored, workspaces ignored."""
 
 import copy
 import functools
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memory.repeated import TOKENS, WORDS, batches, loss
+from memory.recomputed_model import TOKENS, WORDS, batches, loss
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import RecomputedBlock, RecomputeError
@@ -19,7 +19,7 @@ from meshwise.testing.training_outcome import Steps, alone, outcome
 from tensor.exact import with_exact_norms
 
 
-def test_what_a_norm_saves_of_its_running_statistics_is_found_again() -> None:
+def test_a_repeated_norm_saves_the_same_running_statistics() -> None:
     """An instance norm saves copies of them, one for each row of the batch, and changes them afterwards."""
     norm, x = nn.InstanceNorm1d(4, track_running_stats=True), torch.randn(2, 4, 6, requires_grad=True)
     plain = copy.deepcopy(norm)
@@ -30,7 +30,7 @@ def test_what_a_norm_saves_of_its_running_statistics_is_found_again() -> None:
         assert all(map(torch.equal, norm.buffers(), plain.buffers()))
 
 
-def test_bytes_that_nobody_wrote_to_may_differ() -> None:
+def test_uninitialized_bytes_of_a_workspace_may_differ() -> None:
     """As those of the workspace that a kernel saves."""
     workspaces = iter((torch.zeros(9, dtype=torch.uint8), torch.ones(9, dtype=torch.uint8)))
 
@@ -80,7 +80,7 @@ class Caching(nn.Module):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_block_finds_the_cache_that_it_fills_as_it_was(mode: str, inside: bool) -> None:
+def test_a_repeated_block_finds_its_cache_restored(mode: str, inside: bool) -> None:
     first, x = torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
     found, caches = [], (Cache(), Cache())
     for cache, recomputed in zip(caches, (False, True), strict=True):

@@ -1,4 +1,4 @@
-"""Wherever state rests, the model is the same to the last bit: after steps, in its checkpoints, and after a load."""
+"""On every tier the model is the same to the last bit: after steps, in its checkpoints, and after a load."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grid import Cell, Grid
-from memory.offloaded import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
+from memory.offloaded_model import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
 from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
 from meshwise.engine.measure_steps import measure
@@ -181,7 +181,7 @@ def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypa
     assert {event.kind for event in events} == {"read", "update", "write"}
 
 
-def test_frozen_parameters_rest_and_are_evaluated_too() -> None:
+def test_frozen_parameters_are_offloaded_and_evaluated_too() -> None:
     frozen = Blocks()
     frozen.blocks[0].requires_grad_(requires_grad=False)
 
@@ -206,7 +206,7 @@ def test_frozen_parameters_rest_and_are_evaluated_too() -> None:
         assert torch.equal(output, whole)
 
 
-def test_a_state_that_an_optimizer_begins_with_is_taken_to_where_it_rests(tmp_path: Path) -> None:
+def test_the_initial_state_of_an_optimizer_is_moved_to_its_tier(tmp_path: Path) -> None:
     def main(world: World, plan: str) -> dict[str, Tensor]:
         begins: dict[str, Any] = {"initial_accumulator_value": 0.1, "weight_decay": 0.0}
         trainer = under(world, plan, kind=torch.optim.Adagrad, **begins)

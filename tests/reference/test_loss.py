@@ -4,7 +4,7 @@ import torch
 from meshwise.reference import next_token_loss
 
 
-def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:
+def test_the_loss_is_a_sum_over_the_targets_that_are_not_ignored() -> None:
     logits = torch.randn(2, 3, 5, dtype=torch.float64)
     targets = torch.tensor([[0, -100, 4], [2, 2, -100]])
     total, count = next_token_loss(logits, (targets, targets))

@@ -7,8 +7,8 @@ tensor has its own mapping: the heap holds only what that step frees.
 
 From then on every step takes what the step before has freed. Returned memory would come back page by page, each cleared
 by the system and missed by the cache. That is 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time.
-The price is memory. Up to a tenth more at the peak where blocks of several sizes do not fit into each other's places,
-and a quarter more on the last rank of a pipeline, which has the scores.
+The price is memory: up to a tenth more at the peak where blocks of several sizes do not fit into each other's places.
+The last rank of a pipeline, which has the scores, takes a quarter more.
 """
 
 import contextlib

@@ -9,10 +9,10 @@ Here what was computed again belongs to what was saved, and lives as long as tha
     backward    the forward is repeated, and fills the slots in order  ┘   repeats all; it stops with the last slot
                 a node that has run lets go of its slots, as it would have let go of tensors
 
-The block's inputs are saved by a separate node, so that saved activations can be moved to a tier. State that a repeated
-forward must find as before is restored: torch's own generators, autocast, the `ForwardReplay` state, and the objects
-that the block receives, such as the cache of a decoder (`changed_inputs`). It is repeated from inside, so the hooks on
-the block itself do not run again. Running statistics go into copies that are discarded, because the first forward has
+The block's inputs are saved by a separate node, so that saved activations can be moved to a tier. The repeated forward
+finds the state of the first one: torch's own generators, autocast, the `ForwardReplay` state, and the objects that the
+block receives, such as the cache of a decoder (`changed_inputs`). It is repeated from inside, so the hooks on the block
+itself do not run again. Running statistics go into copies that are discarded, because the first forward has
 updated them. Other buffers that a forward writes to may also be read by it, so writing to them is refused.
 """
 

@@ -9,8 +9,8 @@ computed again:
                 scaled_dot_product_…                      fused attention: its output and a number a query, no scores
     repeated    bmm  softmax  dropout  gelu  norm  …      attention written out has its scores from bmm: large and cheap
 
-In half a transformer block of width h as in GPT-3, that keeps 9 h numbers a token besides the block's input: 3 h of
-queries, keys and values, h of attention, 4 h and h of the MLP.
+In half a transformer block of width h as in GPT-3, 9 h numbers a token are kept besides the block's input. They are
+3 h of queries, keys and values, h of attention, 4 h and h of the MLP.
 """
 
 import contextlib

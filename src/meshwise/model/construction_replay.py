@@ -12,8 +12,8 @@
 Values are computed by running, in order, only the operations that the wanted tensors depend on; memory is freed after
 its last use. So at most the tensor and the inputs of one operation are in memory.
 
-Every random operation draws from its own sequence. Its seed is made of the model's seed, the name of the first
-parameter or buffer that depends on it, and its number among the random operations of that tensor. So the values of a
+Every random operation draws from its own sequence. Its seed is a hash of the model's seed, the name of the first
+parameter or buffer that depends on it, and its number among that tensor's random operations. So the values of a
 parameter depend on nothing else in the model, on no order and on no rank, and the global generators are not touched.
 """
 

@@ -6,8 +6,8 @@ A rehearsal's tensors have no values, and a model that asks for one cannot be re
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
     if mask.all(): ...                                   # is nothing padded?
 
-No batch could change the first answer. So a small tensor that a forward, a loss or a repeated forward makes of no
-tensor (`arange`, `ones_like`, …), or only of such tensors, is computed beside its meta tensor. The second answer
+No batch could change the first answer. A forward, a loss or a repeated forward makes such tensors of no other tensor
+(`arange`, `ones_like`, …), or of each other. Small ones are computed beside their meta tensors. The second answer
 depends on integers of the batch. They have the user's values (`meta_batch.py`), and another batch may have others;
 `asked` shows that one was read. Tensors that depend on a parameter, a draw or other numbers of a batch have no value.
 """

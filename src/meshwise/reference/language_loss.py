@@ -10,8 +10,8 @@ def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     """Return the cross-entropy in nats, summed over the targets, and the number of targets: two scalar tensors.
 
     `logits` is (..., vocabulary); `batch` is (inputs, targets), targets (...) integer. Targets of -100 are ignored. The
-    logits are widened to at least fp32. Raises TypeError when the model returned no tensor, ValueError when the shape
-    of the targets is not that of the logits without the vocabulary.
+    logits are widened to at least fp32. Raises TypeError when the model returned no tensor, ValueError when targets
+    and logits differ in shape, the vocabulary aside.
     """
     if not isinstance(logits, Tensor):
         raise TypeError(

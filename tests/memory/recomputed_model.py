@@ -1,4 +1,4 @@
-"""A model whose blocks are recomputed: ties, dropout of two kinds, an activation in place; and how it is trained."""
+"""The model that the tests of recomputation train: ties, dropout of two kinds, an activation in place."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Tensors that rest in a file: what is written is read, by whichever way, and what goes wrong is told."""
+"""Tensors in the swap file: written values are read back, and failures are errors."""
 
 import fcntl
 import gc
@@ -33,7 +33,7 @@ def block(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("numel", [1, 1000, 2 * PIECE // 8 + 3])
-def test_what_is_written_is_read_by_either_way(file: SwapFile, numel: int, dtype: torch.dtype) -> None:
+def test_written_values_are_read_directly_and_as_tensors(file: SwapFile, numel: int, dtype: torch.dtype) -> None:
     file.allocate(5, dtype=torch.float32)
     rest = file.allocate(numel, dtype=dtype)
     assert rest.shape == (numel,)
@@ -48,7 +48,7 @@ def test_what_is_written_is_read_by_either_way(file: SwapFile, numel: int, dtype
     assert torch.equal(memory[: values.nbytes].view(dtype), -values)
 
 
-def test_a_system_that_has_less_has_files_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_direct_access_and_reservation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("O_DIRECT", "posix_fallocate"):  # as macOS
         monkeypatch.delattr(os, name)
     file = SwapFile(tmp_path)
@@ -60,7 +60,7 @@ def test_a_system_that_has_less_has_files_all_the_same(tmp_path: Path, monkeypat
     file.close()
 
 
-def test_a_view_is_found_where_it_rests(file: SwapFile) -> None:
+def test_a_view_is_located_in_the_file(file: SwapFile) -> None:
     first, second = (file.allocate(4096, dtype=torch.float32) for _ in range(2))
     assert file.place(second) - file.place(first) == 4 * 4096
     assert file.place(second[1024:]) - file.place(second) == 4096
@@ -103,12 +103,12 @@ def test_the_file_has_no_name(file: SwapFile, tmp_path: Path) -> None:
 def test_a_file_system_that_makes_no_nameless_file_gets_one_whose_name_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.open
+    os_open = os.open
 
     def plain(path: object, flags: int, *rest: int, **more: int) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(95, "Operation not supported")
-        return real(path, flags, *rest, **more)  # type: ignore[arg-type] # as os.open takes it
+        return os_open(path, flags, *rest, **more)  # type: ignore[arg-type] # as os.open takes it
 
     monkeypatch.setattr(os, "open", plain)
     file = SwapFile(tmp_path)
@@ -117,7 +117,7 @@ def test_a_file_system_that_makes_no_nameless_file_gets_one_whose_name_is_remove
     file.close()
 
 
-def test_a_removed_folder_is_told_at_once_and_does_not_matter_later(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_and_a_later_removal_is_none(tmp_path: Path) -> None:
     folder = tmp_path / "swap"
     folder.mkdir()
     file = SwapFile(folder)
@@ -132,13 +132,13 @@ def test_a_removed_folder_is_told_at_once_and_does_not_matter_later(tmp_path: Pa
         SwapFile(folder)
 
 
-def test_a_full_disk_is_told_before_anything_is_written(file: SwapFile) -> None:
+def test_a_full_disk_is_an_error_before_anything_is_written(file: SwapFile) -> None:
     with pytest.raises(TierError, match=r"has no room for the swap file: .*; \d+ bytes are needed besides"):
         file.allocate(1 << 50, dtype=torch.float32)
     assert file.allocate(3, dtype=torch.float32).tolist() == [0, 0, 0]
 
 
-def test_a_disk_that_fails_is_told(file: SwapFile) -> None:
+def test_a_failed_write_is_a_tier_error(file: SwapFile) -> None:
     rest = file.allocate(10, dtype=torch.float32)
     place = file.place(rest)
     writable = file._file
@@ -179,7 +179,7 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transfer_tells_its_end_once_whatever_comes_of_it(file: SwapFile) -> None:
+def test_a_transfer_calls_back_once_whether_it_succeeds_or_fails(file: SwapFile) -> None:
     ended: list[str] = []
     rest = file.allocate(3 * PIECE // 4, dtype=torch.float32)
     transfer = file.read(file.place(rest), into=aligned(3 * PIECE))
@@ -191,7 +191,7 @@ def test_a_transfer_tells_its_end_once_whatever_comes_of_it(file: SwapFile) -> N
     assert sorted(ended) == ["failed", "nothing", "read"]
 
 
-def test_staging_buffers_are_no_more_than_their_number() -> None:
+def test_no_more_than_count_staging_buffers_are_made() -> None:
     staging = StagingBuffers(count=2, size=BLOCK + 1, device=torch.device("cpu"))
     first, second = staging.take(), staging.take()
     assert staging.bytes == 2 * staging.size == 4 * BLOCK

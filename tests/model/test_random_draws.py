@@ -1,4 +1,4 @@
-"""What a model draws is a function of seed, step, sample, place and element, and not of who draws it, or how often."""
+"""Draws are a function of seed, step, sample, place and element, and of nothing else."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.model.random_draws import RandomDraws, SampleRows
-from model.drawing import FORMS, Block, Calling, Stack, attention, drawn, numbers
+from model.drawing_models import FORMS, Block, Calling, Stack, attention, drawn, numbers
 
 # ---- samples -----------------------------------------------------------------------------------------------------
 
@@ -24,7 +24,7 @@ def test_any_samples_alone_are_drawn_as_among_the_others(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_other_samples_steps_and_seeds_are_drawn_anew(form: str) -> None:
+def test_other_samples_steps_and_seeds_have_other_draws(form: str) -> None:
     model, x = Calling(FORMS[form]), numbers(12, 16)
     result = drawn(model, x)
     others = (drawn(model, x, rows=SampleRows(12, 12)), drawn(model, x, step=1), drawn(model, x, seed=1))
@@ -77,7 +77,7 @@ def test_samples_may_lie_along_dim_1_where_a_module_says_so(batch_first: bool) -
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_between_recurrent_layers_samples_are_told_from_tokens(kind: type[nn.RNNBase], batch_first: bool) -> None:
+def test_between_recurrent_layers_samples_lie_along_dim_1(kind: type[nn.RNNBase], batch_first: bool) -> None:
     layers = kind(5, 4, 3, dropout=0.4, batch_first=batch_first, dtype=torch.float64)  # type: ignore[arg-type]
     x = numbers(6, 12, 5)  # as many tokens as two times the samples
 
@@ -141,7 +141,7 @@ def test_dropout_keeps_and_scales_as_torchs_does() -> None:
 # ---- places ------------------------------------------------------------------------------------------------------
 
 
-def test_every_place_is_drawn_anew() -> None:
+def test_every_place_has_its_own_draws() -> None:
     shared = nn.Dropout(0.5)
     model = Calling(lambda x: torch.stack([shared(x), shared(x), functional.dropout(x), functional.dropout(x)]))
     model.add_module("shared", shared)

@@ -1,4 +1,4 @@
-"""What a constructor may do while it is recorded: the replayed values are those it would have computed itself."""
+"""Replayed values equal the values that the constructor itself would have computed."""
 
 import contextlib
 import copy
@@ -52,7 +52,7 @@ def factories() -> nn.Module:
 @case
 def complex_numbers() -> nn.Module:
     rotation = torch.polar(torch.ones(4), torch.linspace(0, 3, 4))
-    return holder(rotation=rotation, conjugate=rotation.conj(), real=rotation.conj().imag + 0.0)
+    return holder(rotation=rotation, conjugate=rotation.conj(), imaginary=rotation.conj().imag + 0.0)
 
 
 @case
@@ -188,7 +188,7 @@ def test_replayed_values_are_those_of_the_constructor(build: Callable[[], nn.Mod
 
 
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES)
-def test_what_is_handed_out_is_memory_of_its_own(build: Callable[[], nn.Module]) -> None:
+def test_returned_values_have_their_own_memory(build: Callable[[], nn.Module]) -> None:
     source = build_with_values(build, seed=0)
     for name, _ in (*source.module.named_parameters(), *source.module.named_buffers()):
         first = source.full(name)
@@ -198,7 +198,7 @@ def test_what_is_handed_out_is_memory_of_its_own(build: Callable[[], nn.Module])
         assert torch.equal(source.full(name), kept), name
 
 
-def test_copies_of_random_values_agree_whoever_is_asked_first() -> None:
+def test_copies_of_random_values_agree_in_any_order_of_requests() -> None:
     def build() -> nn.Module:
         one, two, pad = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 3, padding_idx=2)
         two.weight.data.copy_(one.weight)
@@ -214,7 +214,7 @@ def test_copies_of_random_values_agree_whoever_is_asked_first() -> None:
         assert source.full("2.weight").any(dim=1).tolist() == [True, True, False, True]
 
 
-def test_what_was_overwritten_is_not_computed_again() -> None:
+def test_overwritten_values_are_not_computed() -> None:
     def build(*, twice: bool) -> nn.Module:
         layer = nn.Linear(64, 64, bias=False) if twice else nn.utils.skip_init(nn.Linear, 64, 64, bias=False)
         nn.init.normal_(layer.weight)
@@ -224,7 +224,7 @@ def test_what_was_overwritten_is_not_computed_again() -> None:
     assert torch.equal(once.full("weight"), twice.full("weight")), "the first draw takes part in nothing"
 
 
-def test_random_values_that_the_constructor_looked_at_are_the_values_it_gets() -> None:
+def test_random_values_that_the_constructor_read_are_the_final_values() -> None:
     seen = []
 
     def build() -> nn.Module:
@@ -254,7 +254,7 @@ class Plain(nn.Module):
         self.parameters_too = [self.weight]
 
 
-def test_tensors_held_as_plain_attributes_get_their_values_as_well() -> None:
+def test_tensors_in_plain_attributes_get_their_values() -> None:
     source = build_with_values(Plain, seed=0)
     source.buffers()
     module = source.module

@@ -1,8 +1,8 @@
-"""A budget of activations: which blocks are recomputed to meet it, and how that is explained."""
+"""A budget of activations is met by recomputing blocks, and a table shows which."""
 
 import pytest
 
-from memory.repeated import batches, on, under
+from memory.recomputed_model import batches, on, under
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_policy import ROUNDS
 from meshwise.memory.recompute_cost import RecomputeCost, pick

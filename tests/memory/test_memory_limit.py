@@ -1,4 +1,4 @@
-"""A model that is larger than the memory there is: it trains from disk, and without it dies with an answer."""
+"""A model larger than the memory trains from disk; without disk it fails and names the cheapest plan that fits."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory.offloaded import Blocks, batches, squares
+from memory.offloaded_model import Blocks, batches, squares
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.cli import train_command as command
 from meshwise.comm.api.rank_lost import RankKilledError
@@ -46,7 +46,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
     (tmp_path / "words.txt").write_text("to be or not to be " * 500)
     # What is freed goes back to the system at once, and threads share one heap: what counts is what is in use.
     lean = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    words = [sys.executable, str(Path(__file__).with_name("limited.py")), str(ROOM), "job.toml"]
+    words = [sys.executable, str(Path(__file__).with_name("limited_memory.py")), str(ROOM), "job.toml"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         words, cwd=tmp_path, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env={**os.environ, **lean}
@@ -67,7 +67,7 @@ def train(limited: subprocess.Popen[str], plan: str) -> tuple[str, int]:
     pytest.fail("".join(told))
 
 
-def test_a_model_larger_than_the_memory_dies_with_an_answer_and_the_answer_trains(
+def test_a_model_larger_than_the_memory_fails_with_a_plan_that_trains(
     limited: subprocess.Popen[str],
 ) -> None:
     died, status = train(limited, "dp=1")
@@ -85,14 +85,14 @@ def test_a_model_larger_than_the_memory_dies_with_an_answer_and_the_answer_train
     assert "done: 2 steps" in trained
 
 
-def test_a_script_that_runs_out_of_memory_is_told_what_it_held_and_what_to_ask(
+def test_an_out_of_memory_error_of_a_script_has_a_note(
     limited: subprocess.Popen[str],
 ) -> None:
     died, status = train(limited, "script dp=1")
     assert status == 1, died
     assert "allocate memory" in died
-    held = dict(re.findall(r"^  (\w+) +([\d.]+) MiB$", died, flags=re.MULTILINE))
-    assert (held["parameters"], held["gradients"]) == ("24.0", "24.0"), died
+    listed = dict(re.findall(r"^  (\w+) +([\d.]+) MiB$", died, flags=re.MULTILINE))
+    assert (listed["parameters"], listed["gradients"]) == ("24.0", "24.0"), died
     assert 'mw.needs(model, "dp=1", loss=loss, batch=batch)' in died
     answer, status = train(limited, "needs dp=1")
     assert status == 0, answer
@@ -103,7 +103,7 @@ def test_a_script_that_runs_out_of_memory_is_told_what_it_held_and_what_to_ask(
 
 
 @pytest.mark.parametrize(
-    "error, told",
+    "error, is_one",
     [
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
@@ -114,24 +114,24 @@ def test_a_script_that_runs_out_of_memory_is_told_what_it_held_and_what_to_ask(
         (DamageError([]), False),
     ],
 )
-def test_what_is_a_shortage_of_memory(error: Exception, *, told: bool) -> None:
-    assert is_shortage(error) == told
+def test_what_is_a_shortage_of_memory(error: Exception, *, is_one: bool) -> None:
+    assert is_shortage(error) == is_one
 
 
-def test_the_answer_is_told_without_a_traceback_and_so_is_a_broken_disk() -> None:
+def test_shortages_and_broken_disks_are_reported_without_a_traceback() -> None:
     assert {ShortageError, TierError} <= set(SELF_EXPLAINING)
 
 
-def test_the_answer_comes_from_another_process_as_it_is() -> None:
-    told = ShortageError("no memory", held={"parameters": 4})
-    come = pickle.loads(pickle.dumps(told))
-    assert (type(come), str(come), come.held) == (ShortageError, "no memory", told.held)
+def test_a_shortage_error_survives_pickling() -> None:
+    sent = ShortageError("no memory", held={"parameters": 4})
+    received = pickle.loads(pickle.dumps(sent))
+    assert (type(received), str(received), received.held) == (ShortageError, "no memory", sent.held)
 
 
 # ---- which plan --------------------------------------------------------------------------------------------------
 
 
-class Said(MemoryNeeds):
+class AnsweredNeeds(MemoryNeeds):
     """States of 64 bytes and activations of 64 a rank, less by what a plan shares out, recomputes or moves."""
 
     def of(self, plan: Plan) -> Mapping[str, int]:
@@ -158,22 +158,22 @@ class Said(MemoryNeeds):
 def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_do(
     plan: str, room: int, fitting: str | None
 ) -> None:
-    needs = Said(RehearsalSubject(Blocks, squares, batches()[0]), ranks=4)
+    needs = AnsweredNeeds(RehearsalSubject(Blocks, squares, batches()[0]), ranks=4)
     found = shortage(needs, plan=Plan.parse(plan), room=room, held={})
     assert found.fitting == (fitting and Plan.parse(fitting))
     assert str(found).count("staging buffers (swap.megabytes") == (fitting is None)
 
 
-class Unsaid(MemoryNeeds):
+class UnansweredNeeds(MemoryNeeds):
     def of(self, plan: Plan) -> Mapping[str, int]:  # noqa: ARG002
         raise RuntimeError("item() of a tensor without values")
 
 
-def test_a_model_that_cannot_be_rehearsed_is_answered_with_what_it_held() -> None:
-    needs = Unsaid(RehearsalSubject(Blocks, squares, batches()[0]), ranks=1)
-    told = str(shortage(needs, plan=Plan(), room=1024, held={"parameters": 2048}))
+def test_a_model_that_cannot_be_rehearsed_is_answered_with_its_measured_bytes() -> None:
+    needs = UnansweredNeeds(RehearsalSubject(Blocks, squares, batches()[0]), ranks=1)
+    message = str(shortage(needs, plan=Plan(), room=1024, held={"parameters": 2048}))
     assert re.search(
-        r"parameters +2.0 KiB\n  room +1.0 KiB\n.* without values: item\(\) of a tensor without values$", told
+        r"parameters +2.0 KiB\n  room +1.0 KiB\n.* without values: item\(\) of a tensor without values$", message
     )
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_rehearsed_is_answered_with_what_it_held() -> Non
     ],
     ids=["second version", "first version"],
 )
-def test_the_groups_of_a_process_and_those_around_them_limit_it_and_idle_files_do_not_count(
+def test_nested_cgroups_limit_a_process_and_idle_page_cache_does_not_count(
     own: str, folder: str, files: tuple[str, str, str], tmp_path: Path
 ) -> None:
     most, now, idle = files
@@ -209,7 +209,7 @@ def test_the_groups_of_a_process_and_those_around_them_limit_it_and_idle_files_d
     assert list(room.left_by_groups(own.replace("/job/step", "/outside"), root=tmp_path)) == []
 
 
-def test_ranks_of_a_host_share_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_left_by_the_machine", lambda: 100)
     monkeypatch.setattr(room, "_left_by_limits", lambda: iter(()))
     cpu = torch.device("cpu")
@@ -217,14 +217,14 @@ def test_ranks_of_a_host_share_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert room.room_left(cpu, ranks=4, held=20) == (100 + 3 * 20) // 4
 
 
-def test_where_nothing_is_told_ranks_share_all_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_limit_ranks_share_all_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(room, "_OWN_GROUPS", tmp_path / "cgroup")
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert room.room_left(torch.device("cpu"), ranks=3) == everything // 3
 
 
 @pytest.mark.parametrize("left, answered", [(1_300_000, True), (2_000_000, False)])
-def test_ranks_that_the_system_kills_are_answered_where_the_plan_needs_more_than_there_is(
+def test_killed_ranks_are_explained_if_the_plan_needs_more_memory_than_there_is(
     left: int, *, answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> None:

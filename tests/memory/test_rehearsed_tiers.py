@@ -1,4 +1,4 @@
-"""What a rehearsal says of tiers: what rests where, and what it passes through."""
+"""A rehearsal predicts the bytes on each tier and of the staging buffers."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memory.offloaded import CLIPPED, SMALL, Blocks, batches, squares, under
+from memory.offloaded_model import CLIPPED, SMALL, Blocks, batches, squares, under
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.memory.storage_movers import ActivationTransfers
@@ -36,7 +36,7 @@ def rehearsed(plan: str, *, device: Device = "cpu", options: Options = CLIPPED) 
 @pytest.mark.parametrize(
     "tiers", ["optimizer:disk", "optimizer:disk,gradients:disk", "optimizer:disk,gradients:disk,params:disk"]
 )
-def test_what_rests_on_disk_is_foretold_and_as_many_staging_buffers_as_a_slow_disk_needs(
+def test_a_rehearsal_predicts_the_bytes_on_disk_and_the_staging_buffers_of_a_slow_disk(
     tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*arguments: Any) -> int:
@@ -64,7 +64,7 @@ def test_what_rests_on_disk_is_foretold_and_as_many_staging_buffers_as_a_slow_di
     assert row[-1].endswith("KiB")
 
 
-def test_what_leaves_a_gpu_for_the_cpu_is_on_the_host() -> None:
+def test_state_offloaded_from_a_gpu_is_counted_on_the_host() -> None:
     """Also where the rehearsal runs on a machine without one."""
     plain, offloaded = (rehearsed(plan, device="cuda") for plan in ("dp=1", "offload=optimizer:cpu"))
     assert plain.away == {}
@@ -88,7 +88,7 @@ def test_the_staging_buffers_of_a_gpu_are_on_the_host() -> None:
 @pytest.mark.parametrize(
     "plan", ["dp=1", "microbatches=2", "pp=2 microbatches=4 schedule=gpipe", "pp=2 microbatches=4 schedule=1f1b"]
 )
-def test_activations_on_disk_are_foretold_with_all_micro_batches_in_flight(plan: str) -> None:
+def test_activations_on_disk_are_predicted_with_all_micro_batches_in_flight(plan: str) -> None:
     def main(world: World, plan: str) -> int:
         trainer = under(world, plan, options=MOVING)
         trainer.step(batches()[0].clone())
@@ -98,20 +98,20 @@ def test_activations_on_disk_are_foretold_with_all_micro_batches_in_flight(plan:
     plan = f"{plan} partition=params offload=activations:disk"
     ranks = Plan.parse(plan).mesh().size
     subject = RehearsalSubject(Blocks, squares, batches()[0], options=MOVING)
-    foretold = [rank.away["disk"] for rank in memory_of(rehearse(subject, plan=plan, ranks=ranks))]
-    for most, away in zip(foretold, run_threads(ranks, main, args=(plan,)), strict=True):
+    predicted = [rank.away["disk"] for rank in memory_of(rehearse(subject, plan=plan, ranks=ranks))]
+    for most, away in zip(predicted, run_threads(ranks, main, args=(plan,)), strict=True):
         assert away <= most <= 1.25 * away  # micro-batches of a pipeline are views of one batch
         assert "pp" in plan or most == away
 
 
-def test_activations_on_disk_leave_the_device_but_for_what_they_pass_through() -> None:
+def test_activations_on_disk_leave_only_staging_buffers_on_the_device() -> None:
     plain, moved = (rehearsed(plan, options=MOVING) for plan in ("dp=1", "offload=activations:disk"))
     assert moved.rest[Category.STAGING] == 8192
     kept, there = (rank.peak.device[Category.ACTIVATIONS] for rank in (plain, moved))
     assert kept - moved.away["disk"] <= there < kept
 
 
-def test_activations_of_a_gpu_are_on_the_host_and_those_of_a_cpu_where_they_were() -> None:
+def test_activations_of_a_gpu_are_counted_on_the_host_and_activations_of_a_cpu_do_not_move() -> None:
     plain, moved = (rehearsed(plan, device="cuda", options=MOVING) for plan in ("dp=1", "offload=activations:cpu"))
     on_disk = rehearsed("offload=activations:disk", device="cuda", options=MOVING)
     assert moved.away == {"cpu": on_disk.away["disk"]}

@@ -1,4 +1,4 @@
-"""Bits by key and index: a part has the bits of that part, and they look random in every direction."""
+"""Bits by key and index: a part of a draw equals that part of the whole draw, and bits are random along every dim."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_shapes_of_any_number_of_dims_are_drawn(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("probability", [0.5, 0.1, 0.9])
-def test_a_mask_keeps_what_it_should_and_its_parts_know_nothing_of_each_other(probability: float) -> None:
+def test_a_mask_keeps_its_probability_and_its_parts_are_independent(probability: float) -> None:
     mask = signs((16, 64, 512), probability=probability)
     rows = mask.flatten(0, 1)
     assert abs(mask.sum()) / math.sqrt(mask.numel()) < 4
@@ -70,7 +70,7 @@ def test_a_mask_keeps_what_it_should_and_its_parts_know_nothing_of_each_other(pr
         assert abs(product.sum()) / math.sqrt(product.numel()) < 4, name
 
 
-def test_no_two_rows_and_no_two_columns_go_together() -> None:
+def test_no_two_rows_and_no_two_columns_are_correlated() -> None:
     rows = signs((1024, 512), probability=0.5)
     for apart in (rows @ rows.T / math.sqrt(512), rows.T @ rows / math.sqrt(1024)):
         apart.fill_diagonal_(0)

@@ -1,4 +1,4 @@
-"""Attention whose dropout drops nothing, as its probability is next to nothing, is torch's own without dropout."""
+"""Attention with a dropout probability close to 0 equals torch's attention without dropout, under every mask."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.drawing import Calling, drawn, numbers
+from model.drawing_models import Calling, drawn, numbers
 
 NEXT_TO_NOTHING = 1e-15
 HIDDEN = torch.ones(5, 5, dtype=torch.bool).triu(1) | torch.tensor([True, False, False, False, False])  # the first: all

@@ -1,4 +1,4 @@
-"""What is drawn in torch's place is distributed as what torch draws: mean and spread agree over many draws."""
+"""Draws have the distribution of torch's draws: mean and spread agree over many samples."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.drawing import FORMS, Calling, drawn
+from model.drawing_models import FORMS, Calling, drawn
 
 SAMPLES = 4096
 
@@ -48,6 +48,6 @@ def test_mean_and_spread_are_torchs(form: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.distributions.Gamma, torch.distributions.Beta])
-def test_what_is_left_to_torch_is_said(kind: Callable[[Tensor, Tensor], torch.distributions.Distribution]) -> None:
+def test_draws_left_to_torch_are_a_warning(kind: Callable[[Tensor, Tensor], torch.distributions.Distribution]) -> None:
     with pytest.warns(UserWarning, match="torch's own generator"):
         drawn(Calling(lambda x: kind(x, x).rsample()), torch.ones(3, 4))

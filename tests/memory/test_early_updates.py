@@ -1,4 +1,4 @@
-"""Units that are updated as their gradients arrive, while the backward of others goes on: the same bits."""
+"""Units that are updated when their gradients arrive, during the backward of others, get the same bits."""
 
 import errno
 import functools
@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from grid import Cell, Grid
-from memory.offloaded import CLIPPED, EARLY, WIDTH, batches, is_refused_until_a_load, outcome, the_same, trained, under
+from memory.offloaded_model import (
+    CLIPPED,
+    EARLY,
+    WIDTH,
+    batches,
+    is_refused_until_a_load,
+    outcome,
+    the_same,
+    trained,
+    under,
+)
 from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
 from meshwise.engine.measure_steps import measure
@@ -104,7 +114,7 @@ def test_a_measured_step_shows_units_updated_while_the_backward_goes_on(tier: st
     assert not during(CLIPPED)
 
 
-def test_an_early_step_has_one_all_reduce_more_of_one_number() -> None:
+def test_an_early_step_has_one_more_all_reduce_of_one_number() -> None:
     plan = "dp=2 zero=1 offload=optimizer:cpu"
     early, late = (run(2, steps, args=(plan, options))[0][1] for options in (EARLY, PLAIN))
     more = {kind: (early[kind][0] - calls, early[kind][1] - size) for kind, (calls, size) in late.items()}
@@ -112,11 +122,11 @@ def test_an_early_step_has_one_all_reduce_more_of_one_number() -> None:
 
 
 @pytest.mark.parametrize("options", [PLAIN, replace(EARLY, clip_norm=0.5), replace(EARLY, nonfinite="skip:2")])
-def test_what_clips_or_may_have_to_go_on_is_updated_at_the_end(options: Options) -> None:
+def test_options_that_clip_or_skip_update_after_the_backward(options: Options) -> None:
     def main(world: World) -> None:
         trainer = under(world, "offload=optimizer:disk", options=options)
         with pytest.raises(NonFiniteError) if options.nonfinite != "skip:2" else pytest.MonkeyPatch.context():
-            trainer.step(spoilt("blocks.0.weight", trainer))
+            trainer.step(spoiled("blocks.0.weight", trainer))
         for batch in batches():
             trainer.step(batch)
         whole = under(world, "dp=1", options=options)
@@ -130,7 +140,7 @@ def test_what_clips_or_may_have_to_go_on_is_updated_at_the_end(options: Options)
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
-def spoilt(name: str, trainer: Trainer) -> Tensor:
+def spoiled(name: str, trainer: Trainer) -> Tensor:
     """A batch in whose backward the gradient of one parameter is not finite, once."""
     parameter = dict(trainer.model.named_parameters())[name]
 
@@ -142,7 +152,7 @@ def spoilt(name: str, trainer: Trainer) -> Tensor:
     return batches()[1]
 
 
-def test_a_loss_that_is_not_finite_updates_nothing_and_training_may_go_on() -> None:
+def test_a_loss_that_is_not_finite_updates_nothing_and_training_may_continue() -> None:
     def main(world: World) -> None:
         trainer = under(world, "dp=2 zero=2 offload=optimizer:disk", options=EARLY)
         with pytest.raises(NonFiniteError, match="the update was not applied"):
@@ -159,16 +169,14 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_may_go_on() -> N
 @pytest.mark.parametrize(
     "plan", ["dp=2 zero=1 offload=optimizer:cpu", "dp=2 zero=3 offload=optimizer:disk,params:disk"]
 )
-def test_a_gradient_that_is_not_finite_after_others_were_used_is_told_and_a_load_mends_it(
-    plan: str, tmp_path: Path
-) -> None:
+def test_a_late_gradient_that_is_not_finite_is_an_error_until_a_load(plan: str, tmp_path: Path) -> None:
     def main(world: World) -> None:
         trainer = under(world, plan, options=EARLY)
         first, second, _ = batches()
         trainer.step(first)
         trainer.save(tmp_path / "saved")
         with pytest.raises(NonFiniteError, match=r"are updated already, so load a checkpoint to go on"):
-            trainer.step(spoilt("blocks.0.weight", trainer) if world.rank == 0 else second)
+            trainer.step(spoiled("blocks.0.weight", trainer) if world.rank == 0 else second)
         is_refused_until_a_load(trainer, folder=tmp_path)
         found = outcome(trainer)
         the_same(found, {name: at_the_end(2, plan.partition(" off")[0])[name] for name in found})
@@ -177,7 +185,7 @@ def test_a_gradient_that_is_not_finite_after_others_were_used_is_told_and_a_load
     run(2, main)
 
 
-def test_a_disk_that_fails_under_an_early_update_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_during_an_early_update_is_a_tier_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -195,7 +203,7 @@ def test_a_disk_that_fails_under_an_early_update_is_told(monkeypatch: pytest.Mon
     run(1, main)
 
 
-def test_a_backward_that_ends_half_way_is_not_gone_on_from() -> None:
+def test_training_does_not_continue_after_a_backward_that_ended_half_way() -> None:
     def fail(_: Tensor) -> None:
         raise ValueError("a hook of the model")
 
@@ -245,7 +253,7 @@ class Slow(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_a_load_waits_for_what_a_backward_that_ended_half_way_has_set_going(tmp_path: Path) -> None:
+def test_a_load_waits_for_the_early_updates_of_a_backward_that_failed(tmp_path: Path) -> None:
     def fail(_: Tensor) -> None:
         raise ValueError("a hook of the model")
 

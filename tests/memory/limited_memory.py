@@ -1,6 +1,7 @@
-"""`python limited.py ROOM JOB`: for each plan on a line of the input, train the job in a process that may take ROOM
-bytes more than this one, and say how that ended. A line `script PLAN` trains as somebody's own script does, without a
-job, and `needs PLAN` asks what that needs.
+"""`python limited_memory.py ROOM JOB`: train a job under each plan on a line of the input, with ROOM bytes of memory.
+
+Each training is a process that may take ROOM bytes more than this one; its end is printed. A line `script PLAN` trains
+without a job, as a user's own script does, and `needs PLAN` prints what the plan needs.
 
 The processes are forked from this one, which has imported everything once.
 """
@@ -61,7 +62,7 @@ def script(world: World, words: list[str]) -> None:
 
 
 def needs(_: World, words: list[str]) -> None:
-    """What the error of that tells to ask."""
+    """Print what the note of the error says to print."""
     print(mw.needs(layers, words[1], loss=squares, batch=torch.ones(8, 1024), options=SMALL))
 
 

@@ -1,4 +1,4 @@
-"""Draws of a part: of a forward that is repeated, and of activations of which a rank has a slice."""
+"""Draws in a repeated forward, and draws for a slice of the activations, equal the draws of the whole model."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.random_bits import IndexBlock
 from meshwise.model.random_draws import ActivationRegion, DimSlice, RandomDraws, SampleRows
-from model.drawing import FORMS, Block, Calling, Stack, drawn, numbers
+from model.drawing_models import FORMS, Block, Calling, Stack, drawn, numbers
 
 # ---- repeated forwards -------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def test_a_gradient_goes_through_what_the_forward_kept() -> None:
         assert torch.equal(gradient, result.detach().view_as(gradient)), form
 
 
-def test_a_repeated_call_that_cannot_be_told_from_another_is_refused() -> None:
+def test_an_ambiguous_repeated_call_is_refused() -> None:
     block = Block()
     model = Stack(block, block, run=lambda block, x: checkpoint(block, x, use_reentrant=False))
     with pytest.raises(ValueError, match=r"blocks.0 draws .* was called in 2 places of the first.*checkpoint"):

@@ -1,4 +1,4 @@
-"""A disk that fails under a training: told at once, nothing half updated is used or saved, and a load mends it."""
+"""A disk that fails during a training is an error at once. Half updated parameters are refused until a load."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memory.offloaded import CLIPPED, SMALL, batches, is_refused_until_a_load, outcome, the_same, under
+from memory.offloaded_model import CLIPPED, SMALL, batches, is_refused_until_a_load, outcome, the_same, under
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
@@ -35,7 +35,7 @@ def fails(call: Callable[..., int], *, after: int) -> Callable[..., int]:
     return instead
 
 
-def test_an_update_that_fails_half_way_is_neither_used_nor_saved_and_a_load_mends_it(
+def test_an_update_that_fails_half_way_is_neither_used_nor_saved_until_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def main(world: World) -> None:
@@ -57,7 +57,7 @@ def test_an_update_that_fails_half_way_is_neither_used_nor_saved_and_a_load_mend
     run_threads(1, main)
 
 
-def test_a_disk_that_fails_while_parameters_are_gathered_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_during_a_gather_is_a_tier_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: World) -> None:
         trainer = under(world, PLAN)
         with monkeypatch.context() as broken:
@@ -72,13 +72,13 @@ def test_a_disk_that_fails_while_parameters_are_gathered_is_told(monkeypatch: py
     run_threads(1, main)
 
 
-def test_a_disk_without_room_is_told_when_the_plan_is_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = os.posix_fallocate
+def test_a_disk_without_room_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fallocate = os.posix_fallocate
 
     def full(descriptor: int, offset: int, size: int) -> None:
         if offset + size > 1 << 18:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(descriptor, offset, size)
+        fallocate(descriptor, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
 
@@ -90,7 +90,7 @@ def test_a_disk_without_room_is_told_when_the_plan_is_applied(monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_told_when_the_plan_is_applied(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_when_the_plan_is_applied(tmp_path: Path) -> None:
     def main(world: World) -> None:
         with pytest.raises(TierError, match=r"no swap file can be made in .*gone: No such file"):
             under(world, PLAN, options=at(tmp_path / "gone"))
@@ -106,7 +106,7 @@ def trainers() -> Iterator[list[Trainer]]:
         trainer.close()
 
 
-def test_a_folder_removed_while_training_goes_on_does_not_matter(tmp_path: Path, trainers: list[Trainer]) -> None:
+def test_a_folder_may_be_removed_during_training(tmp_path: Path, trainers: list[Trainer]) -> None:
     folder = tmp_path / "swap"
     folder.mkdir()
 
@@ -124,7 +124,7 @@ def test_a_folder_removed_while_training_goes_on_does_not_matter(tmp_path: Path,
     run_threads(1, main)
 
 
-def test_memory_is_told_by_tier(trainers: list[Trainer]) -> None:
+def test_memory_is_reported_by_tier(trainers: list[Trainer]) -> None:
     def main(world: World) -> None:
         for plan in ("dp=1", PLAN):
             trainers.append(under(world, plan))

@@ -1,4 +1,4 @@
-"""Memory that is freed: given back to the system once, and kept from then on where that is asked for."""
+"""Freed memory goes back to the system once, and is kept from then on where that is set."""
 
 import ctypes
 import multiprocessing
@@ -36,9 +36,9 @@ def pages_of_the_second_time() -> int:
     library.free.argtypes = [ctypes.c_void_p]
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        held = library.malloc(ctypes.c_size_t(SIZE))
-        ctypes.memset(held, 1, SIZE)
-        library.free(held)
+        block = library.malloc(ctypes.c_size_t(SIZE))
+        ctypes.memset(block, 1, SIZE)
+        library.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
@@ -84,7 +84,7 @@ def bytes_apart(asked: bool, answers: "multiprocessing.SimpleQueue[int]") -> Non
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("asked", [False, True])
-def test_what_is_large_lies_by_itself_where_that_is_asked_for(asked: bool) -> None:
+def test_large_blocks_have_their_own_mappings_on_request(asked: bool) -> None:
     answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
     finished(starting().Process(target=bytes_apart, args=(asked, answers)))
     assert (answers.get() >= SIZE // 8) == asked
@@ -93,7 +93,7 @@ def test_what_is_large_lies_by_itself_where_that_is_asked_for(asked: bool) -> No
 @pytest.mark.parametrize(
     "environment, keep, comes_again", [({}, True, False), ({}, False, True), ({"MALLOC_ARENA_MAX": "4"}, True, True)]
 )
-def test_what_is_freed_is_kept_where_that_is_asked_for_and_the_environment_says_nothing(
+def test_freed_memory_is_kept_on_request_unless_the_environment_configures_malloc(
     environment: dict[str, str], keep: bool, comes_again: bool
 ) -> None:
     answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
@@ -101,7 +101,7 @@ def test_what_is_freed_is_kept_where_that_is_asked_for_and_the_environment_says_
     assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again
 
 
-def test_what_is_freed_is_kept_for_a_while() -> None:
+def test_freed_memory_is_kept_inside_the_block() -> None:
     answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
     finished(starting().Process(target=pages_inside_and_after, args=(answers,)))
     most = SIZE // resource.getpagesize() // 2

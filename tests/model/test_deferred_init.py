@@ -1,4 +1,4 @@
-"""What a model born sharded promises: the same values everywhere, all of them initialised, never the whole model."""
+"""Deferred initialization gives the same values everywhere, and never has the whole model in memory."""
 
 import hashlib
 import threading
@@ -109,7 +109,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
-def test_a_seed_gives_the_same_values_in_whatever_order_they_are_asked_for(build: Callable[[], nn.Module]) -> None:
+def test_a_seed_gives_the_same_values_in_any_order_of_requests(build: Callable[[], nn.Module]) -> None:
     source = build_with_values(build, seed=7)
     assert source.deferred
     assert all(parameter.is_meta for parameter in source.module.parameters())
@@ -154,12 +154,12 @@ def test_no_global_generator_is_touched(build: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_shapes_types_and_ties_are_those_of_the_model_itself(build: Callable[[], nn.Module]) -> None:
-    source, real = build_with_values(build, seed=7), build()
+    source, plain = build_with_values(build, seed=7), build()
     source.buffers()
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name))
-    assert parameter_table(source.module) == parameter_table(real)
-    ours, theirs = source.module.state_dict(), real.state_dict()
+    assert parameter_table(source.module) == parameter_table(plain)
+    ours, theirs = source.module.state_dict(), plain.state_dict()
     assert {k: (v.shape, v.dtype, v.device) for k, v in ours.items()} == {
         k: (v.shape, v.dtype, v.device) for k, v in theirs.items()
     }
@@ -215,8 +215,8 @@ class Truncated(nn.Linear):
         nn.init.trunc_normal_(self.weight, std=0.02)
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations inside it have made and that are still there."""
+class TensorBytes(TorchDispatchMode):
+    """Mode that counts the bytes of the tensors that operations have made and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,20 +235,20 @@ class Held(TorchDispatchMode):
         self.now -= count
 
 
-def held(kind: type[nn.Linear]) -> tuple[int, int]:
-    """Bytes of tensors that there are at once, at most, when a deep model is born and when its values are computed."""
-    with Held() as building:
+def bytes_in_memory(kind: type[nn.Linear]) -> tuple[int, int]:
+    """Return the peak bytes of tensors while a deep model is built, and while its values are computed."""
+    with TensorBytes() as building:
         source = build_with_values(lambda: nn.Sequential(*(kind(1024, 1024, bias=False) for _ in range(40))), seed=0)
-    with Held() as replaying:
+    with TensorBytes() as replaying:
         for name, _ in source.module.named_parameters():
             source.full(name)
     return building.most, replaying.most
 
 
-def test_no_more_than_one_parameter_and_its_inputs_is_ever_in_memory() -> None:
+def test_at_most_one_parameter_and_its_inputs_are_in_memory() -> None:
     one = 1024 * 1024 * 4
-    built, replayed = held(nn.Linear)
-    built_truncated, replayed_truncated = held(Truncated)
+    built, replayed = bytes_in_memory(nn.Linear)
+    built_truncated, replayed_truncated = bytes_in_memory(Truncated)
     assert built == built_truncated == 0
     assert one < replayed < 1.1 * one
     assert replayed_truncated < 2 * one, "torch's truncated normal holds new candidates, their mask and the selection"
@@ -271,7 +271,7 @@ def test_elements_that_are_never_initialised_are_found_and_named() -> None:
         source.buffers()
 
 
-def test_values_that_only_look_like_poison_are_accepted() -> None:
+def test_initialized_values_that_equal_poison_are_accepted() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

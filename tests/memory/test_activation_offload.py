@@ -1,4 +1,4 @@
-"""Activations on disk between forward and backward: the same bits, less memory, and errors that are told."""
+"""Activations on disk between forward and backward give the same bits and take less memory."""
 
 import errno
 import functools
@@ -75,7 +75,7 @@ def test_activations_on_disk_give_the_same_bits(plan: str, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
-def test_what_stays_of_a_backward_in_two_parts_has_hooks_already(tmp_path: Path) -> None:
+def test_a_backward_in_two_parts_keeps_tensors_of_nodes_that_have_hooks(tmp_path: Path) -> None:
     """A norm saves numbers for each row, which are too small to be moved."""
 
     def main(world: World, plan: str) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def test_places_in_the_file_are_used_again(tmp_path: Path) -> None:
     mover.close()
 
 
-def test_a_graph_that_nobody_goes_back_through_gives_its_places_back(tmp_path: Path) -> None:
+def test_a_graph_without_a_backward_frees_its_places_in_the_file(tmp_path: Path) -> None:
     away, mover = tier(tmp_path)
     net = model(64)
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_a_full_disk_and_a_broken_one_raise_a_tier_error(tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_tier_error(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="name an existing, writable folder on a disk"):
         activation_tier("disk", device=CPU, swap=SwapConfig(folder=tmp_path / "gone"), transfers=ActivationTransfers())
 
@@ -275,9 +275,9 @@ def test_activations_leave_a_gpu(where: str, tmp_path: Path) -> None:
         else:
             output = net(x)
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         output.sum().backward()
-        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None], held
+        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None], allocated
 
     (expected, plain), (found, less) = gradients(moved=False), gradients(moved=True)
     assert all(map(torch.equal, found, expected))

@@ -1,4 +1,4 @@
-"""A model under plans with tiers: what the tests of them train, and what it comes to."""
+"""The model that the tests of tiers train, and its outcome."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -13,7 +13,7 @@ from meshwise.reference import GPT, GPTConfig
 CONFIG = GPTConfig(vocabulary=32, context=8, layers=1, heads=2, width=16, tied=True, bias=True)
 
 
-def test_a_row_says_all_there_is_to_know_about_a_parameter() -> None:
+def test_a_row_describes_a_parameter() -> None:
     model = GPT(CONFIG)
     model.norm.requires_grad_(False)
     table = parameter_table(model)
@@ -83,7 +83,7 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.LazyLinear(3))])
-def test_a_model_with_a_parameter_without_a_shape_is_refused_before_it_is_born(model: Any) -> None:
+def test_a_model_with_a_parameter_without_a_shape_is_refused_by_build_with_values(model: Any) -> None:
     for look in (build_with_values, shapes_of):
         with pytest.raises(ValueError, match=r"0\.weight has no shape yet; call the model once on an example"):
             look(model, seed=0)
