@@ -88,7 +88,7 @@ class Bucket:
         self.device = world.device
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
-        self.away = shard_group.tiers.leaves("params")
+        self.away = shard_group.tiers.is_offloaded("params")
         self.at_rest = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.away)
         self.shard = self.place.shard(shard_group.index)
         self.owned = self.shard if shard_group.reduction.shards_updates else (0, self.place.size)
@@ -159,16 +159,16 @@ class Bucket:
         wide = self.shard_group.precision.master_of(self.dtype)
         if wide == self.dtype and own.device.type == tiers.updates_on.type:
             self.master = own
-        elif tiers.leaves("masters"):
+        elif tiers.is_offloaded("masters"):
             self.master = tiers.empty("masters", numel=own.numel(), dtype=wide).zero_()
         else:
             self.master = torch.zeros_like(own, dtype=wide)
         self.has_master = self.master is not own
-        if tiers.leaves("gradients"):
+        if tiers.is_offloaded("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
         elif self.shard_group.reduction.shards_gradients:
             self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
-        self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
+        self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.chunk_limit)]
         reduction, wide_sum = self.shard_group.reduction, self.shard_group.precision.accumulation_of(self.dtype)
         for name in reduction.owned_state:
             self.reduction_state[name] = torch.zeros(own.numel(), dtype=wide, device=self.device)
@@ -239,7 +239,7 @@ class Bucket:
             self._arriving = None
         self._filled.clear()
         self._rounds = 0
-        if not (self.shard_group.reduction.shards_gradients or self.shard_group.tiers.leaves("gradients")):
+        if not (self.shard_group.reduction.shards_gradients or self.shard_group.tiers.is_offloaded("gradients")):
             self.reduced = None
 
     def deposit(self, index: int, *, gradient: Tensor) -> None:
@@ -285,7 +285,7 @@ class Bucket:
         if shard_group.reduction.shards_gradients:
             assert self.reduced is not None
             first = self._rounds == 0 and self.reduced.dtype == wire.dtype
-            direct = first and not shard_group.tiers.leaves("gradients")
+            direct = first and not shard_group.tiers.is_offloaded("gradients")
             into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
         peers = ReducingRanks(shard_group.world, shard_group.axes, slice(*self.shard), self.reduction_state)
@@ -311,7 +311,7 @@ class Bucket:
             self.on_reduced(self)
 
     def _arrived(self, target: Tensor) -> None:
-        if self.shard_group.tiers.leaves("gradients"):
+        if self.shard_group.tiers.is_offloaded("gradients"):
             self._put_to_rest(self._updating(target))
             return
         if not self.shard_group.reduction.shards_gradients:

@@ -25,7 +25,7 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: Sto
             wrong = "here other ranks look up others. Nearest that works: dp=1, in tp_mode=1d if at all"
         elif storage.precision.master_of(stored) != stored:
             wrong = "here a master of another dtype is updated. Nearest that works: precision=fp32, of a model in fp32"
-        elif storage.tiers.leaves("masters") or storage.tiers.leaves("params"):
+        elif storage.tiers.is_offloaded("masters") or storage.tiers.is_offloaded("params"):
             wrong = "here what is updated rests elsewhere. Nearest that works: offload=none"
         elif plan.pp > 1 and owners[part.weight] > 1:
             wrong = "here another stage may have a copy of it. Nearest that works: pp=1"

@@ -373,7 +373,7 @@ class ChunkedUpdate:
         for one in resting:
             longer = [*round_, one]
             masters = sum(each.chunk.master.nbytes for each in longer)
-            if round_ and self._tiers.most is not None and max(_bytes(longer), masters) > most:
+            if round_ and self._tiers.chunk_limit is not None and max(_bytes(longer), masters) > most:
                 yield round_
                 longer = [one]
             round_ = longer

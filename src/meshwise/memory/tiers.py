@@ -85,7 +85,7 @@ class Tiers:
         return torch.device("cpu") if self._updates_on_cpu and self._on_gpu else self.device
 
     @property
-    def most(self) -> int | None:
+    def chunk_limit(self) -> int | None:
         """Most elements of a chunk that is updated at once, in whole blocks of any dtype; None: no limit.
 
         Four tensors of fp32 then fit a staging buffer: the master, its gradient and two of the optimizer's.
@@ -119,7 +119,7 @@ class Tiers:
 
     # ---- storage -----------------------------------------------------------------------------------------------
 
-    def leaves(self, what: str) -> bool:
+    def is_offloaded(self, what: str) -> bool:
         """Return whether `what` (`params`, `masters`, …) has another tier than the one it is used on."""
         tier = getattr(self.offload, what)
         return tier == "disk" or (tier == "cpu" and self._on_gpu)
@@ -249,7 +249,7 @@ class Tiers:
     @property
     def _moves(self) -> bool:
         """True if anything that an update needs is on another tier."""
-        return any(self.leaves(what) for what in ("optimizer", "masters", "gradients", "params"))
+        return any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
 
     def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
         assert self.file is not None
