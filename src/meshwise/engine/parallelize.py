@@ -45,7 +45,7 @@ from meshwise.model.parameter_table import ParameterOptions, check_trains, param
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.build_stage import make_stage, without_values
+from meshwise.pipeline.run.build_stage import make_stage, model_without_values
 from meshwise.pipeline.run.stage import FeatureWidth
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.schedules.validate import in_flight
@@ -303,7 +303,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
     blocks = setting.policy.blocks.names(source.module)
-    like = without_values(source.module)
+    like = model_without_values(source.module)
     convert(like, precision=setting.storage.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):

@@ -12,8 +12,8 @@ from meshwise.pipeline.run.remote_parameter import RemoteParameter
 from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
 
 
-def without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without values."""
+def model_without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device."""
     return copied(model, tensors={tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())})
 
 
@@ -26,7 +26,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     crossing = StageRun(
         cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
     )
-    module = _blocks(model, cut, index, crossing, like or without_values(model))
+    module = _blocks(model, cut, index, crossing, like or model_without_values(model))
     receives = cut.crossing[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
 
