@@ -34,7 +34,7 @@ from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import Prediction, predict
-from meshwise.simulate.rehearsal import find_stack, rehearse, schedule_of
+from meshwise.simulate.rehearsal import rehearse, schedule_of
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.value_requests import ASKED, is_of_values
 from meshwise.tensor.detect.rules import find_parts
@@ -155,8 +155,7 @@ class PlanSearch:
         self.told = figures_of
         self._cluster, self._space, self._effort = cluster, space, effort
         self._source = shapes_of(subject.model, seed=subject.options.seed)
-        stack = find_stack(subject, source=self._source)
-        self._subject = dataclasses.replace(subject, model=self._source.module, stack=stack)
+        self._subject = dataclasses.replace(subject, model=self._source.module)
         self._pieces = ModelPieces.of(self._subject, source=self._source)
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
         self._soundings: dict[ProfileKey, LayerProfile | None] = {}

@@ -5,7 +5,6 @@
 | ranks that differ in dp, tp or cp only | the first of them |
 | micro-batches but the first and the last | one of them |
 | steps after the first, which makes the optimizer's state | the second |
-| blocks of a stack, without a pipeline | a few; what each of them adds, others add (`block_growth.py`) |
 
 Every refusal of the code appears here with the same words, except those that depend on values: a loss that is not
 finite or counts nothing, an index outside of a vocabulary, a tensor that is initialized in part.
@@ -34,8 +33,6 @@ from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
-from meshwise.simulate.block_growth import grown, lengthened
-from meshwise.simulate.block_stack import BlockStack, all_alike, stack_of
 from meshwise.simulate.equal_ranks import alike
 from meshwise.simulate.meta_batch import MetaBatch
 from meshwise.simulate.recorded_rank import RehearsedRank
@@ -172,10 +169,7 @@ def rehearse(
     part = RehearsedRank(
         subject_here, plan, _alike(schedule), source, device, StageMessages(like), shared, batch.values
     )
-    tapes = (
-        _of_fewer(part, subject.stack or find_stack(subject, source=source)) if all_alike(plan, options=options) else ()
-    )
-    tapes = tapes or part.tapes()
+    tapes = part.tapes()
     tokens = round(rows * counts[0]) if counts else _tokens(subject.batch)
     return Rehearsal(plan, rows, tokens, schedule, tapes, device)
 
@@ -199,34 +193,6 @@ def _tokens(batch: Any) -> int:
     given = (one for one in tree.tensors(batch) if not (one.is_floating_point() or one.is_complex()))
     found = next((one for one in given if one.dtype is not torch.bool), None)
     return tree.rows(batch) if found is None else found.numel()
-
-
-def find_stack(subject: RehearsalSubject, *, source: ParameterSource) -> BlockStack:
-    """Return the block stack of the subject's model, which is inspected without values."""
-    options, batch = subject.options, MetaBatch.of(subject.batch, rows=2)
-    with ShapeConstants(batch.values) as constants:
-        run = in_rehearsal(options.forward or default_forward, constants=constants)
-        return stack_of(source.module, batch=batch.batch, forward=run, options=options.parameter_options)
-
-
-def _of_fewer(part: RehearsedRank, stack: BlockStack) -> tuple[Tape, ...]:
-    """Return the tape of a rank that runs the whole model, derived from models with fewer blocks, or None if they do
-    not decide it.
-
-    Whatever the code refuses is refused of the model as it is.
-    """
-
-    def run(count: int) -> Tape:
-        lower = shapes_of(stack.lowered(part.source.module, count=count), seed=part.subject.options.seed)
-        return dataclasses.replace(part, source=lower, stages=StageMessages((0,))).tapes()[0]
-
-    if not stack.count:
-        return ()
-    try:
-        tape = lengthened(run, count=stack.count, longer=lambda three, more: grown(three, more=more))
-    except Exception:  # noqa: BLE001 -- the same is met again, or was of fewer blocks
-        return ()
-    return (tape,) if tape else ()
 
 
 def _kinds(

@@ -10,7 +10,6 @@ from torch import nn
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
-from meshwise.simulate.block_stack import BlockStack
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -30,6 +29,3 @@ class RehearsalSubject:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the optimizer."""
     options: Options = field(default_factory=Options)
-
-    stack: BlockStack | None = None
-    """What `stack_of` has told of the model; it is not asked again."""
