@@ -66,10 +66,10 @@ def cell(
     """The choice for a row of the table, and what is predicted of the published winner."""
     model = MODELS[line["params_B"]]
     with PlanSearch(subject(model), cluster=cluster, space=space, limit=limit, effort=effort) as searching:
-        searching.told = partial(told, model, room=limit - cluster.device.own)
+        searching.evaluate = partial(told, model, room=limit - cluster.device.own)
         for _ in searching.run(tiers=False):
             pass
-        return [searching.survey.best()[0], searching.rehearsed(plan_of(line))]
+        return [searching.result.best()[0], searching.rehearsed(plan_of(line))]
 
 
 def table(numbers: Path, *, effort: SearchEffort) -> list[str]:

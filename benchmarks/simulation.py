@@ -34,7 +34,7 @@ from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.simulation_tables import text
+from meshwise.simulate.simulation_tables import size_text
 from peer_table import write_between_markers
 
 STEPS = 6
@@ -131,8 +131,8 @@ def main() -> None:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     lines += [
-        f"| {name} | `{plan}` | {1e3 * told:.0f} | {1e3 * took:.0f} | {100 * off:+.1f} % | {text(size)} | {text(peak)} "
-        f"| {100 * wrong:+.1f} % |"
+        f"| {name} | `{plan}` | {1e3 * told:.0f} | {1e3 * took:.0f} | {100 * off:+.1f} % "
+        f"| {size_text(size)} | {size_text(peak)} | {100 * wrong:+.1f} % |"
         for name, plan, told, took, off, size, peak, wrong in rows
     ]
     told = (

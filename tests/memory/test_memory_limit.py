@@ -108,7 +108,7 @@ def test_an_out_of_memory_error_of_a_script_has_a_note(
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
         (OSError(12, "Cannot allocate memory"), True),
-        (ShortageError("", held={}), True),
+        (ShortageError("", used={}), True),
         (OSError(28, "No space left on device"), False),
         (RuntimeError("shapes do not match"), False),
         (DamageError([]), False),
@@ -123,9 +123,9 @@ def test_shortages_and_broken_disks_are_reported_without_a_traceback() -> None:
 
 
 def test_a_shortage_error_survives_pickling() -> None:
-    sent = ShortageError("no memory", held={"parameters": 4})
+    sent = ShortageError("no memory", used={"parameters": 4})
     received = pickle.loads(pickle.dumps(sent))
-    assert (type(received), str(received), received.held) == (ShortageError, "no memory", sent.held)
+    assert (type(received), str(received), received.used) == (ShortageError, "no memory", sent.used)
 
 
 # ---- which plan --------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_d
     plan: str, room: int, fitting: str | None
 ) -> None:
     needs = AnsweredNeeds(RehearsalSubject(Blocks, squares, batches()[0]), ranks=4)
-    found = shortage(needs, plan=Plan.parse(plan), room=room, held={})
+    found = shortage(needs, plan=Plan.parse(plan), room=room, used={})
     assert found.fitting == (fitting and Plan.parse(fitting))
     assert str(found).count("staging buffers (swap.megabytes") == (fitting is None)
 
@@ -171,7 +171,7 @@ class UnansweredNeeds(MemoryNeeds):
 
 def test_a_model_that_cannot_be_rehearsed_is_answered_with_its_measured_bytes() -> None:
     needs = UnansweredNeeds(RehearsalSubject(Blocks, squares, batches()[0]), ranks=1)
-    message = str(shortage(needs, plan=Plan(), room=1024, held={"parameters": 2048}))
+    message = str(shortage(needs, plan=Plan(), room=1024, used={"parameters": 2048}))
     assert re.search(
         r"parameters +2.0 KiB\n  room +1.0 KiB\n.* without values: item\(\) of a tensor without values$", message
     )
@@ -214,7 +214,7 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(room, "_left_by_limits", lambda: iter(()))
     cpu = torch.device("cpu")
     assert room.room_left(cpu) == 100
-    assert room.room_left(cpu, ranks=4, held=20) == (100 + 3 * 20) // 4
+    assert room.room_left(cpu, ranks=4, used=20) == (100 + 3 * 20) // 4
 
 
 def test_without_a_limit_ranks_share_all_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def pieces() -> ModelPieces:
 
 
 @cache
-def sounding(way: ProfileKey) -> LayerProfile:
-    return profile_layers(subject(), pieces=pieces(), way=way, cluster=CLUSTER)
+def profile(key: ProfileKey) -> LayerProfile:
+    return profile_layers(subject(), pieces=pieces(), key=key, cluster=CLUSTER)
 
 
 def cut(plan: Plan) -> tuple[str, ...]:
@@ -80,9 +80,9 @@ def rehearsed(text: str) -> PlanBound:
 def least(text: str, way: Callable[[ProfileKey], ProfileKey] = lambda own: own, *, exact: bool = False) -> PlanBound:
     plan = Plan.parse(text)
     own = ProfileKey.of(plan, batch=BATCH, pieces=pieces().count)
-    found = sounding(way(own))
-    found = found if found.way == own else found.scaled(own)
-    return bound(plan, sounding=found, cut=pieces().stages(cut(plan)), cluster=CLUSTER, exact=exact)
+    found = profile(way(own))
+    found = found if found.key == own else found.scaled(own)
+    return bound(plan, profile=found, cut=pieces().stages(cut(plan)), cluster=CLUSTER, exact=exact)
 
 
 def undivided(own: ProfileKey) -> ProfileKey:
@@ -104,12 +104,12 @@ def test_a_backward_in_two_parts_is_bounded_where_products_are_slow(schedule: st
     text = f"pp=2 dp=2 tp=2 schedule={schedule} microbatches=4"
     peak = {dtype: rate / 1000 for dtype, rate in CLUSTER.device.peak.items()}
     slow = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, peak=peak))
-    way = ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count)
-    own = profile_layers(subject(), pieces=pieces(), way=way, cluster=slow)
+    key = ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count)
+    own = profile_layers(subject(), pieces=pieces(), key=key, cluster=slow)
     truth = figures_of(predict(rehearsal(text), cluster=slow)).seconds
     for exact in (False, True):
         stages = pieces().stages(cut(Plan.parse(text)))
-        figures = bound(Plan.parse(text), sounding=own, cut=stages, cluster=slow, exact=exact)
+        figures = bound(Plan.parse(text), profile=own, cut=stages, cluster=slow, exact=exact)
         assert 0.5 * truth < figures.seconds <= truth * (1 + 1e-9)
 
 
@@ -141,14 +141,14 @@ def thin_gpt() -> nn.Module:
 def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(
     text: str, model: Callable[[], nn.Module]
 ) -> None:
-    """Any operation that a sounding does beside the model's own would tell."""
+    """Any operation that a profile does beside the model's own would tell."""
     plan, cluster = Plan.parse(f"{text} microbatches=64"), parse_cluster("1x4 h100")
     tokens = torch.empty(256, 16, dtype=torch.long, device="meta")
     thin = RehearsalSubject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
     found = ModelPieces.of(thin, source=shapes_of(model, seed=0))
     assert found is not None
-    own = profile_layers(thin, pieces=found, way=ProfileKey.of(plan, batch=256, pieces=found.count), cluster=cluster)
-    figures = bound(plan, sounding=own, cut=found.stages(()), cluster=cluster, exact=True)
+    own = profile_layers(thin, pieces=found, key=ProfileKey.of(plan, batch=256, pieces=found.count), cluster=cluster)
+    figures = bound(plan, profile=own, cut=found.stages(()), cluster=cluster, exact=True)
     truth = figures_of(predict(rehearse(thin, plan=plan, ranks=4, device="cuda"), cluster=cluster))
     assert 0.98 * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
 
@@ -157,14 +157,14 @@ def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(
 def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     """But what the host only has to start goes on meanwhile."""
     text = f"dp=8 zero={zero} precision=bf16 wire=fp32 microbatches=2"
-    own = sounding(ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
+    own = profile(ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
     found = []
     for launch in (CLUSTER.device.launch, 0.0):
         device = dataclasses.replace(CLUSTER.device, launch=launch)
         for overlap in (True, False):
             cluster = dataclasses.replace(CLUSTER, device=device, overlap=overlap)
             truth = figures_of(predict(rehearsal(text), cluster=cluster)).seconds
-            figures = bound(Plan.parse(text), sounding=own, cut=pieces().stages(()), cluster=cluster, exact=True)
+            figures = bound(Plan.parse(text), profile=own, cut=pieces().stages(()), cluster=cluster, exact=True)
             assert 0.8 * truth < figures.seconds <= truth * (1 + 1e-9)
             found.append(figures.seconds)
     held_up, held_up_too, beside, after = found
@@ -190,22 +190,22 @@ def test_ranks_of_one_host_share_what_simulate_has_them_share(text: str) -> None
     truth = figures_of(predict(shared, cluster=host))
     assert figures_of(chosen) == truth
     own = profile_layers(
-        subject(), pieces=pieces(), way=ProfileKey.of(plan, batch=BATCH, pieces=pieces().count), cluster=host
+        subject(), pieces=pieces(), key=ProfileKey.of(plan, batch=BATCH, pieces=pieces().count), cluster=host
     )
-    found = bound(plan, sounding=own, cut=pieces().stages(cut(plan)), cluster=host, exact=True)
+    found = bound(plan, profile=own, cut=pieces().stages(cut(plan)), cluster=host, exact=True)
     assert found.seconds <= truth.seconds * (1 + 1e-9)
     assert found.memory <= truth.memory
 
 
 def test_what_is_reduced_behind_a_pipeline_is_a_wait_and_no_bubble() -> None:
     text = "pp=2 dp=4 microbatches=4"
-    own = sounding(ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
+    own = profile(ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
     at = pieces().stages(cut(Plan.parse(text)))
     quick, slow = (
         dataclasses.replace(CLUSTER.inside, collectives={"all_reduce": ((1.0, rate),)}) for rate in (1e15, 1e9)
     )
     before, after = (
-        bound(Plan.parse(text), sounding=own, cut=at, cluster=dataclasses.replace(CLUSTER, inside=inside), exact=True)
+        bound(Plan.parse(text), profile=own, cut=at, cluster=dataclasses.replace(CLUSTER, inside=inside), exact=True)
         for inside in (quick, slow)
     )
     truth = figures_of(predict(rehearsal(text), cluster=dataclasses.replace(CLUSTER, inside=slow)))
@@ -244,7 +244,7 @@ def test_what_the_first_of_the_blocks_does_is_not_counted_for_all() -> None:
     found = ModelPieces.of(deep, source=shapes_of(deep.model, seed=0))
     assert found is not None
     plan = Plan.parse("tp=4 sequence_parallel=1 precision=bf16")
-    own = profile_layers(deep, pieces=found, way=ProfileKey.of(plan, batch=BATCH, pieces=found.count), cluster=CLUSTER)
-    figures = bound(plan, sounding=own, cut=found.stages(()), cluster=CLUSTER, exact=True)
+    own = profile_layers(deep, pieces=found, key=ProfileKey.of(plan, batch=BATCH, pieces=found.count), cluster=CLUSTER)
+    figures = bound(plan, profile=own, cut=found.stages(()), cluster=CLUSTER, exact=True)
     truth = figures_of(predict(rehearse(deep, plan=plan, ranks=4, device="cuda"), cluster=CLUSTER))
     assert 0.8 * truth.exposed["tp"] < figures.exposed["tp"] <= truth.exposed["tp"]

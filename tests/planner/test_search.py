@@ -16,7 +16,7 @@ from meshwise.planner.forked_workers import ForkedWorkers
 from meshwise.planner.lower_bound import PlanBound
 from meshwise.planner.plan_space import PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, PlanSearch, SearchEffort, SearchResult, SearchRung, figures_of, search
-from meshwise.planner.search_tables import FULL, best_table, lost_table, survey_record
+from meshwise.planner.search_tables import FULL, best_table, lost_table, search_record
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
@@ -91,11 +91,11 @@ def test_what_a_rehearsal_tells_decides() -> None:
 
     effort = SearchEffort(top=1, rehearsals=8)
     with PlanSearch(subject(), cluster=CLUSTER, space=space(NARROW), limit=80e9, effort=effort) as searching:
-        searching.told = told
+        searching.evaluate = told
         for _ in searching.run(tiers=False):
             pass
     assert best.plan.dp != second.plan.dp
-    assert searching.survey.best()[0].plan == second.plan
+    assert searching.result.best()[0].plan == second.plan
 
 
 def test_what_is_held_is_held() -> None:
@@ -243,9 +243,9 @@ def test_nothing_slower_than_the_best_is_called_best() -> None:
     survey = everything()
     rows = best_table(survey, top=2)
     assert [row[-1] for row in rows[1:]] == [str(one.plan) for one in survey.best()[:2]]
-    seconds = [one["seconds"] for one in survey_record(survey, top=9)["best"]]
+    seconds = [one["seconds"] for one in search_record(survey, top=9)["best"]]
     assert seconds == sorted(seconds)
-    lost = survey_record(survey, top=2)["lost"]
+    lost = search_record(survey, top=2)["lost"]
     assert sum(group["plans"] for group in lost) + 2 == len(survey.candidates)
     assert all(group["by"] >= 0 for group in lost)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwise.model.shape_constants import LARGEST, ShapeConstants
 from meshwise.simulate.meta_batch import LARGEST as LARGEST_OF_A_BATCH
-from meshwise.simulate.meta_batch import MetaBatch, of_rows
+from meshwise.simulate.meta_batch import MetaBatch, with_rows
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.tape import TapeOperation
@@ -181,7 +181,7 @@ def test_a_batch_too_large_or_without_values_gives_none() -> None:
 
 
 def test_a_batch_of_other_rows_has_the_values_of_the_users() -> None:
-    longer = of_rows(BATCH, rows=4)
+    longer = with_rows(BATCH, rows=4)
     assert torch.equal(longer["mask"], BATCH["mask"][[0, 1, 2, 0]])
     assert longer["x"].is_meta
     assert longer["x"].shape == (4, 4)

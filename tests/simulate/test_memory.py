@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.simulation_tables import memory_table, text
+from meshwise.simulate.simulation_tables import memory_table, size_text
 from meshwise.simulate.tape import Category
 from simulate.subjects import gpt_subject
 
@@ -126,7 +126,7 @@ def test_the_table_names_what_there_is() -> None:
     rows = memory_table(_of("dp=2 zero=3", ranks=2))
     assert rows[0][:5] == ("pp", "parameters", "gathered", "gradients", "optimizer")
     assert len(rows) == 2
-    assert text(4096) == "4.0 KiB"
+    assert size_text(4096) == "4.0 KiB"
 
 
 def test_more_micro_batches_of_a_size_need_no_more_memory() -> None:

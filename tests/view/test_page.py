@@ -27,7 +27,7 @@ console.error = console.warn = (...words) => wrong.push(words.join(" "));
 </script>"""
 
 PROBE = """<script>
-const told = () => (document.querySelector("#told").hidden ? "" : document.querySelector("#told").innerText);
+const shown = () => (document.querySelector("#note").hidden ? "" : document.querySelector("#note").innerText);
 const point = (type, node, x, y) =>
   node.dispatchEvent(new PointerEvent(type, { clientX: x, clientY: y, bubbles: true, button: 0, pointerId: 1 }));
 const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
@@ -43,14 +43,14 @@ const scale = box.width / plot.viewBox.baseVal.width;
 const outline = plot.querySelector("path.forward").getAttribute("d");
 const [x, y, width] = outline.match(/M(\\S+) (\\S+?)h([\\d.]+)/).slice(1).map(Number);
 point("pointermove", plot, box.left + scale * (x + 0.01 * width), box.top + scale * (y + 5));
-seen.pointed = told();
+seen.pointed = shown();
 point("pointerleave", picture, 0, 0);
-seen.left = told();
+seen.left = shown();
 picture.focus();
 press(picture, "ArrowRight"); press(picture, "ArrowRight");
-seen.walked = told();
+seen.walked = shown();
 press(picture, "Escape");
-seen.escaped = told();
+seen.escaped = shown();
 seen.before = times();
 plan.querySelector(".bar button").click();
 seen.stretched = Array.from(plan.querySelectorAll(".plot"), (one) => one.getAttribute("viewBox"));
@@ -63,11 +63,11 @@ point("pointerup", plot, box.left + 0.75 * box.width, box.top + 5);
 seen.dragged = plot.viewBox.baseVal.x / plot.width.baseVal.value;
 const memory = plan.querySelectorAll(".plot")[1], place = memory.getBoundingClientRect();
 point("pointermove", memory, place.left + 0.3 * place.width, place.top + 10);
-seen.memory = told();
+seen.memory = shown();
 const mesh = plan.querySelector("svg.picture:has(.node-1)");
 const cell = mesh.querySelector(".node-1").getBoundingClientRect();
 point("pointermove", mesh, cell.left + 4, cell.top + 4);
-seen.mesh = told();
+seen.mesh = shown();
 seen.loaded = performance.getEntriesByType("resource").map((entry) => entry.name);
 seen.wide = document.documentElement.scrollWidth <= innerWidth;
 seen.wrong = wrong;

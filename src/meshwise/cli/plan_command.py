@@ -22,10 +22,10 @@ from meshwise.plan import Plan
 from meshwise.plan.plan_keys import in_words, read_size
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
-from meshwise.planner.search_tables import best_table, lost_table, survey_record
+from meshwise.planner.search_tables import best_table, lost_table, search_record
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.simulation_tables import text
+from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.value_requests import ASKS_ITS_BATCH
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import change_file, read_job
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         _write(path, best[0], on=job.on)
     heading = _SearchHeading(job, cluster, space, limit, parameters=_parameters(subject))
     if job.json:
-        print(json.dumps({**heading.record, **survey_record(survey, top=job.top)}, indent=2))
+        print(json.dumps({**heading.record, **search_record(survey, top=job.top)}, indent=2))
     else:
         _print_result(survey, heading=heading, top=job.top, seconds=time.monotonic() - began)
     if not best:
@@ -186,7 +186,7 @@ class _SearchHeading:
         yield f"model     {self.job.model.name}, {of}, {counted(self.job.train.batch, of='sample')} a step"
         nodes, each = counted(self.cluster.nodes, of="node"), counted(self.cluster.ranks_per_node, of="rank")
         device = f" on {self.cluster.device.name}" if self.cluster.device.name else ""
-        room = f", at most {text(self.limit)} a rank" if self.limit < math.inf else ""
+        room = f", at most {size_text(self.limit)} a rank" if self.limit < math.inf else ""
         yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
         yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
         if self.fixed_keys:
@@ -228,8 +228,9 @@ def _closest(survey: SearchResult) -> str:
     missing = one.figures.memory - survey.limit
     needs = "needs" if one.rehearsed else "needs at least"
     return (
-        f"no plan fits {text(survey.limit)} a rank. The closest, '{one.plan}', {needs} {text(one.figures.memory)}: "
-        f"{missing:,.0f} bytes ({text(missing)}) are missing. Take more ranks, or a smaller train.batch or data.context"
+        f"no plan fits {size_text(survey.limit)} a rank. The closest, '{one.plan}', {needs} "
+        f"{size_text(one.figures.memory)}: {missing:,.0f} bytes ({size_text(missing)}) are missing. Take more ranks, or "
+        "a smaller train.batch or data.context"
     )
 
 

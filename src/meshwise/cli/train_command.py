@@ -65,7 +65,7 @@ def _rank(world: World, job: Job) -> None:
 
 def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageError:
     """Return the error for a rank that ran out of memory, with a plan that fits; called after its tensors are freed."""
-    held = error.held if isinstance(error, ShortageError) else {}
+    used = error.used if isinstance(error, ShortageError) else {}
     seen: BaseException | None = error
     while seen is not None:
         # The frames of a traceback keep tensors alive. The traceback is in a file by now.
@@ -73,10 +73,10 @@ def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageErro
     gc.collect()
     prepared = prepare(job, ranks=world.size)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    room = room_left(world.device, ranks=here, held=sum(held.values()))
+    room = room_left(world.device, ranks=here, used=sum(used.values()))
     needs = MemoryNeeds(prepared.rehearsal_subject(), ranks=world.size, shared=here == world.size)
-    advice = shortage(needs, plan=prepared.job.plan, room=room, held=held)
-    return ShortageError(f"rank {world.rank} has no memory left: {error}\n{advice}", held=held)
+    advice = shortage(needs, plan=prepared.job.plan, room=room, used=used)
+    return ShortageError(f"rank {world.rank} has no memory left: {error}\n{advice}", used=used)
 
 
 def _killed_for_memory(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
@@ -85,5 +85,5 @@ def _killed_for_memory(error: RankKilledError, prepared: Prepared, *, size: int)
     room = room_left(torch.device("cpu"), ranks=size)
     if needs.device != "cpu" or not room < needs.total(plan) < math.inf:
         return None
-    advice = shortage(needs, plan=plan, room=room, held={})
-    return ShortageError(f"{error}, probably by the system for lack of memory\n{advice}", held={})
+    advice = shortage(needs, plan=plan, room=room, used={})
+    return ShortageError(f"{error}, probably by the system for lack of memory\n{advice}", used={})

@@ -36,7 +36,7 @@ from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cluster_prices import ClusterPrices
 from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.meta_batch import MetaBatch, of_rows
+from meshwise.simulate.meta_batch import MetaBatch, with_rows
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
@@ -168,7 +168,7 @@ class ModelPieces:
         bounds = [0, *(names.index(name) for name in at), self.count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
-    def where(self, at: Sequence[str], *, where: CutOptions) -> CutOptions:
+    def cut_options(self, at: Sequence[str], *, where: CutOptions) -> CutOptions:
         """Return cut options under which each stage but the first begins at one of these names; they carry the cut."""
         made = self.finest.coarser(at, model=self.whole) if at and set(at) <= set(self.names) else None
         return dataclasses.replace(where, at=tuple(at), made=made)
@@ -239,35 +239,37 @@ def _sizes(cut: ModelCut) -> list[int]:
 class LayerProfile:
     """All pieces of a model, computed in one way."""
 
-    way: ProfileKey
+    key: ProfileKey
     pieces: tuple[ModelPiece, ...]
     least: float
     """Seconds that any operation takes."""
 
-    def scaled(self, way: ProfileKey) -> "LayerProfile":
+    def scaled(self, key: ProfileKey) -> "LayerProfile":
         """At most what another way takes: one with fewer rows, over more ranks of tp or with more recomputed."""
-        rows, split = way.rows / self.way.rows, self.way.plan.tp / way.plan.tp
-        kept = 1.0 if way.plan.recompute == self.way.plan.recompute else 0.0
+        rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
+        kept = 1.0 if key.plan.recompute == self.key.plan.recompute else 0.0
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if not kept:
             pieces = [
-                dataclasses.replace(piece, forward=_forgets(piece.forward), backward=_forgets(piece.backward))
+                dataclasses.replace(
+                    piece, forward=_without_memory(piece.forward), backward=_without_memory(piece.backward)
+                )
                 for piece in pieces
             ]
-        return LayerProfile(way, tuple(pieces), self.least)
+        return LayerProfile(key, tuple(pieces), self.least)
 
 
-def _forgets(work: PieceWork) -> PieceWork:
+def _without_memory(work: PieceWork) -> PieceWork:
     return dataclasses.replace(work, keeps=0, top=0)
 
 
 def profile_layers(
-    subject: RehearsalSubject, *, pieces: ModelPieces, way: ProfileKey, cluster: Cluster
+    subject: RehearsalSubject, *, pieces: ModelPieces, key: ProfileKey, cluster: Cluster
 ) -> LayerProfile:
     """Rehearse all pieces in one way. Raises what a rehearsal raises."""
     prices = ClusterPrices(cluster)
-    plan = dataclasses.replace(way.plan, pp=pieces.cut.stages)
-    batch = of_rows(subject.batch, rows=way.rows)
+    plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
+    batch = with_rows(subject.batch, rows=key.rows)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
     options = dataclasses.replace(subject.options, cut=where, example=batch)
     alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)
@@ -275,17 +277,17 @@ def profile_layers(
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
     steps = [rehearsal.step(index) for index in range(plan.pp)]
-    many, alike = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
+    many, copies = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
     found: list[ModelPiece] = []
     known: dict[int, ModelPiece] = {}
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
-        key = id(tape)
-        if key not in known:
-            told = _Told(prices, glue=_glue(steps, index), alone=alike[key] == many[index] == 1)
-            piece = told.piece(step, rest=memory[index].rest)
-            known[key] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
-        found.append(known[key])
-    return LayerProfile(way, tuple(found[index] for index in pieces.like), cluster.device.kernel)
+        own = id(tape)
+        if own not in known:
+            reader = _StepReader(prices, glue=_glue(steps, index), alone=copies[own] == many[index] == 1)
+            piece = reader.piece(step, rest=memory[index].rest)
+            known[own] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
+        found.append(known[own])
+    return LayerProfile(key, tuple(found[index] for index in pieces.like), cluster.device.kernel)
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
@@ -296,15 +298,17 @@ def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
 
 
 def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
-    return [entry for segment in step if segment.kind is ActionKind.F for entry in segment.entries if _is(entry)]
+    return [
+        entry for segment in step if segment.kind is ActionKind.F for entry in segment.entries if _is_operation(entry)
+    ]
 
 
-def _is(entry: Entry) -> TypeGuard[TapeOperation]:
+def _is_operation(entry: Entry) -> TypeGuard[TapeOperation]:
     return isinstance(entry, TapeOperation)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _StepReader:
     """Reads the step of a piece.
 
     glue     so many operations at the begin of a forward are the model's own between its pieces, which every stage does
@@ -331,7 +335,7 @@ class _Told:
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
-                update += sum(self.prices.seconds(entry) for entry in segment.entries if _is(entry))
+                update += sum(self.prices.seconds(entry) for entry in segment.entries if _is_operation(entry))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)
 
@@ -366,4 +370,4 @@ def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
     for entry in entries:
         if count <= 0:
             yield entry
-        count -= _is(entry)
+        count -= _is_operation(entry)

@@ -143,14 +143,14 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 
 def bound(
-    plan: Plan, *, sounding: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
+    plan: Plan, *, profile: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
 ) -> PlanBound:
     """Return a lower bound of a plan's time and memory with these pieces in its stages.
 
     `exact`: the profile has the plan's own key, and its schedule's own table is played, which takes a while.
     """
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
-    stages = [_Stage([sounding.pieces[index] for index in own], launch) for own in cut]
+    stages = [_Stage([profile.pieces[index] for index in own], launch) for own in cut]
     holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
     ranks = [[s for s, rank in enumerate(holder) if rank == r] for r in range(plan.pp)]
     shard = _Shard(plan, cluster)

@@ -1,8 +1,8 @@
 """The search: every plan of a space climbs a ladder of figures, each dearer and nearer to the truth than the last.
 
     | 0  counted     all pieces as they are undivided, scaled to its ranks          microseconds
-    | 1  scaled      a sounding of its own tensor parallelism, scaled               seconds, for all plans that share it
-    | 2  sounded     a sounding of its own way                                      the same
+    | 1  scaled      a profile of its own tensor parallelism, scaled               seconds, for all plans that share it
+    | 2  profiled    a profile of its own way                                      the same
     | 3  timed       that, with its schedule's own table                            milliseconds
     | 4  rehearsed   the real thing                                                 seconds
 
@@ -36,7 +36,7 @@ from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse, schedule_of
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.value_requests import ASKED, is_of_values
+from meshwise.simulate.value_requests import ASKED, asks_for_values
 from meshwise.tensor.detect.rules import find_parts
 
 WHOLE: Mapping[str, Any] = MappingProxyType(
@@ -55,7 +55,7 @@ class SearchRung(IntEnum):
     STARTED = -1
     COUNTED = 0
     SCALED = 1
-    SOUNDED = 2
+    PROFILED = 2
     TIMED = 3
     REHEARSED = 4
 
@@ -131,34 +131,34 @@ class SearchResult:
 def search(
     subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
 ) -> Iterator[SearchResult]:
-    """Look for the quickest plans; the survey is given whenever it has grown, and at the end.
+    """Look for the quickest plans; the result is given whenever it has grown, and at the end.
 
     Where nothing fits the devices, plans that keep state elsewhere are tried, too.
     """
     with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
-        if not searching.survey.best():
+        if not searching.result.best():
             yield from searching.run(tiers=True)
-        yield searching.survey
+        yield searching.result
 
 
 class PlanSearch:
     """State of one search."""
 
-    told: Callable[[Prediction], PlanBound]
+    evaluate: Callable[[Prediction], PlanBound]
     """What a rehearsal tells of a plan: nothing less than the prediction, or bounds are none."""
 
     def __init__(
         self, subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
     ) -> None:
-        self.survey = SearchResult(limit)
-        self.told = figures_of
+        self.result = SearchResult(limit)
+        self.evaluate = figures_of
         self._cluster, self._space, self._effort = cluster, space, effort
         self._source = shapes_of(subject.model, seed=subject.options.seed)
         self._subject = dataclasses.replace(subject, model=self._source.module)
         self._pieces = ModelPieces.of(self._subject, source=self._source)
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
-        self._soundings: dict[ProfileKey, LayerProfile | None] = {}
+        self._profiles: dict[ProfileKey, LayerProfile | None] = {}
         self._scaled: dict[tuple[ProfileKey, ProfileKey], LayerProfile] = {}
         rows = dataclasses.replace(space.base, dp=1, **WHOLE)
         self._whole = ProfileKey(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
@@ -180,7 +180,7 @@ class PlanSearch:
     def run(self, *, tiers: bool) -> Iterator[SearchResult]:
         """Search the space; `tiers`: with plans that keep state elsewhere, of those that did not fit."""
         if tiers:
-            for candidate in [one for one in self.survey.candidates.values() if not self.survey.fits(one)]:
+            for candidate in [one for one in self.result.candidates.values() if not self.result.fits(one)]:
                 self._make_room(candidate, tiers=True)
         else:
             for plan in self._space.plans():
@@ -191,13 +191,13 @@ class PlanSearch:
                 break
             for key, outcome in self._workers.finished():
                 self._take(key, outcome, tiers=tiers)
-            yield self.survey
+            yield self.result
         self._is_over()
         self._heap.clear()
 
     def _climb(self, *, tiers: bool) -> None:
         """Let the lowest bounds climb until all workers are busy."""
-        while self._heap and self._workers.free and self.survey.rehearsals < self._effort.rehearsals:
+        while self._heap and self._workers.free and self.result.rehearsals < self._effort.rehearsals:
             if self._is_over():
                 return
             candidate = heapq.heappop(self._heap)[-1]
@@ -207,22 +207,22 @@ class PlanSearch:
             if refused:
                 self._settle(dataclasses.replace(candidate, rung=rung, refused=refused), tiers=tiers)
             elif rung is SearchRung.REHEARSED:
-                self.survey.rehearsals += 1
+                self.result.rehearsals += 1
                 self._running[candidate.plan] = candidate
                 self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
-            elif way is None or (way in self._soundings and self._soundings[way] is None):
+            elif way is None or (way in self._profiles and self._profiles[way] is None):
                 self._settle(dataclasses.replace(candidate, rung=SearchRung.TIMED), tiers=tiers)
-            elif way in self._soundings:
-                self._settle(self._bounded(candidate, rung, self._soundings[way]), tiers=tiers)  # type: ignore[arg-type]
+            elif way in self._profiles:
+                self._settle(self._bounded(candidate, rung, self._profiles[way]), tiers=tiers)  # type: ignore[arg-type]
             else:
                 self._asked.setdefault(way, []).append(candidate)
                 if len(self._asked[way]) == 1:
-                    self._workers.start(way, work=functools.partial(self._sounded, way))
+                    self._workers.start(way, work=functools.partial(self._profiled, way))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
         """Record the result of a worker."""
         if isinstance(key, ProfileKey):
-            self._soundings[key] = outcome if isinstance(outcome, LayerProfile) else None
+            self._profiles[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
                 self._push(candidate)
             return
@@ -231,11 +231,11 @@ class PlanSearch:
         if not isinstance(outcome, Exception):
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
-            told = f"{outcome}; {ASKED}" if is_of_values(outcome) else str(outcome)
+            reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
             way = self._way(candidate.plan, SearchRung.REHEARSED)
-            if self._soundings.get(way) is None:  # type: ignore[arg-type]
-                self._refused[way] = told
-            self._settle(dataclasses.replace(candidate, refused=told), tiers=tiers)
+            if self._profiles.get(way) is None:  # type: ignore[arg-type]
+                self._refused[way] = reason
+            self._settle(dataclasses.replace(candidate, refused=reason), tiers=tiers)
         else:
             raise outcome
 
@@ -244,15 +244,15 @@ class PlanSearch:
         left = [self._heap[0][0]] if self._heap else []
         left += [one.figures.seconds for asked in self._asked.values() for one in asked]
         left += [one.figures.seconds for one in self._running.values()]
-        sure = [one for one in self.survey.best() if one.figures.seconds <= min(left, default=math.inf)]
-        self.survey.proven = len(sure)
+        sure = [one for one in self.result.best() if one.figures.seconds <= min(left, default=math.inf)]
+        self.result.proven = len(sure)
         return len(sure) >= self._effort.top
 
     # ---- candidates --------------------------------------------------------------------------------------------
 
     def _enter(self, candidate: Candidate) -> None:
-        if candidate.plan not in self.survey.candidates:
-            self.survey.note(candidate)
+        if candidate.plan not in self.result.candidates:
+            self.result.note(candidate)
             self._push(candidate)
 
     def _push(self, candidate: Candidate) -> None:
@@ -261,8 +261,8 @@ class PlanSearch:
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
         """Record what is known of a plan now, and whether it is searched further."""
-        self.survey.note(candidate)
-        if not self.survey.fits(candidate):
+        self.result.note(candidate)
+        if not self.result.fits(candidate):
             self._make_room(candidate, tiers=tiers)
         elif candidate.rung is not SearchRung.REHEARSED:
             self._push(candidate)
@@ -276,11 +276,11 @@ class PlanSearch:
     # ---- rungs -------------------------------------------------------------------------------------------------
 
     def _way(self, plan: Plan, rung: SearchRung) -> ProfileKey | None:
-        """Return the sounding that a rung stands on."""
+        """Return the profile that a rung stands on."""
         if self._pieces is None or self._pieces.count < 2:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
-        if rung >= SearchRung.SOUNDED:
+        if rung >= SearchRung.PROFILED:
             return own
         plain = {"recompute": "none", "offload": "none", "schedule": "1f1b"}
         if rung is SearchRung.COUNTED:
@@ -302,13 +302,13 @@ class PlanSearch:
         """Return the model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
         return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
-    def _bounded(self, candidate: Candidate, rung: SearchRung, sounding: LayerProfile) -> Candidate:
+    def _bounded(self, candidate: Candidate, rung: SearchRung, profile: LayerProfile) -> Candidate:
         plan, pieces = candidate.plan, self._pieces
         assert pieces is not None
         own, at = ProfileKey.of(plan, batch=self._space.batch, pieces=pieces.count), self._at(plan)
         figures = bound(
             plan,
-            sounding=self._as(own, sounding=sounding),
+            profile=self._as(own, profile=profile),
             cut=pieces.stages(at),
             cluster=self._cluster,
             exact=rung is SearchRung.TIMED,
@@ -319,13 +319,13 @@ class PlanSearch:
         memory = max(figures.memory, before.memory)
         return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
 
-    def _as(self, way: ProfileKey, *, sounding: LayerProfile) -> LayerProfile:
-        """Return a sounding as another way's; many plans share one."""
-        if sounding.way == way:
-            return sounding
-        if (sounding.way, way) not in self._scaled:
-            self._scaled[sounding.way, way] = sounding.scaled(way)
-        return self._scaled[sounding.way, way]
+    def _as(self, way: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
+        """Return a profile as another way's; many plans share one."""
+        if profile.key == way:
+            return profile
+        if (profile.key, way) not in self._scaled:
+            self._scaled[profile.key, way] = profile.scaled(way)
+        return self._scaled[profile.key, way]
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
         """Return the names at which stages begin so that they are as even as the pieces allow."""
@@ -333,23 +333,23 @@ class PlanSearch:
         if where or plan.pp == 1 or self._pieces is None:
             return where
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
-        whole = self._soundings.get(self._undivided(own)) or self._soundings.get(self._whole)
+        whole = self._profiles.get(self._undivided(own)) or self._profiles.get(self._whole)
         if whole is None:
             return where
         number = plan.pp * plan.virtual_stages
         if self._space.begins is not None:
             return self._space.begins(number)
         schedule = None if plan.partition == "time" else schedule_of(plan)
-        key = (whole.way, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
+        key = (whole.key, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:
             solid = [True] * len(whole.pieces)
             bounds = divide(CutSteps(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0)
             self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
         return self._cuts[key]
 
-    def _sounded(self, way: ProfileKey) -> LayerProfile:
+    def _profiled(self, key: ProfileKey) -> LayerProfile:
         assert self._pieces is not None
-        return profile_layers(self._subject, pieces=self._pieces, way=way, cluster=self._cluster)
+        return profile_layers(self._subject, pieces=self._pieces, key=key, cluster=self._cluster)
 
     def rehearsed(self, plan: Plan) -> Candidate:
         """Any plan, cut as the search would cut it. Raises what a rehearsal raises."""
@@ -358,9 +358,9 @@ class PlanSearch:
     def _rehearsed(self, plan: Plan) -> PlanBound:
         candidate, subject = Candidate(plan, at=self._at(plan)), self._subject
         if self._pieces is not None:
-            where = self._pieces.where(candidate.at, where=subject.options.cut)
+            where = self._pieces.cut_options(candidate.at, where=subject.options.cut)
             subject = dataclasses.replace(subject, options=dataclasses.replace(subject.options, cut=where))
-        return self.told(prediction_of(subject, candidate=candidate, cluster=self._cluster))
+        return self.evaluate(prediction_of(subject, candidate=candidate, cluster=self._cluster))
 
 
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:

@@ -7,34 +7,41 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwise.planner.search import Candidate, SearchResult, SearchRung
-from meshwise.simulate.simulation_tables import Table, text
+from meshwise.simulate.simulation_tables import Table, size_text
 
 FULL = "out of memory"
 REFUSED = "refused"
 UNTRIED = "not rehearsed: its bounds leave it a chance"
 
 
-def best_table(survey: SearchResult, *, top: int) -> Table:
+def best_table(result: SearchResult, *, top: int) -> Table:
     """Return the best plans, and where the time of each goes."""
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
-    best = survey.best()[:top]
+    best = result.best()[:top]
     for number, one in enumerate(best):
         figures, quickest = one.figures, best[0].figures.seconds
         waits = sum(figures.exposed.values()) / figures.seconds
         more = f"+{100 * (figures.seconds / quickest - 1):.1f} %" if number else ""
         part = f"{100 * figures.bubble / figures.seconds:.1f} %"
-        cells = (f"{figures.seconds:.4g} s", more, text(figures.memory), part, f"{100 * waits:.1f} %", str(one.plan))
-        rows.append((f"{number + 1}{'' if number < survey.proven else '?'}", *cells))
+        cells = (
+            f"{figures.seconds:.4g} s",
+            more,
+            size_text(figures.memory),
+            part,
+            f"{100 * waits:.1f} %",
+            str(one.plan),
+        )
+        rows.append((f"{number + 1}{'' if number < result.proven else '?'}", *cells))
     return rows
 
 
-def lost_table(survey: SearchResult, *, top: int) -> Table:
+def lost_table(result: SearchResult, *, top: int) -> Table:
     """Why the others lost: how many for each reason, by how much at least, and the one that came nearest."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
-    for reason, candidates in sorted(_reasons(survey, top).items(), key=lambda item: -len(item[1])):
-        nearest = min(candidates, key=lambda one: _excess(one, survey, reason))
-        least, most = (_excess(one, survey, reason) for one in (nearest, _furthest(candidates, survey, reason)))
-        amount = [text(size) if reason == FULL else f"{100 * size:.1f} %" for size in (least, most)]
+    for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
+        nearest = min(candidates, key=lambda one: _excess(one, result, reason))
+        least, most = (_excess(one, result, reason) for one in (nearest, _furthest(candidates, result, reason)))
+        amount = [size_text(size) if reason == FULL else f"{100 * size:.1f} %" for size in (least, most)]
         if reason.startswith((REFUSED, UNTRIED)):
             amount = ["", ""]
         to = f"to {amount[1]}" if amount[1] and amount[1] != amount[0] else ""
@@ -42,22 +49,22 @@ def lost_table(survey: SearchResult, *, top: int) -> Table:
     return rows
 
 
-def survey_record(survey: SearchResult, *, top: int) -> dict[str, Any]:
+def search_record(result: SearchResult, *, top: int) -> dict[str, Any]:
     """Return all of that for JSON."""
     return {
-        "considered": len(survey.candidates),
-        "rehearsed": survey.rehearsals,
-        "proven": survey.proven,
-        "limit": _number(survey.limit),
-        "best": [_record(one) for one in survey.best()[:top]],
+        "considered": len(result.candidates),
+        "rehearsed": result.rehearsals,
+        "proven": result.proven,
+        "limit": _number(result.limit),
+        "best": [_record(one) for one in result.best()[:top]],
         "lost": [
             {
                 "plans": len(candidates),
                 "reason": reason,
-                "by": _number(min(_excess(one, survey, reason) for one in candidates)),
-                "nearest": _record(min(candidates, key=lambda one: _excess(one, survey, reason))),
+                "by": _number(min(_excess(one, result, reason) for one in candidates)),
+                "nearest": _record(min(candidates, key=lambda one: _excess(one, result, reason))),
             }
-            for reason, candidates in _reasons(survey, top).items()
+            for reason, candidates in _reasons(result, top).items()
         ],
     }
 
@@ -80,24 +87,24 @@ def _record(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _reasons(survey: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
+def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
     """Return the plans that lost, by the reason."""
-    best = survey.best()[:top]
+    best = result.best()[:top]
     last = best[-1].figures.seconds if best else 0.0
     found: dict[str, list[Candidate]] = defaultdict(list)
     refused: dict[str, list[Candidate]] = defaultdict(list)
-    for one in survey.lost(top=top):
+    for one in result.lost(top=top):
         if one.refused:
             refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
-        elif not survey.fits(one):
+        elif not result.fits(one):
             found[FULL].append(one)
         elif one.rung is not SearchRung.REHEARSED and one.figures.seconds < last:
             found[UNTRIED].append(one)
         else:
             found[f"slower: {_where(one, best[0])}" if best else UNTRIED].append(one)
-    for alike in refused.values():
-        nearest = min(alike, key=lambda one: _excess(one, survey, REFUSED))
-        found[f"{REFUSED}: {_unplanned(nearest)}"] = alike
+    for candidates in refused.values():
+        nearest = min(candidates, key=lambda one: _excess(one, result, REFUSED))
+        found[f"{REFUSED}: {_unplanned(nearest)}"] = candidates
     return found
 
 
@@ -107,21 +114,21 @@ def _where(one: Candidate, best: Candidate) -> str:
     return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
 
 
-def _excess(one: Candidate, survey: SearchResult, reason: str) -> float:
+def _excess(one: Candidate, result: SearchResult, reason: str) -> float:
     """Return bytes too many, or time that is lost as a part of the best plan's."""
-    best = survey.best()
+    best = result.best()
     if reason == FULL or not best:
-        return one.figures.memory - survey.limit
+        return one.figures.memory - result.limit
     return one.figures.seconds / best[0].figures.seconds - 1
 
 
-def _furthest(candidates: Sequence[Candidate], survey: SearchResult, reason: str) -> Candidate:
-    return max(candidates, key=lambda one: _excess(one, survey, reason))
+def _furthest(candidates: Sequence[Candidate], result: SearchResult, reason: str) -> Candidate:
+    return max(candidates, key=lambda one: _excess(one, result, reason))
 
 
 def _unplanned(one: Candidate) -> str:
     """Return a refusal in one line, without the plan, so that equal reasons are printed once."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
     message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # with a cut of its own it is another than `one.plan`
-    told = " ".join(word for line in message.splitlines()[:2] for word in line.split())
-    return told.split(". ")[0].split("; ")[0]
+    words = " ".join(word for line in message.splitlines()[:2] for word in line.split())
+    return words.split(". ")[0].split("; ")[0]

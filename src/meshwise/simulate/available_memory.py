@@ -36,8 +36,8 @@ _FIRST = _Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "t
 _SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
 
 
-def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
-    """Return bytes that each of the `ranks` of this host may take of its device, where all but this one hold `held`
+def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
+    """Return bytes that each of the `ranks` of this host may take of its device, where all but this one hold `used`
     now.
     """
     if (memory := streams_of(device).memory) is not None:
@@ -45,7 +45,7 @@ def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
     if not _OWN_GROUPS.exists():  # a system without /proc tells what it has, not what is left
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     shared = min([_left_by_the_machine(), *left_by_groups(_OWN_GROUPS.read_text(), root=_GROUPS)])
-    return min([(shared + (ranks - 1) * held) // ranks, *_left_by_limits()])
+    return min([(shared + (ranks - 1) * used) // ranks, *_left_by_limits()])
 
 
 def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
@@ -64,29 +64,29 @@ def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
         group = top / path.strip("/")
         for folder in (group, *group.parents):
             most = folder / version.most
-            if folder.is_relative_to(top) and most.exists() and (told := most.read_text().strip()) != "max":
-                yield max(0, int(told) - _used(folder, version))
+            if folder.is_relative_to(top) and most.exists() and (limit := most.read_text().strip()) != "max":
+                yield max(0, int(limit) - _used(folder, version))
 
 
 def _used(folder: Path, version: _Version) -> int:
     now = int((folder / version.now).read_text())
-    told = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return now - next((int(size) for name, size in told if name == version.idle), 0)
+    rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return now - next((int(size) for name, size in rows if name == version.idle), 0)
 
 
 def _left_by_the_machine() -> int:
-    return _told(Path("/proc/meminfo"))["MemAvailable"]
+    return _kernel_counts(Path("/proc/meminfo"))["MemAvailable"]
 
 
 def _left_by_limits() -> Iterator[int]:
-    status = _told(Path("/proc/self/status"))
+    status = _kernel_counts(Path("/proc/self/status"))
     for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:
             yield max(0, limit - status[used])
 
 
-def _told(file: Path) -> dict[str, int]:
+def _kernel_counts(file: Path) -> dict[str, int]:
     """Return bytes by name."""
     rows = (line.split() for line in file.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in rows}

@@ -16,7 +16,7 @@ from meshwise.pipeline.schedules.action import Schedule
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def alike(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
     """For each rank along pp, the first one that is like it. Without a cut, every rank is its own.
 
     `ends`: the first and the last of a list of blocks do more than the others.

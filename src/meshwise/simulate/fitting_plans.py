@@ -28,8 +28,8 @@ from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_use import fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
-from meshwise.simulate.simulation_tables import by_category, text
-from meshwise.simulate.value_requests import is_of_values
+from meshwise.simulate.simulation_tables import by_category, size_text
+from meshwise.simulate.value_requests import asks_for_values
 
 CHANGES = (
     "",
@@ -50,53 +50,53 @@ copies over a link, then a disk. Each under the lowest zero that fits: that cost
 
 
 class ShortageError(MemoryError):
-    """A rank has no memory left. `held`: the memory that it held by then, in bytes, as in `Trainer.memory`."""
+    """A rank has no memory left. `used`: the memory that it held by then, in bytes, as in `Trainer.memory`."""
 
-    def __init__(self, message: str, *, held: Mapping[str, int]) -> None:
+    def __init__(self, message: str, *, used: Mapping[str, int]) -> None:
         super().__init__(message)
-        self.held = held
+        self.used = used
 
     def __reduce__(self) -> "tuple[partial[ShortageError], tuple[Any, ...]]":
-        """Made anew with what was held: an exception is else made from its message alone."""
-        return partial(ShortageError, held=self.held), self.args
+        """Made anew with what was used: an exception is else made from its message alone."""
+        return partial(ShortageError, used=self.used), self.args
 
 
 @dataclass(frozen=True)
 class MemoryShortage:
     """Memory that a plan needs of a rank, the memory the rank had, and a plan that needs less. All sizes are in bytes.
 
-    held    when there was no memory left; empty where nothing has run
+    used    when there was no memory left; empty where nothing has run
     fitting the cheapest plan that fits: this one, where it does itself
-    untold  why nothing is predicted of this model, where that is so
+    unpredictable  why nothing is predicted of this model, where that is so
     """
 
     plan: Plan
     predicted: Mapping[str, int]
-    held: Mapping[str, int]
+    used: Mapping[str, int]
     room: int
     fitting: Plan | None = None
     fitting_needs: int = 0
-    untold: str = ""
+    unpredictable: str = ""
 
     def __str__(self) -> str:
-        told = lambda sizes, kind: text(sizes[kind]) if kind in sizes else ""  # noqa: E731
-        kinds = dict.fromkeys([*self.predicted, *self.held])
-        rows = [("", "predicted", "when it failed" if self.held else "")]
-        rows += [(kind, told(self.predicted, kind), told(self.held, kind)) for kind in kinds]
-        rows += [("in all", text(sum(self.predicted.values())), "")] if self.predicted else []
-        rows += [("room", text(self.room), "")]
+        cell = lambda sizes, kind: size_text(sizes[kind]) if kind in sizes else ""  # noqa: E731
+        kinds = dict.fromkeys([*self.predicted, *self.used])
+        rows = [("", "predicted", "when it failed" if self.used else "")]
+        rows += [(kind, cell(self.predicted, kind), cell(self.used, kind)) for kind in kinds]
+        rows += [("in all", size_text(sum(self.predicted.values())), "")] if self.predicted else []
+        rows += [("room", size_text(self.room), "")]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
         advice = (
             "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
             "staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options) may"
         )
-        if self.untold:
-            advice = f"what plans need of this model cannot be told without values: {self.untold}"
+        if self.unpredictable:
+            advice = f"what plans need of this model cannot be told without values: {self.unpredictable}"
         if self.fitting == self.plan:
             advice = "it fits"
         elif self.fitting is not None:
-            advice = f"the cheapest change that fits: '{self.fitting}' ({text(self.fitting_needs)})"
+            advice = f"the cheapest change that fits: '{self.fitting}' ({size_text(self.fitting_needs)})"
         return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
 
 
@@ -125,19 +125,19 @@ class MemoryNeeds:
             return math.inf
 
 
-def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, held: Mapping[str, int]) -> MemoryShortage:
+def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
     """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
-        return MemoryShortage(plan, {}, held, room, untold=str(error))
+        return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
         # The last one keeps least, or hardly more: where it does not fit, the others are not rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
-            return MemoryShortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
-    return MemoryShortage(plan, predicted, held, room)
+            return MemoryShortage(plan, predicted, used, room, candidate, int(needs.total(candidate)))
+    return MemoryShortage(plan, predicted, used, room)
 
 
 def needs(
@@ -164,12 +164,12 @@ def needs(
     try:
         predicted = found.of(plan)
     except RuntimeError as error:
-        if not is_of_values(error):
+        if not asks_for_values(error):
             raise
-        return MemoryShortage(plan, {}, {}, room, untold=str(error))
+        return MemoryShortage(plan, {}, {}, room, unpredictable=str(error))
     if sum(predicted.values()) <= room:
         return MemoryShortage(plan, predicted, {}, room, plan, sum(predicted.values()))
-    return shortage(found, plan=plan, room=room, held={})
+    return shortage(found, plan=plan, room=room, used={})
 
 
 def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:

@@ -53,8 +53,8 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
 
     On a CPU the ranks live in the environment `MALLOC`. Raises OSError where the system does not tell a process's peak.
     """
-    _wake(world.device)
-    before = _held(world.device)
+    _warm_up(world.device)
+    before = _used_bytes(world.device)
     trainer = parallelize(
         subject.model,
         plan,
@@ -72,11 +72,11 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     return list(world.exchange(own))
 
 
-def _held(device: torch.device) -> int:
+def _used_bytes(device: torch.device) -> int:
     """Return bytes that this rank has now."""
     if (memory := streams_of(device).memory) is not None:
         return memory.held
-    return _told(_STATUS, "RssAnon") + _told(_ROLLUP, "Pss_Shmem")
+    return _kernel_count(_STATUS, "RssAnon") + _kernel_count(_ROLLUP, "Pss_Shmem")
 
 
 def _forget_peak(device: torch.device) -> None:
@@ -94,11 +94,11 @@ def _peak(device: torch.device) -> int:
     """
     if (memory := streams_of(device).memory) is not None:
         return memory.peak
-    resident = _told(_STATUS, "VmHWM") - _told(_STATUS, "RssFile") - _told(_STATUS, "RssShmem")
-    return resident + _told(_ROLLUP, "Pss_Shmem")
+    resident = _kernel_count(_STATUS, "VmHWM") - _kernel_count(_STATUS, "RssFile") - _kernel_count(_STATUS, "RssShmem")
+    return resident + _kernel_count(_ROLLUP, "Pss_Shmem")
 
 
-def _told(path: Path, name: str) -> int:
+def _kernel_count(path: Path, name: str) -> int:
     """Bytes, from the kernel's own account of this process."""
     found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     if found is None:
@@ -106,7 +106,7 @@ def _told(path: Path, name: str) -> int:
     return int(found[1]) * 1024
 
 
-def _wake(device: torch.device) -> None:
+def _warm_up(device: torch.device) -> None:
     """Let libraries take what they take when they are used for the first time: of a CPU's, buffers that large products
     of matrices are packed in.
     """

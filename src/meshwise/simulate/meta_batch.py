@@ -36,21 +36,21 @@ class MetaBatch:
         def stand_in(tensor: Tensor) -> Tensor:
             shape = (rows, *tensor.shape[1:])
             bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            if _tells(tensor) and bare.numel() <= LARGEST:
+            if _keeps_values(tensor) and bare.numel() <= LARGEST:
                 values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)].contiguous()))
             return bare
 
         return cls(tree.map_tensors(stand_in, batch), tuple(values))
 
 
-def of_rows(batch: Any, *, rows: int) -> Any:
+def with_rows(batch: Any, *, rows: int) -> Any:
     """Return the same for who makes a rehearsal of it: in place of those without values are those that have them."""
     made = MetaBatch.of(batch, rows=rows)
-    values = {id(bare): held for bare, held in made.values}
+    values = {id(bare): known for bare, known in made.values}
     return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
 
 
-def _tells(tensor: Tensor) -> bool:
+def _keeps_values(tensor: Tensor) -> bool:
     """Return whether it has values that a model may ask for."""
     counts = not (tensor.is_floating_point() or tensor.is_complex())
     return counts and type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse) and len(tensor) > 0

@@ -22,7 +22,7 @@ _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "
 """How often each is read or written then."""
 
 
-def beside(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
+def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
     """Beside the micro-batches. `sizes`: bytes on other tiers; for activations, the bytes of one micro-batch."""
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
@@ -30,7 +30,9 @@ def beside(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gp
     return TierTraffic(link=sum(moved.values()) if on_gpu else 0, disk=on_disk)
 
 
-def at_update(tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool) -> TierTraffic:
+def update_traffic(
+    tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool
+) -> TierTraffic:
     """At the update. `updated`: bytes of the `params` that a rank updates, and of their `gradients`."""
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
@@ -40,7 +42,7 @@ def at_update(tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str,
     )
 
 
-def with_host(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
+def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
     """Return the seconds of a step whose device work takes `seconds`, including its host. `on_host`: a GPU's optimizer
     runs on the host.
     """
@@ -48,7 +50,7 @@ def with_host(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> fl
     if on_host:
         operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))
         updates = sum(one.bytes for one in operations if one.name.startswith("_fused_"))
-    along, after = (_seconds(traffic, cluster) for traffic in (tape.beside, tape.at_update))
+    along, after = (_seconds(traffic, cluster) for traffic in (tape.microbatch_traffic, tape.update_traffic))
     return max(took, along) + max(after, updates * cluster.ranks_per_node / cluster.host.memory)
 
 

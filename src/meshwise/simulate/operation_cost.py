@@ -143,7 +143,7 @@ def _written(
         yield from outputs
 
 
-def held(tensor: Tensor) -> tuple[Tensor, ...]:
+def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors that a tensor's memory is in: two of a sparse one."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
@@ -151,7 +151,7 @@ def held(tensor: Tensor) -> tuple[Tensor, ...]:
 def _nbytes(tensor: Tensor) -> int:
     """Return the bytes to read of a tensor; an expanded tensor is read once."""
     if tensor.is_sparse:
-        return sum(map(_nbytes, held(tensor)))
+        return sum(map(_nbytes, storages_of(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

@@ -18,7 +18,7 @@ from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cluster_prices import ClusterPrices, traffic
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
-from meshwise.simulate.offload_traffic import with_host
+from meshwise.simulate.offload_traffic import step_seconds
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.segment_times import moments
 from meshwise.simulate.tape import TapeCall, TapeOperation, TapeSegment, TapeWait
@@ -108,7 +108,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     sent = {link: max(one[link] for one in each) for link in each[0]}
     if rehearsal.plan.pp == 1:
         played = ranks[places[0]].play(rehearsal.step(0))
-        took, waits = _with_host(rehearsal, cluster, played.seconds + step, played.exposed)
+        took, waits = _add_host_time(rehearsal, cluster, played.seconds + step, played.exposed)
         return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
     costs: dict[int, ActionCost] = {}
     for index, place in enumerate(places):
@@ -126,16 +126,16 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
         for axes, seconds in ranks[place].waits().items():
             exposed[axes] += part * seconds
     exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # a wait, where nothing computes any more
-    took, waits = _with_host(rehearsal, cluster, spent, exposed)
+    took, waits = _add_host_time(rehearsal, cluster, spent, exposed)
     return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
 
 
-def _with_host(
+def _add_host_time(
     rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
 ) -> tuple[float, Mapping[str, float]]:
     """Return a step's seconds and waits, with those for what rests elsewhere."""
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
-    whole = max(with_host(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
+    whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
     return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
 
 
@@ -153,9 +153,9 @@ def _once(rehearsal: Rehearsal) -> list[int]:
 def _first_flops(parts: Sequence[TapeSegment]) -> int:
     """Return the flops that these segments compute for the first time; like micro-batches share entries."""
     actions = [part for part in parts if part.action is not None]
-    alike = Counter(id(part.entries) for part in actions)
+    times = Counter(id(part.entries) for part in actions)
     each = {id(part.entries): part for part in actions}
-    return sum(alike[key] * _own_flops(part) for key, part in each.items())
+    return sum(times[key] * _own_flops(part) for key, part in each.items())
 
 
 def _own_flops(part: TapeSegment) -> int:

@@ -23,12 +23,12 @@ from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
-from meshwise.simulate.offload_traffic import at_update, beside
+from meshwise.simulate.offload_traffic import microbatch_traffic, update_traffic
 from meshwise.simulate.recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, as_if_on
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import RehearsalWorld, StageMessages
 from meshwise.simulate.tape import Category, Tape, TapeSegment
-from meshwise.simulate.value_requests import in_rehearsal, told_of_values
+from meshwise.simulate.value_requests import explaining_values, in_rehearsal
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class RehearsedRank:
 
     def tapes(self) -> tuple[Tape, ...]:
         """Return one tape per rank along pp: the tape of the rank rehearsed for it."""
-        like = self.stages.alike
+        like = self.stages.rehearsed
         ranks_run = sorted(set(like))
         with ThreadPoolExecutor(len(ranks_run)) as threads:
             futures = {index: threads.submit(self._tape_of, index) for index in ranks_run}
         failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
         for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-            with told_of_values():
+            with explaining_values():
                 raise failure
         return tuple(futures[index].result() for index in like)
 
@@ -83,7 +83,7 @@ class RehearsedRank:
                 )
             recorder.segments()
             for tensor in tree.tensors(self.subject.batch):
-                recorder.elsewhere(tensor)  # it is the caller's
+                recorder.ignore(tensor)  # it is the caller's
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
             with OperationRecorder(recorder, memo=self.memo), constants:
@@ -99,8 +99,8 @@ class RehearsedRank:
             first,
             steady,
             self._away(trainer, saved=saved),
-            beside(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
-            at_update(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
+            microbatch_traffic(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
+            update_traffic(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
             constants.asked,
         )
 
@@ -148,9 +148,9 @@ def _played(plan: Plan, device: Device) -> Plan:
 def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
     """Count what there is before the first step, and follow what grows and shrinks in a step."""
     for tensor in trainer.tiers.resting:
-        recorder.elsewhere(tensor)
+        recorder.ignore(tensor)
     staged = functools.partial(recorder.watch, category=Category.STAGING)
-    trainer.tiers.on_new_buffer = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
+    trainer.tiers.on_new_buffer = recorder.ignore if on_gpu else staged  # a GPU's are in the host's memory
     if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
         trainer.activations.mover.on_new_buffer = trainer.tiers.on_new_buffer
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):

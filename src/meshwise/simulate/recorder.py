@@ -31,7 +31,7 @@ from meshwise.model.meta_kernels import computed
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.schedules.action import COMPUTE, Action
-from meshwise.simulate.operation_cost import held, makes_anew, moves_nothing, operation
+from meshwise.simulate.operation_cost import makes_anew, moves_nothing, operation, storages_of
 from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
 
 
@@ -55,7 +55,7 @@ class Recorder:
         self._watched: dict[int, _Watched] = {}
         self._holders: dict[int, int] = {}
         self._borrowed: set[int] = set()
-        self._left: deque[int] = deque()
+        self._free_slabs: deque[int] = deque()
 
     def note(self, entry: Entry) -> None:
         """Something happens now."""
@@ -71,12 +71,12 @@ class Recorder:
         self._entries = []
         return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
 
-    def saw(self, operation: TapeOperation | None, *, output: Any) -> None:
+    def ran(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run; None when it computes nothing."""
         if operation is not None:
             self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
         for tensor in tensors(output):
-            for one in held(tensor):
+            for one in storages_of(tensor):
                 self.allocated(one)
 
     def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
@@ -95,13 +95,13 @@ class Recorder:
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
         self.note(MemoryChange(*self._sizes[key], fresh=fresh))
 
-    def borrowed(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
+    def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
         """Return a tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
         with unseen():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
-        fitting = min((slab for slab in self._left if fits(tensor.nbytes, slab=slab)), default=None)
+        fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
         if fitting is not None:
-            self._left.remove(fitting)
+            self._free_slabs.remove(fitting)
             self.note(MemoryChange(Category.COMMUNICATION, -fitting))
         self.allocated(tensor, category=category, fresh=0 if fitting else 2)
         self._borrowed.add(tensor.untyped_storage()._cdata)
@@ -113,7 +113,7 @@ class Recorder:
         storage = tensor.untyped_storage()
         self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
 
-    def elsewhere(self, tensor: Tensor) -> None:
+    def ignore(self, tensor: Tensor) -> None:
         """Do not count the memory of a tensor that takes none where the rank computes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -123,15 +123,15 @@ class Recorder:
         self._sizes[key] = (Category.PARAMETERS, 0, False)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 
-    def common(self, tensor: Tensor, *, ranks: int) -> None:
+    def share(self, tensor: Tensor, *, ranks: int) -> None:
         """Record that `ranks` ranks hold a tensor's memory together: each counts its part."""
         self._holders[tensor.untyped_storage()._cdata] = ranks
 
-    def is_common(self, tensor: Tensor) -> bool:
+    def is_shared(self, tensor: Tensor) -> bool:
         """Return whether the rank holds a tensor's memory together with others."""
         return tensor.untyped_storage()._cdata in self._holders
 
-    def look(self) -> None:
+    def record_growth(self) -> None:
         """Record which of the watched tensors have grown or shrunk: no operation shows that."""
         for watched in self._watched.values():
             if (whole := watched.storage.nbytes()) == watched.bytes:
@@ -153,10 +153,10 @@ class Recorder:
         self.note(MemoryChange(category, -size, host))
         if key in self._borrowed:
             self._borrowed.remove(key)
-            self._left.append(size)
+            self._free_slabs.append(size)
             self.note(MemoryChange(Category.COMMUNICATION, size))
-            if len(self._left) > KEPT:
-                self.note(MemoryChange(Category.COMMUNICATION, -self._left.popleft()))
+            if len(self._free_slabs) > KEPT:
+                self.note(MemoryChange(Category.COMMUNICATION, -self._free_slabs.popleft()))
 
 
 def _repeats() -> bool:
@@ -205,11 +205,11 @@ class OperationRecorder(TorchDispatchMode):
             made = tuple(
                 each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs
             )
-            self._recorder.saw(known.operation, output=made)
+            self._recorder.ran(known.operation, output=made)
             return made[0] if known.single else made
         output = computed(func, args=args, kwargs=kwargs)
         cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
-        self._recorder.saw(cost, output=output)
+        self._recorder.ran(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
         if key and isinstance(outputs, list | tuple) and all(t is None or _is_meta(t) for t in outputs):
             described = tuple(None if t is None else (t.size(), t.stride(), t.dtype) for t in outputs)
@@ -225,7 +225,7 @@ def _described(value: Any) -> Any:
     """Return a hashable description of a value on which shapes of results may depend."""
     if isinstance(value, Tensor):
         if value.is_sparse:
-            return tuple(map(_described, held(value)))
+            return tuple(map(_described, storages_of(value)))
         return (value.size(), value.stride(), value.dtype, value.device)
     if isinstance(value, list | tuple):
         return tuple(map(_described, value))

@@ -33,13 +33,13 @@ from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
-from meshwise.simulate.equal_ranks import alike
+from meshwise.simulate.equal_ranks import rehearsed_ranks
 from meshwise.simulate.meta_batch import MetaBatch
 from meshwise.simulate.recorded_rank import RehearsedRank
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import StageMessages
 from meshwise.simulate.tape import Category, MemoryChange, Tape, TapeSegment
-from meshwise.simulate.value_requests import in_rehearsal, told_of_values
+from meshwise.simulate.value_requests import explaining_values, in_rehearsal
 from meshwise.tensor.detect.rules import find_parts
 
 
@@ -161,13 +161,13 @@ def rehearse(
     options = dataclasses.replace(subject.options, example=batch.batch)
     source = shapes_of(subject.model, seed=options.seed)
     check_trains(source.module)
-    with told_of_values(), ShapeConstants(batch.values) as constants:
+    with explaining_values(), ShapeConstants(batch.values) as constants:
         like, options = _kinds(source, schedule, plan, options, constants)
     counts: list[float] = []
     loss = _counting(subject.loss, counts=counts)
     subject_here = dataclasses.replace(subject, options=options, batch=batch.batch, loss=loss)
     part = RehearsedRank(
-        subject_here, plan, _alike(schedule), source, device, StageMessages(like), shared, batch.values
+        subject_here, plan, _representatives(schedule), source, device, StageMessages(like), shared, batch.values
     )
     tapes = part.tapes()
     tokens = round(rows * counts[0]) if counts else _tokens(subject.batch)
@@ -219,7 +219,7 @@ def _kinds(
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
     options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))
     ends = bool(plan.sequence_parallel) or plan.tp_mode != "1d"
-    return alike(source.module, cut=cut, schedule=schedule, ends=ends), options
+    return rehearsed_ranks(source.module, cut=cut, schedule=schedule, ends=ends), options
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -230,7 +230,7 @@ def schedule_of(plan: Plan) -> Schedule:
     return lower(plan_schedule(plan), gathers=plan.zero == 3)
 
 
-def _alike(schedule: Schedule) -> frozenset[int]:
+def _representatives(schedule: Schedule) -> frozenset[int]:
     """Return micro-batches that represent all: the first, a middle and the last one of every kind of action of each
     stage.
     """

@@ -33,14 +33,14 @@ class StageMessages:
     every operation.
     """
 
-    def __init__(self, alike: Sequence[int]) -> None:
-        """`alike`: for each stage's rank, the one that is rehearsed for it."""
-        self.alike = tuple(alike)
+    def __init__(self, rehearsed: Sequence[int]) -> None:
+        """`rehearsed`: for each stage's rank, the one that is rehearsed for it."""
+        self.rehearsed = tuple(rehearsed)
         self._turn = threading.Lock()
         self._sent = threading.Condition(self._turn)
-        self._barrier = threading.Barrier(len(set(alike)))
-        self._told: dict[int, Any] = {}
-        self._letters: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self._barrier = threading.Barrier(len(set(rehearsed)))
+        self._values: dict[int, Any] = {}
+        self._messages: dict[tuple[int, int], list[Any]] = defaultdict(list)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -55,27 +55,27 @@ class StageMessages:
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
         """Return the value of every stage's rank."""
-        self._told[index] = value
+        self._values[index] = value
         with self._waiting():
             self._barrier.wait()
-        told = [self._told[rank] for rank in self.alike]
+        values = [self._values[rank] for rank in self.rehearsed]
         with self._waiting():
             self._barrier.wait()
-        return told
+        return values
 
     def send(self, value: Any, *, source: int, target: int) -> None:
         """Leave a value for another stage's rank."""
-        self._letters[source, target - source].append(value)
+        self._messages[source, target - source].append(value)
         self._sent.notify_all()
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
         """Return the value with this number of those that were left for a stage's rank."""
-        letters = self._letters[self.alike[source], target - source]
-        while len(letters) <= number and not self._barrier.broken:
+        messages = self._messages[self.rehearsed[source], target - source]
+        while len(messages) <= number and not self._barrier.broken:
             self._sent.wait()
-        if len(letters) <= number:
+        if len(messages) <= number:
             raise threading.BrokenBarrierError
-        return letters[number]
+        return messages[number]
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class RehearsalWorld(TraceWorld):
     def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
         """Memory that the ranks share where they can; `category`: what it is for, if not for what the rank is at."""
         if self._shared and self._in_step and numel * dtype.itemsize > PAYLOAD_BYTES:
-            return self._recorder.borrowed(numel, dtype=dtype, category=category)
+            return self._recorder.borrow(numel, dtype=dtype, category=category)
         tensor = super().empty(numel, dtype=dtype)
         if category is not None:
             self._recorder.allocated(tensor, category=category)
@@ -126,17 +126,17 @@ class RehearsalWorld(TraceWorld):
         if not self._shared or ranks == 1:
             return None
         tensor = super().empty(numel, dtype=dtype)
-        self._recorder.common(tensor, ranks=ranks)
+        self._recorder.share(tensor, ranks=ranks)
         return tensor
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Return every rank's value; a rank that is not rehearsed has the value of the rehearsed one of its stage."""
         group = self.group(self.mesh.names if axes is None else axes)
-        if len(self._stages.alike) == 1 or "pp" not in group.axes:
+        if len(self._stages.rehearsed) == 1 or "pp" not in group.axes:
             return [value] * group.size
-        told = self._stages.exchange(self.group("pp").index, value=value)
-        each = group.size // len(told)  # pp is the outermost axis
-        return [one for one in told for _ in range(each)]
+        values = self._stages.exchange(self.group("pp").index, value=value)
+        each = group.size // len(values)  # pp is the outermost axis
+        return [one for one in values for _ in range(each)]
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
         """Send a small Python value to another stage."""
@@ -150,13 +150,13 @@ class RehearsalWorld(TraceWorld):
 
     def waited(self, stamp: CallRecord) -> None:
         """Record that this rank waits for a call."""
-        self._recorder.look()
+        self._recorder.record_growth()
         self._recorder.note(TapeWait(stamp.sequence))
 
     def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
         stamp = super()._stamp(kind, group, x, how=how)
-        if kind == "all_gather" and all(map(self._recorder.is_common, [x] if isinstance(x, Tensor) else x)):
+        if kind == "all_gather" and all(map(self._recorder.is_shared, [x] if isinstance(x, Tensor) else x)):
             stamp = stamp._replace(bytes=0)  # everybody sees what is written
-        self._recorder.look()
+        self._recorder.record_growth()
         self._recorder.note(TapeCall(stamp, group.ranks))
         return stamp

@@ -25,17 +25,17 @@ def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterat
     waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
     """
     cluster = prices.cluster
-    launch, action, beside = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
+    launch, action, runs_ahead = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
     now = host = 0.0
     free: dict[tuple[str, ...], float] = defaultdict(float)
     ends: dict[int, float] = {}
     for segment in segments:
         if segment.kind in COMPUTE:
-            host = (host if beside else now) + action
-            now = now if beside else host
+            host = (host if runs_ahead else now) + action
+            now = now if runs_ahead else host
         for entry in segment.entries:
             if isinstance(entry, TapeOperation):
-                host = (host if beside else now) + launch
+                host = (host if runs_ahead else now) + launch
                 start = max(now, host)
                 now = start + prices.seconds(entry)
                 yield EntryTime(segment, entry, start, now)

@@ -22,16 +22,20 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
     rows: Table = [(*titles, "measured", "error") if measured else titles]
     for rank in ranks:
         peak = rank.peak
-        cells = [str(rank.index), *(text(peak.device.get(category, 0)) for category in held), text(peak.bytes)]
+        cells = [
+            str(rank.index),
+            *(size_text(peak.device.get(category, 0)) for category in held),
+            size_text(peak.bytes),
+        ]
         cells.append(peak.label)
         if host:
             most = max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))
-            cells.append(text(most + rank.away.get("cpu", 0)))
+            cells.append(size_text(most + rank.away.get("cpu", 0)))
         if "disk" in tiers:
-            cells.append(text(rank.away.get("disk", 0)))
+            cells.append(size_text(rank.away.get("disk", 0)))
         if measured:
             most = max(one.peak for one in measured if one.index == rank.index)
-            cells += [text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
+            cells += [size_text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
         rows.append(tuple(cells))
     return rows
 
@@ -50,7 +54,7 @@ def time_table(prediction: Prediction) -> Table:
             for axes, took in waits
             if took
         ),
-        *((f"sent {where}", text(size)) for where, size in prediction.traffic.items() if size),
+        *((f"sent {where}", size_text(size)) for where, size in prediction.traffic.items() if size),
         ("fits", "yes" if prediction.fits else "no: see --memory"),
     ]
 
@@ -61,7 +65,7 @@ def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
     return {str(category): size for category, size in peak.device.items()}
 
 
-def text(size: float) -> str:
+def size_text(size: float) -> str:
     """`4.0 KiB` for 4096."""
     power = 0
     while abs(size) >= 1024 and power < len(_UNITS) - 1:

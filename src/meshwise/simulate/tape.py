@@ -135,9 +135,9 @@ class Tape:
 
     away: Mapping[str, int]
     """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
-    beside: TierTraffic = field(default_factory=TierTraffic)
+    microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
     """What moves between tiers beside the micro-batches of a step."""
-    at_update: TierTraffic = field(default_factory=TierTraffic)
+    update_traffic: TierTraffic = field(default_factory=TierTraffic)
     """What moves between them when it updates."""
     asked: bool = False
     """Whether the model or the loss asked its batch for values, and so did what it does for that one."""

@@ -20,13 +20,13 @@ _NO_VALUES = (
 )
 
 
-def is_of_values(error: Exception) -> bool:
+def asks_for_values(error: Exception) -> bool:
     """Return whether it says that a value was asked for which a tensor of a rehearsal does not have."""
     return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
 
 
 @contextlib.contextmanager
-def told_of_values() -> Iterator[None]:
+def explaining_values() -> Iterator[None]:
     """Explain torch's errors about missing values within the block. Raises RuntimeError, also where torch raises a
     TypeError, as it does for numpy.
 
@@ -35,12 +35,12 @@ def told_of_values() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError) as error:
-        if not is_of_values(error):
+        if not asks_for_values(error):
             raise
         if isinstance(error, TypeError):
-            told = RuntimeError(str(error))
-            told.add_note(_NO_VALUES)
-            raise told from error
+            explained = RuntimeError(str(error))
+            explained.add_note(_NO_VALUES)
+            raise explained from error
         error.add_note(_NO_VALUES)
         raise
 

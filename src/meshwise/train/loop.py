@@ -102,7 +102,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
         if is_shortage(error):
-            raise ShortageError(str(error), held=trainer.memory()) from error
+            raise ShortageError(str(error), used=trainer.memory()) from error
         raise
     finally:
         trainer.close()

@@ -57,16 +57,16 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
             yield event, 0
             continue
         ends = free[event.rank, event.stream]
-        lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))
-        ends[lane : lane + 1] = [event.stop]
-        yield event, ROWS[event.stream] + _APART * lane
+        slot = next((slot for slot, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[slot : slot + 1] = [event.stop]
+        yield event, ROWS[event.stream] + _APART * slot
 
 
 def _levels(history: StepHistory, scale: float, pid: int) -> Iterator[dict[str, Any]]:
     """Memory over time."""
     for level in history.levels:
-        held = {str(category): size for category, size in level.device.items()}
-        yield {"ph": "C", "name": "memory", "pid": pid, "ts": level.seconds * scale, "args": held}
+        sizes = {str(category): size for category, size in level.device.items()}
+        yield {"ph": "C", "name": "memory", "pid": pid, "ts": level.seconds * scale, "args": sizes}
 
 
 class _Place:

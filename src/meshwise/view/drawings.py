@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_history import MemoryLevel, StepHistory
 from meshwise.simulate.tape import Category
 from meshwise.view.plan_account import PlanAccount
@@ -40,8 +40,8 @@ def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) 
         for bar in bars:
             line.append(*LETTERS[bar[row]] if row < len(bar) else (" ",))
         lines.append(line)
-    held = [category for category in Category if history.holds(category)]
-    lines.append(Text(" " * (left + 2)) + Text("  ").join(Text(f"{LETTERS[one][0]} {one}") for one in held))
+    categories = [category for category in Category if history.holds(category)]
+    lines.append(Text(" " * (left + 2)) + Text("  ").join(Text(f"{LETTERS[one][0]} {one}") for one in categories))
     return Text("\n").join(lines)
 
 

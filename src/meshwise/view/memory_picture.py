@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_history import MemoryLevel, StepHistory
 from meshwise.simulate.tape import Category
 from meshwise.view.palette import UNSEEN
@@ -25,9 +25,11 @@ def memory_pictures(
     unknown.
     """
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
-    held = [category for category in Category if any(each.holds(category) for each in histories)]
+    categories = [category for category in Category if any(each.holds(category) for each in histories)]
     for number, history in enumerate(histories):
-        yield _picture(history, _Frame(names[history.index], span, top, limit, held), last=number == len(histories) - 1)
+        yield _picture(
+            history, _Frame(names[history.index], span, top, limit, categories), last=number == len(histories) - 1
+        )
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class _Frame:
     span: float
     top: float
     limit: float
-    held: Sequence[Category]
+    categories: Sequence[Category]
 
 
 def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
@@ -47,7 +49,7 @@ def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
     title = f"memory of {frame.name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
     shapes: list[Shape] = [
         PictureText(title, LEFT, 12, "faint", 11),
-        Bars("lane", ((LEFT, _TITLE, plot.width, _HEIGHT),)),
+        Bars("row", ((LEFT, _TITLE, plot.width, _HEIGHT),)),
     ]
     for size in _round_sizes(frame.top):
         y = _TITLE + _HEIGHT * (1 - size / frame.top)
@@ -55,12 +57,12 @@ def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
         shapes.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
     bottom = _TITLE + _HEIGHT + _AXIS
     if last:
-        shapes += legend([(category, category) for category in frame.held], x=LEFT, y=bottom + _LEGEND / 2)
+        shapes += legend([(category, category) for category in frame.categories], x=LEFT, y=bottom + _LEGEND / 2)
     border = (PicturePath("limit", ((0, y := _HEIGHT * (1 - frame.limit / frame.top)), (plot.width, y))),)
     inside = (
         *_areas(history, frame, plot),
         *(border if 0 < frame.limit <= frame.top else ()),
-        _told(history, plot, row=frame.name),
+        _hover_bars(history, plot, row=frame.name),
     )
     plot = replace(plot, shapes=inside, axis=tuple(time_axis(plot)))
     return Picture(title, WIDTH, bottom + _LEGEND * last, tuple(shapes), plot)
@@ -71,15 +73,17 @@ def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PictureP
     it.
     """
     moments = [*(level.seconds for level in history.levels), history.seconds]
-    for count in range(len(frame.held), 0, -1):
+    for count in range(len(frame.categories), 0, -1):
         points = [(0.0, plot.height)]
         for level, (start, stop) in zip(history.levels, pairwise(moments), strict=True):
-            y = plot.height * (1 - sum(level.device.get(category, 0) for category in frame.held[:count]) / frame.top)
+            y = plot.height * (
+                1 - sum(level.device.get(category, 0) for category in frame.categories[:count]) / frame.top
+            )
             points += [(plot.x(start), y), (plot.x(stop), y)]
-        yield PicturePath(frame.held[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
+        yield PicturePath(frame.categories[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
 
 
-def _told(history: StepHistory, plot: Plot, *, row: str) -> Bars:
+def _hover_bars(history: StepHistory, plot: Plot, *, row: str) -> Bars:
     """Return the bars that can be pointed at: every moment with its memory."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in pairwise(moments))

@@ -55,26 +55,26 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
     """Return the picture; nodes have different colours if the number of ranks per node is known."""
     named = [(name, degree) for name, degree in reversed(mesh.axes) if degree > 1]
     axes = [_Axis.shown(name, degree=degree, most=most) for (name, degree), most in zip(named, _MOST, strict=False)]
-    across, down, beside, below = [*axes, *[_Axis()] * (len(_MOST) - len(axes))]
+    across, down, outer, below = [*axes, *[_Axis()] * (len(_MOST) - len(axes))]
     sheet = _Sheet(mesh, across, down, ranks_per_node)
-    if beside.name:
-        beside = _Axis.shown(beside.name, degree=mesh.degree(beside.name), most=max(3, int(_WIDEST / sheet.wide)))
+    if outer.name:
+        outer = _Axis.shown(outer.name, degree=mesh.degree(outer.name), most=max(3, int(_WIDEST / sheet.wide)))
     shapes: list[Shape] = [PictureText(sheet.title([name for name, _ in named[len(_MOST) :]]), 0, 10, size=13)]
     right, y = _LETTERS, _TITLE
     for under in below.indices:
         x = 0.0
-        for next_to in beside.indices:
+        for next_to in outer.indices:
             if None in (under, next_to):
                 shapes.append(
                     PictureText("…", x + (sheet.left if under is None else 0), y + sheet.high / 2, "faint", 14)
                 )
                 x += sheet.wide if under is None else _BREAK
                 continue
-            heading = "  ".join(axis.label(index) for axis, index in ((below, under), (beside, next_to)) if axis.name)
+            heading = "  ".join(axis.label(index) for axis, index in ((below, under), (outer, next_to)) if axis.name)
             shapes += [PictureText(heading, x + sheet.left, y + _LABEL / 2, size=11)] if heading else []
-            shapes += sheet.grid({**below.at(under), **beside.at(next_to)}, at=(x, y + _LABEL * bool(heading)))
+            shapes += sheet.grid({**below.at(under), **outer.at(next_to)}, at=(x, y + _LABEL * bool(heading)))
             x += sheet.wide
-        right, y = max(right, x), y + sheet.high + _LABEL * bool(beside.name)
+        right, y = max(right, x), y + sheet.high + _LABEL * bool(outer.name)
     return Picture(str(mesh), right, y, tuple(shapes))
 
 

@@ -1,5 +1,5 @@
-// What is pointed at is told, and time is stretched. All it knows it reads from the pictures: a path of class "bars" has
-// one rectangle for each of its names; a plot says how long its width is.
+// What is pointed at is named, and time is stretched. All it knows it reads from the pictures: a path of class "bars"
+// has one rectangle for each of its names; a plot says how long its width is.
 "use strict";
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
@@ -35,14 +35,14 @@
 
   const sheetAt = (picture, target) => target.closest(".plot") || picture;
   const within = (sheet, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(sheet.getScreenCTM().inverse());
-  const told = (sheet) => Array.from(sheet.querySelectorAll("path[data-names]"))
+  const named = (sheet) => Array.from(sheet.querySelectorAll("path[data-names]"))
     .filter((path) => path.ownerSVGElement === sheet);
 
   // What is drawn last lies on top; where nothing is, what is very near will do.
   const boxAt = (sheet, point) => {
     const slack = sheet.classList.contains("plot") ? 1.5 * sheet.viewBox.baseVal.width / sheet.width.baseVal.value : 0;
     const near = [];
-    for (const path of told(sheet).reverse()) {
+    for (const path of named(sheet).reverse()) {
       for (const box of boxesOf(path)) {
         if (point.y < box.y || point.y > box.y + box.height) continue;
         const away = Math.max(box.x - point.x, point.x - box.x - box.width, 0);
@@ -53,10 +53,10 @@
     return near.sort((one, other) => one.away - other.away)[0]?.box;
   };
 
-  // ---- what is told -----------------------------------------------------------------------------------------------
+  // ---- what is shown -----------------------------------------------------------------------------------------------
 
   const note = document.createElement("div");
-  note.id = "told";
+  note.id = "note";
   note.hidden = true;
   note.setAttribute("role", "status");
   document.body.append(note);
@@ -68,7 +68,7 @@
     picked = null;
   };
 
-  const tell = (sheet, box, x, y) => {
+  const showNote = (sheet, box, x, y) => {
     forget();
     picked = make("rect", { class: "pick", x: box.x, y: box.y, width: box.width, height: box.height });
     sheet.append(picked);
@@ -109,7 +109,7 @@
     }
     if (!texts.dataset.size) return;
     const size = Number(texts.dataset.size), drawn = [];
-    for (const path of told(plot).filter((path) => path.matches(".forward,.backward,.input,.weights,.forward-2,.backward-2,.input-2,.weights-2"))) {
+    for (const path of named(plot).filter((path) => path.matches(".forward,.backward,.input,.weights,.forward-2,.backward-2,.input-2,.weights-2"))) {
       for (const box of boxesOf(path)) {
         const left = Math.max(0, place(box.x)), right = Math.min(width, place(box.x + box.width));
         const name = "brief" in plot.dataset ? box.name.replace(/^\d+/, "") : box.name;
@@ -204,7 +204,7 @@
     let rows = null, row = 0, place = 0;
     const gather = () => {
       const lines = new Map();
-      for (const box of told(sheet).flatMap(boxesOf)) {
+      for (const box of named(sheet).flatMap(boxesOf)) {
         if (!lines.has(box.y)) lines.set(box.y, []);
         lines.get(box.y).push(box);
       }
@@ -223,7 +223,7 @@
       const box = rows[row][place];
       if (view) view.reveal(sheet, box);
       const at = new DOMPoint(box.x + box.width / 2, box.y + box.height).matrixTransform(sheet.getScreenCTM());
-      tell(sheet, box, at.x, at.y - 10);
+      showNote(sheet, box, at.x, at.y - 10);
     });
     picture.addEventListener("blur", forget);
   };
@@ -236,7 +236,7 @@
       walking(picture, view);
       picture.addEventListener("pointermove", (event) => {
         const sheet = sheetAt(picture, event.target), box = boxAt(sheet, within(sheet, event));
-        if (box) tell(sheet, box, event.clientX, event.clientY);
+        if (box) showNote(sheet, box, event.clientX, event.clientY);
         else forget();
       });
       picture.addEventListener("pointerleave", forget);

@@ -42,7 +42,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "faint": ("#5d6673", "#a2abb8"),
     "grid": ("#e3e6eb", "#2a3038"),
     "ground": ("#ffffff", "#14181e"),
-    "lane": ("#f5f6f8", "#1b2027"),
+    "row": ("#f5f6f8", "#1b2027"),
     "limit": ("#c9372c", "#ff7d72"),
 }
 """By paint: (in the light, in the dark). `gap` is a paint too, which cannot be seen and can be pointed at."""

@@ -12,7 +12,7 @@ from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import Prediction
-from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_history import PredictionReplay, StepHistory
 
 _MOST_HISTORIES = 6

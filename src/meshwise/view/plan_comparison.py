@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.tape import Category
 from meshwise.view.picture import Bars, Picture, PicturePath, PictureText, Shape, legend, text_width
 from meshwise.view.plan_account import PlanAccount
@@ -31,7 +31,7 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
         rows.append((what, *(_part(account, what) for account in accounts)))
     for fact in dict.fromkeys(fact for account in accounts for fact in account.facts):
         rows.append((fact, *(account.facts.get(fact, "") for account in accounts)))
-    for category in held(accounts):
+    for category in memory_categories(accounts):
         sizes = (size_text(account.peak.get(category, 0)) if account.peak else "" for account in accounts)
         rows.append((category, *sizes))
     return rows
@@ -44,7 +44,7 @@ def uses(accounts: Sequence[PlanAccount]) -> list[str]:
     return [what for what in ("computes", *waits, "update", "around", "bubble") if what in found]
 
 
-def held(accounts: Sequence[PlanAccount]) -> list[str]:
+def memory_categories(accounts: Sequence[PlanAccount]) -> list[str]:
     """Return the categories that the peak of any of them has."""
     return [str(category) for category in Category if any(account.peak.get(category) for account in accounts)]
 
@@ -131,7 +131,7 @@ def _sizes(accounts: Sequence[PlanAccount]) -> _Chart:
         bars.append(_Bar(_shortened(account.title), account.peak, words, size_text(sum(account.peak.values()))))
     limit = min((account.machine.memory for account in accounts if account.machine.memory), default=0.0)
     title = "what fills the memory of the rank that needs most"
-    return _Chart(title, {category: category for category in held(accounts)}, tuple(bars), limit)
+    return _Chart(title, {category: category for category in memory_categories(accounts)}, tuple(bars), limit)
 
 
 def _shortened(title: str) -> str:

@@ -62,10 +62,10 @@ def _shape(shape: Shape) -> str:
 
 
 def _bars(bars: Bars) -> str:
-    told = ""
+    names = ""
     if bars.names:
-        told = f' data-row="{escape(bars.row)}" data-names="{escape("|".join(bars.names))}"'
-    return f'<path class="bars{" fine" * bars.fine} {bars.paint}" d="{_outline(bars.boxes)}"{told}/>'
+        names = f' data-row="{escape(bars.row)}" data-names="{escape("|".join(bars.names))}"'
+    return f'<path class="bars{" fine" * bars.fine} {bars.paint}" d="{_outline(bars.boxes)}"{names}/>'
 
 
 def _outline(boxes: Sequence[Box]) -> str:

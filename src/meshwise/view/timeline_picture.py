@@ -2,7 +2,7 @@
 
 rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     what it computes; over it, what it waits for meanwhile
           | ▂▂▂▂▂▂    ▂▂▂▂▂                                 its collectives, its messages and what moves between
-          |                                                 tiers, each on a lane of its own where there are any
+          |                                                 tiers, each on a track of its own where there are any
 """
 
 from collections import defaultdict
@@ -45,7 +45,7 @@ _BESIDE: Mapping[TimelineRow, str] = {
 _HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
 _OVER = 0.62
 """How far down in a bar the waits begin that lie over it."""
-_LANE, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
+_TRACK, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 
 
 def timeline_picture(
@@ -61,7 +61,7 @@ def timeline_picture(
     texts = tuple(text for rank in range(timeline.ranks) for text in drawing.texts(rank, plot))
     fixed: list[Shape] = [PictureText(title, LEFT, 12, "faint", 11)]
     for rank, name in enumerate(names):
-        fixed.append(Bars("lane", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
+        fixed.append(Bars("row", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
         fixed.append(PictureText(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
     entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
     below = _TITLE + height + _AXIS
@@ -85,7 +85,7 @@ class _Drawing:
     timeline: Timeline
     names: Sequence[str]
     bar: float
-    lanes: tuple[TimelineRow, ...]
+    tracks: tuple[TimelineRow, ...]
     events: Mapping[int, Sequence[Event]]
 
     @classmethod
@@ -93,18 +93,18 @@ class _Drawing:
         events: dict[int, list[Event]] = defaultdict(list)
         for event in timeline.events:
             events[event.rank].append(event)
-        lanes = tuple(
+        tracks = tuple(
             stream
             for stream in _BESIDE
             if any(event.is_background and event.stream is stream and event.seconds > 0 for event in timeline.events)
         )
         bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
-        return cls(timeline, names, bar, lanes, events)
+        return cls(timeline, names, bar, tracks, events)
 
     @property
     def pitch(self) -> float:
         """From one row to the next."""
-        return self.bar + _LANE * len(self.lanes) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
+        return self.bar + _TRACK * len(self.tracks) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
 
     def bars(self, rank: int, plot: Plot) -> Iterator[Bars]:
         """Everything that a rank does, by paint; what it waits for lies over the rest."""
@@ -116,12 +116,12 @@ class _Drawing:
                 continue
             y, height = top, self.bar
             if event.is_background:
-                y, height = top + self.bar + 1 + _LANE * self.lanes.index(event.stream), _LANE - 1
+                y, height = top + self.bar + 1 + _TRACK * self.tracks.index(event.stream), _TRACK - 1
             paint = self._paint(event)
             if paint == "wait":
                 y, height = top + _OVER * self.bar, (1 - _OVER) * self.bar
             boxes[paint].append((plot.x(event.start), y, plot.x(event.seconds), height))
-            names[paint].append(_told(event))
+            names[paint].append(_event_name(event))
         for paint in sorted(boxes, key=lambda paint: (paint == "wait", paint != UNSEEN)):
             yield Bars(paint, tuple(boxes[paint]), tuple(names[paint]), self.names[rank])
 
@@ -145,5 +145,5 @@ class _Drawing:
         return "between" if event.kind in AROUND else "update"
 
 
-def _told(event: Event) -> str:
+def _event_name(event: Event) -> str:
     return f"waits for {event}" if event.stream is TimelineRow.WAIT else str(event)
