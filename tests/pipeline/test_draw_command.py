@@ -129,7 +129,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("words, message", BAD)
-def test_what_cannot_be_drawn_is_one_message_and_status_2(
+def test_a_drawing_that_fails_is_one_message_and_status_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

@@ -81,7 +81,7 @@ def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
     assert chosen.figures.seconds == truly.figures.seconds
 
 
-def test_what_a_rehearsal_tells_decides() -> None:
+def test_the_rehearsed_figures_decide() -> None:
     best, second, *_ = everything().best()
 
     def told(prediction: Prediction) -> PlanBound:
@@ -98,7 +98,7 @@ def test_what_a_rehearsal_tells_decides() -> None:
     assert searching.result.best()[0].plan == second.plan
 
 
-def test_what_is_held_is_held() -> None:
+def test_fixed_keys_stay_fixed() -> None:
     for plan in space("tp=2 pp=2 schedule=zb-h1").plans():
         assert (plan.tp, plan.pp, plan.dp, plan.schedule) == (2, 2, 1, "zb-h1")
 
@@ -123,7 +123,7 @@ def test_a_rule_says_where_the_model_is_cut() -> None:
     assert [one.at for one in survey.best()] == [("norm",)]
 
 
-def test_every_plan_of_a_space_stands_for_itself() -> None:
+def test_every_plan_of_a_space_is_different() -> None:
     plans = list(space().plans())
     assert len(set(plans)) == len(plans)
     assert all(plan == plan.resolve(4) for plan in plans)
@@ -141,7 +141,7 @@ def test_schedules_that_come_to_the_same_table_are_one_plan() -> None:
     assert [plan.schedule for plan in space("schedule=zb-h2 pp=2 dp=2 microbatches=1 zero=0 tp=1").plans()] == ["zb-h2"]
 
 
-def test_a_model_that_asks_for_values_is_refused_with_that_word() -> None:
+def test_a_model_that_reads_values_is_refused_with_the_reason() -> None:
     class Looks(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x if bool((x > 0).all()) else -x)
@@ -194,7 +194,7 @@ def test_what_a_model_holds_between_its_blocks_may_go_where_the_batch_is() -> No
     assert [one.plan.pp for one in survey.best()] == [2]
 
 
-def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
+def test_a_reason_is_listed_once_for_all_plans_that_it_refuses() -> None:
     survey = SearchResult(limit=1.0)
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):
         plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
@@ -209,7 +209,7 @@ def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
     assert unplaced[:2] == ("1", "refused: found no part for these parameters: up.weight (4, 4) (why)")
 
 
-def test_a_key_that_is_no_key_is_refused_as_a_plan_refuses_it() -> None:
+def test_an_unknown_key_is_refused_as_a_plan_refuses_it() -> None:
     with pytest.raises(PlanError, match="unknown plan key 'tpp'; did you mean tp"):
         parse_fixed("tpp=2")
 
@@ -261,7 +261,7 @@ def test_what_the_real_code_refuses_is_refused_in_its_words() -> None:
     assert lost_table(survey, top=1)[1][1].startswith("refused: ")
 
 
-def test_workers_hand_back_what_came_of_each_piece_of_work() -> None:
+def test_workers_return_the_outcome_of_each_piece_of_work() -> None:
     workers = ForkedWorkers(2)
     workers.start("one", work=lambda: 1)
     workers.start("none", work=lambda: 1 // 0)
@@ -276,7 +276,7 @@ def test_workers_hand_back_what_came_of_each_piece_of_work() -> None:
     workers.close()
 
 
-def test_work_is_done_where_this_process_has_had_threads() -> None:
+def test_work_runs_in_a_fork_of_a_process_with_threads() -> None:
     """libgomp's are gone in a fork, and a kernel that is divided among them would wait for them for ever."""
     script = """
 import torch

@@ -35,7 +35,7 @@ def _bubble(plan: str) -> tuple[Fraction, Fraction, Plan]:
 
 @pytest.mark.parametrize("pp, microbatches", [(2, 4), (4, 4), (4, 8), (8, 32)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_of_gpipe_and_1f1b(schedule: str, pp: int, microbatches: int) -> None:
+def test_the_bubble_of_gpipe_and_1f1b(schedule: str, pp: int, microbatches: int) -> None:
     # Narayanan et al., 2021, section 2.2: of the ideal time.
     published, run, plan = _bubble(f"pp={pp} microbatches={microbatches} schedule={schedule}")
     assert published == Fraction(plan.pp - 1, plan.microbatches)
@@ -43,7 +43,7 @@ def test_of_gpipe_and_1f1b(schedule: str, pp: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("pp, microbatches, virtual", [(2, 4, 2), (4, 8, 2), (4, 8, 4), (8, 16, 2)])
-def test_of_interleaved_stages(pp: int, microbatches: int, virtual: int) -> None:
+def test_the_bubble_of_interleaved_stages(pp: int, microbatches: int, virtual: int) -> None:
     plan_text = f"pp={pp} microbatches={microbatches} schedule=interleaved virtual_stages={virtual}"
     published, run, plan = _bubble(plan_text)
     assert published == Fraction(plan.pp - 1, plan.virtual_stages * plan.microbatches)
@@ -51,13 +51,13 @@ def test_of_interleaved_stages(pp: int, microbatches: int, virtual: int) -> None
 
 
 @pytest.mark.parametrize("pp, microbatches", [(2, 4), (4, 8), (8, 24)])
-def test_of_zb_h1_it_is_a_third_of_that_of_1f1b(pp: int, microbatches: int) -> None:
+def test_the_bubble_of_zb_h1_is_a_third_of_the_bubble_of_1f1b(pp: int, microbatches: int) -> None:
     published, run, plan = _bubble(f"pp={pp} microbatches={microbatches} schedule=zb-h1")
     assert published == run == Fraction(plan.pp - 1, 3 * plan.microbatches)
 
 
 @pytest.mark.parametrize("plan", ["pp=2 dp=2 microbatches=2", "pp=2 dp=2 microbatches=2 zero=1 schedule=zb-h1"])
-def test_it_is_apart_from_the_waits_for_reductions(plan: str) -> None:
+def test_the_bubble_does_not_count_waits_for_reductions(plan: str) -> None:
     """Over a slow link these are most of the step, and no more than all of it."""
     link = Link(bandwidth=((1.0, 1e6),), collectives={"send_recv": ((1.0, 1e30),)})
     slow = dataclasses.replace(STEADY, inside=link)
@@ -69,7 +69,7 @@ def test_it_is_apart_from_the_waits_for_reductions(plan: str) -> None:
     assert prediction.bubble == pytest.approx(told.spent["bubble"] / prediction.seconds, abs=0.05)
 
 
-def test_a_prediction_counts_it_as_a_part_of_the_step() -> None:
+def test_a_prediction_counts_the_bubble_as_a_part_of_the_step() -> None:
     prediction = predict(rehearse(gpt_subject(stages=2), plan="pp=2 microbatches=4", ranks=2), cluster=STEADY)
     assert prediction.timeline is not None
     busy = sum(event.stop - event.start for event in prediction.timeline.events if event.stream is TimelineRow.COMPUTE)

@@ -201,12 +201,12 @@ def test_fused_updates_take_their_time(device: Device) -> None:
 @pytest.mark.parametrize(
     "model", [AsModule(Held), AsModule(Listed), Pruned, AsModule(Pruned), Counting, sparse, AsModule(sparse)]
 )
-def test_odd_models_are_taken_by_both(plan: str, model: Any) -> None:
+def test_odd_models_are_accepted_by_job_and_rehearsal(plan: str, model: Any) -> None:
     assert both(model, plan) == ["taken"] * 2
 
 
 @pytest.mark.parametrize("plan", ["dp=1 recompute=full", f"{PIPELINE} recompute=selective"])
-def test_blocks_that_make_tensors_on_no_device_are_repeated_by_both(plan: str) -> None:
+def test_blocks_that_name_no_device_are_recomputed_by_job_and_rehearsal(plan: str) -> None:
     assert both(Dividing, plan) == ["taken"] * 2
 
 
@@ -216,7 +216,7 @@ def test_products_of_two_dtypes_are_taken_by_both_under_autocast(plan: str) -> N
 
 
 @pytest.mark.parametrize("plan", ["dp=2", PIPELINE])
-def test_labels_of_bytes_are_taken_by_both_as_torch_takes_them(plan: str) -> None:
+def test_labels_of_bytes_are_accepted_by_job_and_rehearsal(plan: str) -> None:
     def loss(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
         return entropy(output, words.byte())
 
@@ -237,7 +237,7 @@ def test_labels_of_bytes_are_taken_by_both_as_torch_takes_them(plan: str) -> Non
         (AsModule(nn.ReLU), PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),
     ],
 )
-def test_odd_models_are_refused_by_both(model: Any, plan: str, rest: Any, message: str) -> None:
+def test_odd_models_are_refused_by_job_and_rehearsal(model: Any, plan: str, rest: Any, message: str) -> None:
     rehearsed, ran = both(model, plan, **rest)
     assert rehearsed == ran
     assert rehearsed.startswith(message)
@@ -257,5 +257,5 @@ def test_a_batch_without_rows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=3", "dp=2 zero=3 microbatches=2 precision=bf16", PIPELINE])
-def test_what_is_run_as_in_inference_is_taken_by_both(plan: str) -> None:
+def test_inference_mode_is_accepted_by_job_and_rehearsal(plan: str) -> None:
     assert both(Inferring, plan) == ["taken"] * 2

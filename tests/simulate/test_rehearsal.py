@@ -259,7 +259,7 @@ def test_a_rank_of_65536_is_rehearsed_without_its_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
-def test_attention_is_the_fused_kernel_of_the_device_that_is_meant() -> None:
+def test_attention_is_the_fused_kernel_of_the_target_device() -> None:
     for device, name in (
         ("cpu", "_scaled_dot_product_flash_attention_for_cpu"),
         ("cuda", "_scaled_dot_product_efficient_attention"),
@@ -289,7 +289,7 @@ def test_attention_that_drops_is_fused_where_torch_draws(plan: str, precision: s
 
 
 @pytest.mark.parametrize("plan", ["dp=1 precision=bf16", "dp=1 precision=bf16 recompute=selective"])
-def test_keys_that_heads_share_are_not_copied_for_a_gpu_to_attend_to(plan: str) -> None:
+def test_shared_keys_are_not_copied_on_a_gpu(plan: str) -> None:
     assert _names(replace(CONFIG, kv_heads=1), plan) == _names(CONFIG, plan)
 
 
@@ -321,7 +321,7 @@ class _Looks(_Placeless):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2 microbatches=2"])
-def test_a_model_that_asks_for_values_is_told_that_there_are_none(plan: str) -> None:
+def test_a_model_that_reads_values_gets_an_explained_error(plan: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)meta tensors.*a rehearsal's tensors have no values"):
         rehearse(RehearsalSubject(_Looks, loss, torch.ones(8, 4)), plan=plan, ranks=2)
 
@@ -334,7 +334,7 @@ class _Counts(_Placeless):
 
 
 @pytest.mark.parametrize("model", [_Looks, _Counts])
-def test_a_command_has_a_line_for_what_it_means_that_there_are_no_values(model: type[nn.Module]) -> None:
+def test_a_command_explains_missing_values_in_one_line(model: type[nn.Module]) -> None:
     with pytest.raises(RuntimeError) as told:
         rehearse(RehearsalSubject(model, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
     assert [note for note in notes(told.value) if "have no values" in note]
@@ -343,7 +343,7 @@ def test_a_command_has_a_line_for_what_it_means_that_there_are_no_values(model: 
 @pytest.mark.parametrize(
     "says, noted", [("a meta tensor", True), ("The register_meta function", True), ("no metadata", False)]
 )
-def test_what_a_model_raises_else_has_no_such_note(says: str, noted: bool) -> None:
+def test_other_errors_of_a_model_have_no_such_note(says: str, noted: bool) -> None:
     class Raises(_Placeless):
         def forward(self, x: Tensor) -> Tensor:
             raise RuntimeError(f"{says} of {x.shape}")
@@ -354,9 +354,9 @@ def test_what_a_model_raises_else_has_no_such_note(says: str, noted: bool) -> No
 
 
 @pytest.mark.parametrize("model", [_Looks, _Counts])
-def test_what_plans_need_of_a_model_that_asks_for_values_is_answered_as_untold(model: type[nn.Module]) -> None:
+def test_the_memory_of_a_model_that_reads_values_is_not_predicted(model: type[nn.Module]) -> None:
     answer = needs(model, "dp=2", loss=loss, batch=torch.ones(8, 4))
-    assert "cannot be told without values: " in str(answer)
+    assert "cannot be predicted without values: " in str(answer)
 
     class Misfit(_Placeless):
         def forward(self, x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def loss(output, batch):
 """
 
 
-def test_what_goes_by_values_of_the_batch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_reads_its_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "rehearsed with those of the job's first batch"
     assert main([*JOB, "--plan=dp=2", ON]) == 0
     assert said not in capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_what_goes_by_values_of_the_batch_is_said(tmp_path: Path, capsys: pytest
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_step_as_it_was_stands_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_step_is_shown_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = account(SPLIT).timeline
     MeasuredStep(prediction(SPLIT).rehearsal.schedule, step).write(tmp_path / "timeline.json")
     assert main([*JOB, "--plan=dp=2", ON, f"--run={tmp_path}", f"--html={tmp_path / 'a.html'}"]) == 0
@@ -100,7 +100,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("words, message", BAD)
-def test_what_cannot_be_drawn_is_one_message_and_status_2(
+def test_a_drawing_that_fails_is_one_message_and_status_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

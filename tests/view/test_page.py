@@ -107,7 +107,7 @@ def test_there_is_a_row_for_every_rank_and_its_actions_are_named(seen: dict[str,
     assert len(step.computing[0]) == 8
 
 
-def test_what_is_pointed_at_is_told(seen: dict[str, Any]) -> None:
+def test_the_bar_under_the_pointer_is_named(seen: dict[str, Any]) -> None:
     event = account(SPLIT).timeline.computing[0][0]
     name, where = seen["pointed"].split("\n")
     assert name == "0F0"

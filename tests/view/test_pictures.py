@@ -41,7 +41,7 @@ def bars_of(picture: Picture, paint: str) -> list[Bars]:
     return [shape for shape in picture.flat() if isinstance(shape, Bars) and shape.paint == paint and shape.names]
 
 
-def test_what_fits_is_within_what_is_told_and_drawn_as_the_devices() -> None:
+def test_a_plan_fits_the_device_without_the_memory_of_libraries() -> None:
     """Libraries take a part of a device, which is not there for a plan."""
     made = prediction(SHARDED)
     needed = fullest(made.memory).peak.bytes
@@ -53,7 +53,7 @@ def test_what_fits_is_within_what_is_told_and_drawn_as_the_devices() -> None:
         assert shown.facts["peak memory"] == f"{size_text(needed)} of {size_text(needed - less)}"
 
 
-def test_a_device_that_tells_no_memory_has_enough() -> None:
+def test_a_device_without_a_memory_size_has_enough() -> None:
     made = prediction(SHARDED)
     device = Device(peak={"float32": 1e12})
     shown = predicted(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
@@ -76,7 +76,7 @@ def test_a_timeline_is_drawn_to_scale_a_row_for_each_rank() -> None:
     assert "F0" in [shape.text for shape in picture.flat() if isinstance(shape, PictureText)]
 
 
-def test_stages_of_one_rank_are_told_apart_and_so_are_the_two_parts_of_a_backward() -> None:
+def test_stages_of_one_rank_and_parts_of_a_backward_have_their_own_colours() -> None:
     picture = timeline_picture(clock(make_schedule("zb-v", pp=2, microbatches=4)), title="zb-v", unit="")
     assert all(bars_of(picture, paint) for paint in ("forward", "forward-2", "input", "weights-2"))
     assert "0F0" in [shape.text for shape in picture.flat() if isinstance(shape, PictureText)]

@@ -229,8 +229,8 @@ def _closest(survey: SearchResult) -> str:
     needs = "needs" if one.rehearsed else "needs at least"
     return (
         f"no plan fits {size_text(survey.limit)} a rank. The closest, '{one.plan}', {needs} "
-        f"{size_text(one.figures.memory)}: {missing:,.0f} bytes ({size_text(missing)}) are missing. Take more ranks, or "
-        "a smaller train.batch or data.context"
+        f"{size_text(one.figures.memory)}: {missing:,.0f} bytes ({size_text(missing)}) are missing. Take more ranks, "
+        "or a smaller train.batch or data.context"
     )
 
 

@@ -1,1 +1,1 @@
-"""The choice of a plan: what could be tried, bounds that need no rehearsal, and rehearsals of what the bounds leave."""
+"""Choose a plan for a cluster: list the candidates, bound their time and memory, and rehearse those that remain."""

@@ -1,4 +1,4 @@
-"""Work done beside this process, each piece in a child that has everything the parent had.
+"""Run work in forked children, each of which has everything that the parent has.
 
 A rehearsal is seconds of Python, so threads do not help. Its inputs, a model and the user's functions, cannot be sent
 to a fresh process. So a child is forked for each, and sends its result back.
@@ -18,7 +18,7 @@ import torch
 
 @dataclass
 class ForkedWorkers:
-    """At most `count` children at a time; with one, the work is done here."""
+    """At most `count` children at a time; with a count of one, this process does the work."""
 
     count: int
     _running: dict[Any, tuple[Hashable, BaseProcess]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class ForkedWorkers:
 
     @property
     def busy(self) -> int:
-        """Pieces of work that were started and not yet handed back."""
+        """Number of started pieces of work whose results were not returned yet."""
         return len(self._running) + len(self._waiting)
 
     @property
@@ -70,9 +70,9 @@ class ForkedWorkers:
 
 
 def _child(connection: Connection, work: Callable[[], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's: it ends its children
-    torch.set_num_threads(1)  # a fork has no others: what is divided among those the parent had would wait for ever
-    gc.disable()  # to look for garbage takes a third of the time, and there is little until the process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the search, which ends its children
+    torch.set_num_threads(1)  # the parent's threads are gone in a fork, and kernels would wait for them
+    gc.disable()  # garbage collection takes a third of the time, and finds little
     connection.send(_outcome(work))
 
 

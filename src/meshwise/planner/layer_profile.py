@@ -1,9 +1,9 @@
-"""Measure the cost of each piece of a model, computed in one way, for lower bounds without a rehearsal.
+"""Profile the pieces of a model: time and memory of each, for lower bounds without a rehearsal.
 
 A trace of a stage depends on how its pieces are computed (tp, recompute, precision) and on the rows of a micro-batch.
 It does not depend on dp, on the schedule, on how many micro-batches there are or on where the model is cut. So a model
-is rehearsed once for each way, as a pipeline with one piece a stage; equal pieces run once. The costs of any stages are
-sums of these figures.
+is rehearsed once for each such key, as a pipeline with one piece a stage; equal pieces run once. The costs of any
+stages are sums of these figures.
 
 The figures of a piece are never above its share of a stage. Operations do not wait for their host, copies for messages
 are left out, and counts for many rows are scaled to fewer without loss. Its output is not counted as kept memory: where
@@ -48,15 +48,15 @@ class PieceWork:
     """Work of a piece for a micro-batch, forward or backward."""
 
     seconds: float = 0.0
-    """Of its operations, and of waits for collectives."""
+    """Seconds of its operations, and of waits for collectives."""
     waits: float = 0.0
-    """The part of them that is waits."""
+    """Seconds of waits for collectives."""
     kernels: int = 0
-    """Operations: a host has to start each."""
+    """Number of operations: the host starts each."""
     keeps: int = 0
-    """Bytes of activations that there are more when it ends."""
+    """Bytes of activations that are left when it ends."""
     top: int = 0
-    """Bytes of activations that there are more at most meanwhile."""
+    """Peak bytes of activations, beyond those at its begin."""
 
     def scaled(self, by: float, *, least: float = 0.0) -> "PieceWork":
         """Return the work for `by` (at most 1) times as much data; each operation takes at least `least` seconds."""
@@ -73,18 +73,18 @@ class ModelPiece:
     forward: PieceWork
 
     backward: PieceWork
-    """Of one in two parts, the first: with respect to the piece's input."""
+    """Backward; of a backward in two parts, the part for the piece's input."""
     weight: PieceWork
-    """Its second part, if it has one."""
+    """Backward for the weights, where the backward has two parts."""
     states: Mapping[Category, int]
-    """Bytes that a rank holds of it between steps, where nothing is shared out over dp."""
+    """Bytes of it on a rank between steps, without sharding over dp."""
     update: float
     """Seconds of updating all of it."""
     sends: int
     """Bytes of a micro-batch's output."""
 
     def scaled(self, *, rows: float, split: float, least: float) -> "ModelPiece":
-        """With this part of a micro-batch's rows, and split over more ranks."""
+        """Return the piece for a fraction of a micro-batch's rows, split over more ranks."""
         works = (self.forward, self.backward, self.weight)
         forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
         states = {category: int(size * split) for category, size in self.states.items()}
@@ -93,12 +93,12 @@ class ModelPiece:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """Key of the way in which a model's pieces are computed: everything that a trace depends on. Hashable."""
+    """Key of a layer profile: everything that the trace of a piece depends on."""
 
     plan: Plan
-    """With the other keys as they come: one piece a stage, one micro-batch, no replicas."""
+    """Plan with one piece a stage, one micro-batch and no replicas."""
     rows: int
-    """Of a micro-batch, over all ranks of tp."""
+    """Rows of a micro-batch, over all ranks of tp."""
 
     @classmethod
     def of(cls, plan: Plan, *, batch: int, pieces: int) -> "ProfileKey":
@@ -115,8 +115,8 @@ class ProfileKey:
         activations = plan.tiers.activations
         tiers = "none" if activations == "device" else f"activations:{activations}"
         schedule = "zb-h1" if splits_backward(plan) else "naive"
-        way = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
-        return cls(way, mine * rows_shared(way))
+        own = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
+        return cls(own, mine * rows_shared(own))
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,17 @@ class ModelPieces:
     whole: nn.Module
     """The model."""
     finest: ModelCut
-    """Of that, with one piece a stage."""
+    """Cut of the model with one piece a stage."""
     model: nn.Module
-    """The smaller one: of many blocks that are alike it has three."""
+    """The smaller model, which keeps three of many equal blocks."""
     cut: ModelCut
-    """Of the smaller one."""
+    """Cut of the smaller model."""
     like: tuple[int, ...]
-    """For each piece, the stage of that cut that is like it."""
+    """For each piece, the equal stage of the smaller model's cut."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names with which the pieces begin, as in `model.cut_at`."""
+        """Name of the first module of each piece, as in `model.cut_at`."""
         return _names(self.finest)
 
     @property
@@ -156,7 +156,7 @@ class ModelPieces:
             cut = _cut(subject, thin)
             if cut is not None:
                 like = tuple(_names(cut).index(renamed(name)) for name in names)
-                if _sizes(whole) == [_sizes(cut)[index] for index in like]:
+                if list(whole.parameters) == [cut.parameters[index] for index in like]:
                     return cls(source.module, whole, thin, cut, like)
         except Exception:  # noqa: BLE001, S110 -- a model that does not run with fewer blocks is taken as it is
             pass
@@ -208,8 +208,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
 
 
 _KEPT = 3
-"""Of children that are alike: the first, which others may treat in their own way, the last, and one that stands for all
-between."""
+"""Equal children that are kept: the first, the last, and one that represents those between."""
 
 
 def _shape(module: nn.Module) -> Hashable:
@@ -218,7 +217,7 @@ def _shape(module: nn.Module) -> Hashable:
 
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
-    """With one piece a stage; None where there are not two, or no stage can begin at each."""
+    """Return the cut with one piece a stage; None for fewer than two pieces, or if no stage can begin at each."""
     rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
@@ -231,13 +230,9 @@ def _names(cut: ModelCut) -> tuple[str, ...]:
     return tuple(cut.keys[start] for start in cut.bounds[:-1])
 
 
-def _sizes(cut: ModelCut) -> list[int]:
-    return list(cut.parameters)
-
-
 @dataclass(frozen=True)
 class LayerProfile:
-    """All pieces of a model, computed in one way."""
+    """Costs of all pieces of a model under one profile key."""
 
     key: ProfileKey
     pieces: tuple[ModelPiece, ...]
@@ -245,11 +240,10 @@ class LayerProfile:
     """Seconds that any operation takes."""
 
     def scaled(self, key: ProfileKey) -> "LayerProfile":
-        """At most what another way takes: one with fewer rows, over more ranks of tp or with more recomputed."""
+        """Return a lower bound for another key: fewer rows, more ranks of tp, or more recomputation."""
         rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
-        kept = 1.0 if key.plan.recompute == self.key.plan.recompute else 0.0
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
-        if not kept:
+        if key.plan.recompute != self.key.plan.recompute:
             pieces = [
                 dataclasses.replace(
                     piece, forward=_without_memory(piece.forward), backward=_without_memory(piece.backward)
@@ -266,7 +260,7 @@ def _without_memory(work: PieceWork) -> PieceWork:
 def profile_layers(
     subject: RehearsalSubject, *, pieces: ModelPieces, key: ProfileKey, cluster: Cluster
 ) -> LayerProfile:
-    """Rehearse all pieces in one way. Raises what a rehearsal raises."""
+    """Rehearse all pieces under one key. Raises the errors of a rehearsal."""
     prices = ClusterPrices(cluster)
     plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
     batch = with_rows(subject.batch, rows=key.rows)
@@ -291,7 +285,7 @@ def profile_layers(
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
-    """Return the number of operations a forward begins with as the last one does; the last one as the one before it."""
+    """Return how many first operations a forward shares with the last stage, or the last stage with the one before."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
@@ -309,7 +303,7 @@ def _is_operation(entry: Entry) -> TypeGuard[TapeOperation]:
 
 @dataclass(frozen=True)
 class _StepReader:
-    """Reads the step of a piece.
+    """Reader of a piece's recorded step.
 
     glue     so many operations at the begin of a forward are the model's own between its pieces, which every stage does
              once, however many pieces it has

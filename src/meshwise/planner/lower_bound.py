@@ -43,7 +43,7 @@ class PlanBound:
     """Time and memory of a plan, exact or as a lower bound, and the activities of a step."""
 
     seconds: float = 0.0
-    """Of a step."""
+    """Seconds of a step."""
     memory: int = 0
     """Bytes on the fullest rank, with what libraries take."""
     bubble: float = 0.0
@@ -51,11 +51,11 @@ class PlanBound:
     exposed: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step in which a rank only waits for collectives, by their axes."""
     asked: bool = False
-    """Whether the rehearsal's model, or loss, asked its batch for values: with others it may take something else."""
+    """Whether the model or the loss read values of its batch in the rehearsal."""
 
     @property
     def compute(self) -> float:
-        """Seconds of the step that are left."""
+        """Seconds of the step that are neither bubble nor waits."""
         return self.seconds - self.bubble - sum(self.exposed.values())
 
     def parts(self) -> dict[str, float]:
@@ -67,36 +67,37 @@ class PlanBound:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The sum of a stage's pieces."""
+    """Sums over the pieces of a stage."""
 
     pieces: Sequence[ModelPiece]
     launch: float
 
     @cached_property
     def forward(self) -> float:
-        """Seconds, at least."""
+        """Least seconds of a forward."""
         return self._seconds([piece.forward for piece in self.pieces])
 
     @cached_property
     def backward(self) -> float:
-        """Seconds, at least."""
+        """Least seconds of a backward."""
         return self._seconds([piece.backward for piece in self.pieces])
 
     @cached_property
     def weight(self) -> float:
-        """Seconds of the second part of a backward, at least."""
+        """Least seconds of the second part of a backward."""
         return self._seconds([piece.weight for piece in self.pieces])
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Seconds of what a backward has to do before it can send, and of the rest. Of one in one piece half each: what
-        a matrix's input takes, its weights take, and all else is done for the input.
+        """Seconds of a backward before it can send, and after.
+
+        A backward in one part counts half for each: a matrix takes as long for its input as for its weights.
         """
         return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
 
     @property
     def whole(self) -> float:
-        """Seconds for a micro-batch, at least."""
+        """Least seconds for a micro-batch."""
         return self.forward + self.backward + self.weight
 
     @property
@@ -106,22 +107,22 @@ class _Stage:
 
     @property
     def waits(self) -> float:
-        """Seconds of them that it only waits."""
+        """Seconds in which the stage only waits for collectives."""
         return sum(work.waits for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
 
     @cached_property
     def keeps(self) -> int:
-        """Bytes from a forward to its backward."""
+        """Bytes that are kept from a forward to its backward."""
         return sum(piece.forward.keeps for piece in self.pieces)
 
     @property
     def top_forward(self) -> int:
-        """Bytes, at most in a forward."""
+        """Peak bytes of a forward."""
         return _top([piece.forward for piece in self.pieces])
 
     @property
     def top_backward(self) -> int:
-        """Bytes, at most in a backward, above what there was."""
+        """Peak bytes of a backward, beyond those at its begin."""
         return _top([piece.backward for piece in reversed(self.pieces)])
 
     def _seconds(self, works: Sequence[PieceWork]) -> float:
@@ -178,7 +179,7 @@ def bound(
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: "_Shard") -> float:
-    """Return the formula above."""
+    """Return the least seconds of a step until its last backward, by the formula of this file."""
     count = plan.microbatches
     if plan.pp == 1:
         return shard.alone(stages[0], along=count * stages[0].whole)
@@ -209,8 +210,9 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> t
 
 
 def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") -> Iterator[float]:
-    """Yield the bytes that a rank holds beside its resting state, action by action. What a backward in two parts leaves
-    for its weights is not counted.
+    """Yield the bytes of a rank during each action, without the state that it keeps between steps.
+
+    Tensors that a backward in two parts keeps for its weights are not counted.
     """
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
     gathers, reduces = (
@@ -339,7 +341,7 @@ class _Shard:
 
     @cached_property
     def _used(self) -> float:
-        """The part of the parameters' bytes that is not masters."""
+        """Fraction of the parameters' bytes that are not masters."""
         record = precision_of(self.plan)
         if record.parameters is None:
             return 1.0

@@ -1,4 +1,4 @@
-"""Which plans a search tries: whole families of them, cut down where one choice is never better than another.
+"""List the plans that a search tries: whole families of them, cut down where one choice is never better than another.
 
 | key | tried |
 |---|---|
@@ -38,16 +38,16 @@ NEVER_BETTER = ("naive", "gpipe", "looped")
 """Schedules that are tried only when they are asked for."""
 
 PIPELINED = ("schedule", "virtual_stages")
-"""Keys that only a pipeline has; a value that is held for one says nothing of plans without."""
+"""Keys that only a pipeline has; a fixed value does not restrict plans without a pipeline."""
 
 ROWS = (1, 2, 4, 8)
-"""Of a micro-batch. Rows that are short, as pictures are, want more: all that a rank has."""
+"""Rows of a micro-batch that are tried. Short rows, as of images, want more: all rows of a rank are tried, too."""
 
 _FEW = 2
-"""Micro-batches with which two schedules may come to the same."""
+"""Number of micro-batches up to which two schedules may have equal tables."""
 
 VIRTUAL_STAGES = (2, 3, 4)
-"""Of the schedules that leave them free."""
+"""Stages per rank that are tried, for schedules that do not fix them."""
 
 LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -56,39 +56,38 @@ LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "recompute": ("none", "selective", "full"),
     }
 )
-"""Keys by which a plan keeps less than another one that is as it is otherwise, and, but for zero=3, takes no less
-time."""
+"""Keys whose later values keep less memory. Except for zero=3, they take no less time."""
 
 TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"offload": ("none", "optimizer:cpu", "optimizer:cpu,params:cpu", "optimizer:disk,gradients:disk,params:disk")}
 )
-"""The same, where nothing fits the devices: a tier is no quicker than they are."""
+"""Values of `offload` that are tried where no plan fits the devices."""
 
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """The plans for a number of ranks, in nodes of so many."""
+    """Plans for a number of ranks in nodes of equal size."""
 
     base: Plan
-    """The job's: what it says of the keys that are not searched holds."""
+    """The job's plan: its keys that are not searched stay."""
     ranks: int
     node: int
-    """Ranks of a node: what tp may fill."""
+    """Ranks of a node: the most that tp may take."""
     batch: int
     """Rows of a global batch."""
     pieces: int
-    """Into how many stages the model can be cut at most."""
+    """Most stages that the model can be cut into."""
     stages: int | None = None
-    """How many there have to be, where the job says where it is cut."""
+    """Number of stages, if the job fixes the cut."""
     begins: Callable[[int], tuple[str, ...]] | None = None
-    """What each stage but the first begins with, by how many there are, where a rule says so; a rule that names fewer
-    cannot make as many. None: as even as can be."""
+    """First module of each stage but the first, by the number of stages, if a rule fixes the cuts. None: the cuts are
+    even."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that are held at a value."""
+    """Keys with fixed values."""
     lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
-    """What may be kept less of."""
+    """Keys that may take a value that keeps less memory."""
     tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
-    """What may be kept elsewhere."""
+    """Keys that may move state off the device."""
 
     @property
     def most_rows(self) -> int:
@@ -96,16 +95,16 @@ class PlanSpace:
         return min(max(ROWS), self.batch)
 
     def plans(self) -> Iterator[Plan]:
-        """Yield all plans that keep as much as they can."""
+        """Yield all plans that keep as much in device memory as they can."""
         for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
             dp, rest = divmod(self.ranks, tensor["tp"] * pp)
-            if rest or dp > self.batch or pp > self.pieces or not self._holds({"pp": pp, "dp": dp}):
+            if rest or dp > self.batch or pp > self.pieces or not self._allows({"pp": pp, "dp": dp}):
                 continue
             for schedule in self._schedules(pp):
                 yield from self._with({"dp": dp, "pp": pp, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
-        """Yield the plans that keep one thing less than this one; `tiers`: those that move state elsewhere, too."""
+        """Yield the plans that keep one thing less than this one; `tiers`: also those that move state away."""
         for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
@@ -164,7 +163,7 @@ class PlanSpace:
                 chosen = {"tp": tp, "tp_mode": mode, "tp_depth": depth, "sequence_parallel": split}
                 trivial = tp == 1 and (mode != "1d" or split)
                 flat = mode == "2.5d" and (depth == 1 or depth == tp)
-                if self._holds(chosen) and not trivial and not flat and any(True for _ in self._made(chosen)):
+                if self._allows(chosen) and not trivial and not flat and any(True for _ in self._made(chosen)):
                     yield chosen
 
     def _schedules(self, pp: int) -> Iterator[dict[str, Any]]:
@@ -179,7 +178,7 @@ class PlanSpace:
             least, most = recipe.virtual
             counts = (least,) if most == least else self._virtual()
             for count in counts:
-                if self._holds({"virtual_stages": count}) and self._cuts(pp * count):
+                if self._allows({"virtual_stages": count}) and self._cuts(pp * count):
                     yield {"schedule": name, "virtual_stages": count}
 
     def _cuts(self, stages: int) -> bool:
@@ -188,11 +187,11 @@ class PlanSpace:
         return stages <= self.pieces and self.stages in (None, stages) and ruled
 
     def _virtual(self) -> tuple[int, ...]:
-        held = self.fixed.get("virtual_stages")
-        return VIRTUAL_STAGES if held is None else (held,)
+        fixed = self.fixed.get("virtual_stages")
+        return VIRTUAL_STAGES if fixed is None else (fixed,)
 
-    def _holds(self, values: Mapping[str, Any]) -> bool:
-        """Return whether these are no other values than those that are held."""
+    def _allows(self, values: Mapping[str, Any]) -> bool:
+        """Return whether these values agree with the fixed ones."""
         return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
 
 
@@ -210,7 +209,7 @@ def splits_backward(plan: Plan) -> bool:
 
 
 def rows_shared(plan: Plan) -> int:
-    """Among how many ranks a batch's rows are shared out."""
+    """Return how many ranks divide the rows of a batch."""
     return math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
 
 

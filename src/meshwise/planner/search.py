@@ -1,8 +1,8 @@
-"""The search: every plan of a space climbs a ladder of figures, each dearer and nearer to the truth than the last.
+"""Search a plan space: every plan climbs a ladder of estimates, each dearer and more exact than the one before.
 
     | 0  counted     all pieces as they are undivided, scaled to its ranks          microseconds
     | 1  scaled      a profile of its own tensor parallelism, scaled               seconds, for all plans that share it
-    | 2  profiled    a profile of its own way                                      the same
+    | 2  profiled    a profile of its own key                                      the same
     | 3  timed       that, with its schedule's own table                            milliseconds
     | 4  rehearsed   the real thing                                                 seconds
 
@@ -46,7 +46,7 @@ WHOLE: Mapping[str, Any] = MappingProxyType(
         "wire": "auto",
     }
 )  # fmt: skip
-"""A plan that divides nothing but the sequence of pieces."""
+"""Keys of a plan that only cuts the model into stages."""
 
 
 class SearchRung(IntEnum):
@@ -62,22 +62,22 @@ class SearchRung(IntEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what is known of it."""
+    """Plan with its best estimate so far."""
 
     plan: Plan
 
     rung: SearchRung = SearchRung.STARTED
 
     figures: PlanBound = field(default_factory=PlanBound)
-    """What it takes, once rehearsed; before that, what it takes at least."""
+    """Time and memory of the plan: exact once rehearsed, before that a lower bound."""
     at: tuple[str, ...] = ()
-    """What each stage but the first begins with."""
+    """First module of each stage but the first."""
     refused: str = ""
-    """What the code that would train says against it."""
+    """Message with which the training code refuses the plan, or ""."""
 
     @property
     def rehearsed(self) -> bool:
-        """True if it could be rehearsed, and was."""
+        """True if the plan was rehearsed without being refused."""
         return self.rung is SearchRung.REHEARSED and not self.refused
 
 
@@ -86,11 +86,11 @@ class SearchEffort:
     """Effort of a search."""
 
     top: int = 10
-    """How many of the best plans are wanted."""
+    """Number of best plans that are wanted."""
     rehearsals: int = 20
-    """At most."""
+    """Most rehearsals."""
     workers: int = 1
-    """Processes."""
+    """Processes that rehearse at the same time."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class SearchResult:
     candidates: dict[Plan, Candidate] = field(default_factory=dict)
     """All plans that were considered."""
     proven: int = 0
-    """How many of the best are so for sure: nothing that was not rehearsed can be quicker."""
+    """Number of best plans that are proven: no plan that was not rehearsed can be faster."""
     rehearsals: int = 0
 
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class SearchResult:
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
     def lost(self, *, top: int) -> list[Candidate]:
-        """Return all others."""
+        """Return all candidates but the best `top`."""
         best = {candidate.plan for candidate in self.best()[:top]}
         return [candidate for candidate in self.candidates.values() if candidate.plan not in best]
 
@@ -131,7 +131,7 @@ class SearchResult:
 def search(
     subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
 ) -> Iterator[SearchResult]:
-    """Look for the quickest plans; the result is given whenever it has grown, and at the end.
+    """Search for the fastest plans; yield the result whenever it has grown, and at the end.
 
     Where nothing fits the devices, plans that keep state elsewhere are tried, too.
     """
@@ -146,7 +146,7 @@ class PlanSearch:
     """State of one search."""
 
     evaluate: Callable[[Prediction], PlanBound]
-    """What a rehearsal tells of a plan: nothing less than the prediction, or bounds are none."""
+    """Function from a prediction to the figures of its plan; never below the prediction, or the bounds are wrong."""
 
     def __init__(
         self, subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
@@ -202,22 +202,22 @@ class PlanSearch:
                 return
             candidate = heapq.heappop(self._heap)[-1]
             rung = SearchRung(candidate.rung + 1)
-            way = self._way(candidate.plan, rung)
-            refused = (self._refused.get(way) or self._unsplit(candidate.plan)) if rung is SearchRung.REHEARSED else ""
+            key = self._key(candidate.plan, rung)
+            refused = (self._refused.get(key) or self._unsplit(candidate.plan)) if rung is SearchRung.REHEARSED else ""
             if refused:
                 self._settle(dataclasses.replace(candidate, rung=rung, refused=refused), tiers=tiers)
             elif rung is SearchRung.REHEARSED:
                 self.result.rehearsals += 1
                 self._running[candidate.plan] = candidate
                 self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
-            elif way is None or (way in self._profiles and self._profiles[way] is None):
+            elif key is None or (key in self._profiles and self._profiles[key] is None):
                 self._settle(dataclasses.replace(candidate, rung=SearchRung.TIMED), tiers=tiers)
-            elif way in self._profiles:
-                self._settle(self._bounded(candidate, rung, self._profiles[way]), tiers=tiers)  # type: ignore[arg-type]
+            elif key in self._profiles:
+                self._settle(self._bounded(candidate, rung, self._profiles[key]), tiers=tiers)  # type: ignore[arg-type]
             else:
-                self._asked.setdefault(way, []).append(candidate)
-                if len(self._asked[way]) == 1:
-                    self._workers.start(way, work=functools.partial(self._profiled, way))
+                self._asked.setdefault(key, []).append(candidate)
+                if len(self._asked[key]) == 1:
+                    self._workers.start(key, work=functools.partial(self._profiled, key))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
         """Record the result of a worker."""
@@ -232,9 +232,9 @@ class PlanSearch:
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
             reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
-            way = self._way(candidate.plan, SearchRung.REHEARSED)
-            if self._profiles.get(way) is None:  # type: ignore[arg-type]
-                self._refused[way] = reason
+            own = self._key(candidate.plan, SearchRung.REHEARSED)
+            if self._profiles.get(own) is None:  # type: ignore[arg-type]
+                self._refused[own] = reason
             self._settle(dataclasses.replace(candidate, refused=reason), tiers=tiers)
         else:
             raise outcome
@@ -269,14 +269,14 @@ class PlanSearch:
 
     def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
         for plan in self._space.leaner(candidate.plan, tiers=tiers):
-            # It takes no less time than what keeps more, but that zero=3 does not gather at the end.
+            # A plan that keeps less takes no less time, except zero=3, which does not gather at the end.
             least = dataclasses.replace(candidate.figures, memory=0)
             self._enter(Candidate(plan, figures=PlanBound() if plan.zero == 3 != candidate.plan.zero else least))
 
     # ---- rungs -------------------------------------------------------------------------------------------------
 
-    def _way(self, plan: Plan, rung: SearchRung) -> ProfileKey | None:
-        """Return the profile that a rung stands on."""
+    def _key(self, plan: Plan, rung: SearchRung) -> ProfileKey | None:
+        """Return the key of the profile that a rung needs."""
         if self._pieces is None or self._pieces.count < 2:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
@@ -319,13 +319,13 @@ class PlanSearch:
         memory = max(figures.memory, before.memory)
         return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
 
-    def _as(self, way: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
-        """Return a profile as another way's; many plans share one."""
-        if profile.key == way:
+    def _as(self, key: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
+        """Return a profile scaled to another key; many plans share one."""
+        if profile.key == key:
             return profile
-        if (profile.key, way) not in self._scaled:
-            self._scaled[profile.key, way] = profile.scaled(way)
-        return self._scaled[profile.key, way]
+        if (profile.key, key) not in self._scaled:
+            self._scaled[profile.key, key] = profile.scaled(key)
+        return self._scaled[profile.key, key]
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
         """Return the names at which stages begin so that they are as even as the pieces allow."""
@@ -352,7 +352,7 @@ class PlanSearch:
         return profile_layers(self._subject, pieces=self._pieces, key=key, cluster=self._cluster)
 
     def rehearsed(self, plan: Plan) -> Candidate:
-        """Any plan, cut as the search would cut it. Raises what a rehearsal raises."""
+        """Return a plan as a rehearsed candidate, cut as the search cuts it. Raises the errors of a rehearsal."""
         return Candidate(plan, SearchRung.REHEARSED, self._rehearsed(plan), self._at(plan))
 
     def _rehearsed(self, plan: Plan) -> PlanBound:
@@ -364,7 +364,7 @@ class PlanSearch:
 
 
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:
-    """For each stage, what each piece would load it with: seconds, or with a schedule bytes."""
+    """Return, for each stage, the load of each piece: seconds, or bytes if there is a schedule."""
     if schedule is None:
         return [[work.forward.seconds + work.backward.seconds for work in whole.pieces]] * stages
     rests = [float(sum(piece.states.values())) for piece in whole.pieces]

@@ -1,4 +1,4 @@
-"""Tables of a search's results as text, with titles and rows, and as JSON values."""
+"""Turn a search's result into tables of text and into JSON values."""
 
 import math
 import re
@@ -15,7 +15,7 @@ UNTRIED = "not rehearsed: its bounds leave it a chance"
 
 
 def best_table(result: SearchResult, *, top: int) -> Table:
-    """Return the best plans, and where the time of each goes."""
+    """Return the best plans with their memory, bubble and waits."""
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
     best = result.best()[:top]
     for number, one in enumerate(best):
@@ -36,7 +36,7 @@ def best_table(result: SearchResult, *, top: int) -> Table:
 
 
 def lost_table(result: SearchResult, *, top: int) -> Table:
-    """Why the others lost: how many for each reason, by how much at least, and the one that came nearest."""
+    """Return why the other plans lost: for each reason their number, the least excess, and the nearest plan."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
     for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
         nearest = min(candidates, key=lambda one: _excess(one, result, reason))
@@ -50,7 +50,7 @@ def lost_table(result: SearchResult, *, top: int) -> Table:
 
 
 def search_record(result: SearchResult, *, top: int) -> dict[str, Any]:
-    """Return all of that for JSON."""
+    """Return the result of a search as JSON values."""
     return {
         "considered": len(result.candidates),
         "rehearsed": result.rehearsals,
@@ -70,7 +70,7 @@ def search_record(result: SearchResult, *, top: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinity, which means memory without a known limit."""
+    """Return a number, or None for infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
@@ -115,7 +115,7 @@ def _where(one: Candidate, best: Candidate) -> str:
 
 
 def _excess(one: Candidate, result: SearchResult, reason: str) -> float:
-    """Return bytes too many, or time that is lost as a part of the best plan's."""
+    """Return the bytes above the limit, or the time above the best plan's, as a fraction of that."""
     best = result.best()
     if reason == FULL or not best:
         return one.figures.memory - result.limit
@@ -129,6 +129,6 @@ def _furthest(candidates: Sequence[Candidate], result: SearchResult, reason: str
 def _unplanned(one: Candidate) -> str:
     """Return a refusal in one line, without the plan, so that equal reasons are printed once."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
-    message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # with a cut of its own it is another than `one.plan`
+    message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # a plan with its own cut differs from `one.plan`
     words = " ".join(word for line in message.splitlines()[:2] for word in line.split())
     return words.split(". ")[0].split("; ")[0]

@@ -37,23 +37,20 @@ _SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
 
 
 def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
-    """Return bytes that each of the `ranks` of this host may take of its device, where all but this one hold `used`
-    now.
-    """
+    """Return the bytes that each of the `ranks` of this host may take; every other rank already uses `used` bytes."""
     if (memory := streams_of(device).memory) is not None:
         return memory.free()
-    if not _OWN_GROUPS.exists():  # a system without /proc tells what it has, not what is left
+    if not _OWN_GROUPS.exists():  # a system without /proc knows what it has, not what is left
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     shared = min([_left_by_the_machine(), *left_by_groups(_OWN_GROUPS.read_text(), root=_GROUPS)])
     return min([(shared + (ranks - 1) * used) // ranks, *_left_by_limits()])
 
 
 def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
-    """Yield bytes that each control group leaves of those that `own` names, and the groups around them, when it has a
-    limit.
+    """Yield the bytes that are left in each control group with a limit: the groups in `own` and their parents.
 
-    `own`: the text of /proc/self/cgroup. Inside a container its paths may be those outside; what is not under `root`
-    is passed over, and what is around it there is the container's.
+    `own`: the text of /proc/self/cgroup. Inside a container its paths may be the host's; a path that is not
+    under `root` is skipped, and its parents there are the container's.
     """
     for line in own.splitlines():
         _, kinds, path = line.split(":", 2)
@@ -65,28 +62,28 @@ def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             most = folder / version.most
             if folder.is_relative_to(top) and most.exists() and (limit := most.read_text().strip()) != "max":
-                yield max(0, int(limit) - _used(folder, version))
+                yield max(0, int(limit) - _used_bytes(folder, version))
 
 
-def _used(folder: Path, version: _Version) -> int:
+def _used_bytes(folder: Path, version: _Version) -> int:
     now = int((folder / version.now).read_text())
     rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return now - next((int(size) for name, size in rows if name == version.idle), 0)
 
 
 def _left_by_the_machine() -> int:
-    return _kernel_counts(Path("/proc/meminfo"))["MemAvailable"]
+    return kernel_counts(Path("/proc/meminfo"))["MemAvailable"]
 
 
 def _left_by_limits() -> Iterator[int]:
-    status = _kernel_counts(Path("/proc/self/status"))
+    status = kernel_counts(Path("/proc/self/status"))
     for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:
             yield max(0, limit - status[used])
 
 
-def _kernel_counts(file: Path) -> dict[str, int]:
-    """Return bytes by name."""
+def kernel_counts(file: Path) -> dict[str, int]:
+    """Return the sizes that a file of /proc lists, in bytes, by name."""
     rows = (line.split() for line in file.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in rows}

@@ -1,7 +1,6 @@
-"""Clusters as data: what a device computes, what a link carries, how many ranks share a node.
+"""Describe a cluster as data: what a device computes, what a link carries, how many ranks share a node.
 
-Clusters: a model of a machine with a few physical constants, each measured (`meshwise bench calibrate`) or read in a
-data sheet:
+A cluster is a few physical constants, each measured (`meshwise bench calibrate`) or read in a data sheet:
 
     | products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
     | all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class ClusterError(ValueError):
-    """A cluster that is not described as one; the message names the file, the key and what to write."""
+    """Description of a cluster that cannot be read or priced; the message names the file, the key and what to write."""
 
 
 DTYPES = (
@@ -45,10 +44,10 @@ DTYPES = (
     "complex128",
     "int8",
 )
-"""What peaks are told of."""
+"""Dtypes that may have a peak."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send_recv")
-"""What rates of a link may differ for."""
+"""Collectives that may have a rate of their own on a link."""
 
 Curve = tuple[tuple[float, float], ...]
 """(size in bytes, bytes per second), sizes ascending; between them along a straight line of the logarithms."""
@@ -75,16 +74,16 @@ class Device:
     """Device of a rank: a GPU, or a core of a CPU while all cores compute."""
 
     name: str = ""
-    """Its name."""
+    """Name of the device, for tables."""
     kind: str = "cuda"
     """`cuda` or `cpu`: which kernels torch would choose."""
     memory: float = math.inf
-    """Bytes that a rank may use; where it is not told, as many as it wants."""
+    """Bytes that a rank may use; infinite where the file has none."""
     own: float = 0.0
     """Bytes of them that the libraries take."""
     peak: Mapping[str, float] = field(default_factory=dict)
-    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`; of one that is not told, those of the
-    narrowest that is wider, or of the widest."""
+    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`; a dtype without a
+    peak computes as the narrowest wider one, or as the widest."""
     products: MatmulEfficiency = field(default_factory=MatmulEfficiency)
     """Which part of that matrix products reach."""
     attention: MatmulEfficiency = field(default_factory=MatmulEfficiency)
@@ -108,7 +107,7 @@ class Device:
     """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
 
     def peak_of(self, dtype: str) -> float:
-        """Operations per second with a dtype; a dtype without units of its own computes in a wider one."""
+        """Return the operations per second of a dtype; a dtype without units of its own computes in a wider one."""
         if dtype in self.peak or not dtype:
             return self.peak.get(dtype, max(self.peak.values()))
         widths = {name: getattr(torch, name).itemsize for name in (*self.peak, dtype)}
@@ -159,7 +158,7 @@ class Cluster:
     between: Link = field(default_factory=Link)
     """Between nodes, through one adapter."""
     host: NodeHost = field(default_factory=NodeHost)
-    """Where offloaded state rests."""
+    """Host side of each node, where offloaded state is kept."""
     adapters: int = 8
     """Adapters of a node; where ranks are more than they, they share them."""
     overlap: bool = True
@@ -167,7 +166,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """Ranks of the whole cluster."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -202,7 +201,7 @@ def load(name: str | Path) -> Cluster:
         if path.exists():
             raise ClusterError(f"{name} cannot be read: {error.strerror}; name a TOML file") from error
         near = difflib.get_close_matches(str(name).lower(), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"those that are known are {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"known clusters: {', '.join(known)}"
         raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
     try:
         table = tomllib.loads(text)
@@ -216,7 +215,7 @@ def load(name: str | Path) -> Cluster:
     parts = {"products: best": device.products.best, "attention: best": device.attention.best, "fused": device.fused}
     for at, part in parts.items():
         if part > 1:
-            raise ClusterError(f"{name}: device: {at} = {part} has to be at most 1: it is the part of a whole")
+            raise ClusterError(f"{name}: device: {at} = {part} has to be at most 1: it is a fraction")
     for at, link in (("inside", cluster.inside), ("between", cluster.between)):
         _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
     if not cluster.device.peak:
@@ -232,33 +231,24 @@ def _require_known(table: Mapping[str, object], *, known: Sequence[str], at: str
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`64x8 h100`: so many nodes of so many ranks of a cluster that `load` knows; `8 h100` is one node, and `mine.toml`
-    what the file says.
+    """Return the cluster of a text like `64x8 h100`: nodes, ranks of a node, and a name that `load` knows.
 
-    Raises ClusterError.
+    `8 h100` is one node; `mine.toml` alone has the nodes and ranks of the file. Raises ClusterError.
     """
     found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S.*)", text.strip())
     if found is None or (" " in found[3] and not is_path(found[3])):
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
     nodes, each, name = found.groups()
-    if re.fullmatch(r"[\dxX×]+", name) and not _is_file(name):
+    if re.fullmatch(r"[\dxX×]+", name) and not Path(name).is_file():
         raise ClusterError(f"{text!r} names no device; write nodes x ranks and a name, as in '64x8 h100'")
     cluster = load(name)
-    long = max(len(each or ""), len(nodes or "")) > len(str(MOST))
-    ranks = int(each) if each and not long else cluster.ranks_per_node
-    count = int(nodes) if nodes and not long else 1 if each else cluster.nodes
-    if long or ranks * count > MOST:
+    ranks = int(each) if each else cluster.ranks_per_node
+    count = int(nodes) if nodes else 1 if each else cluster.nodes
+    if ranks * count > MOST:
         raise ClusterError(f"{text!r} has more ranks than {MOST}; write nodes x ranks and a name, as in '64x8 h100'")
     if not ranks or not count:
         raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
     return dataclasses.replace(cluster, nodes=count, ranks_per_node=ranks)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):  # longer than a name may be
-        return False
 
 
 def to_table(value: Any) -> Any:
@@ -271,7 +261,7 @@ def to_table(value: Any) -> Any:
 
 
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
-    """Return a dataclass from a table, with no key too many."""
+    """Return a dataclass made from a table; an unknown key is refused."""
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -290,9 +280,7 @@ def _defaults(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:
-    """Return the value of a key, checked; `zero`: it may be 0; `finite`: it must be finite. `zero`: it may be 0, as
-    where no value is given; `finite`: it must be finite.
-    """
+    """Return the checked value of a key; `zero`: it may be 0; `finite`: it must be finite."""
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         if not isinstance(value, dict):
             raise ClusterError(f"{at} = {value!r} has to be a table of keys")

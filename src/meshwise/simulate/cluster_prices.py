@@ -25,7 +25,7 @@ SEND_RECV = "send_recv"
 """The rate of a message, among those of collectives."""
 
 RINGS = frozenset({"all_gather", "reduce_scatter"})
-"""What goes from rank to rank, however many there are."""
+"""Collectives that always run as rings, over all ranks."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ClusterPrices:
 
     cluster: Cluster
     shift: int = 0
-    """What to add to the ranks of a call: how far away the rank is that another one was rehearsed for."""
+    """Number to add to the ranks of a call, where a rank uses the tape of another one."""
     _known: dict[TapeOperation, float] = field(default_factory=dict)
     _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
@@ -83,7 +83,7 @@ class ClusterPrices:
         return self._nodes(ranks) > 1
 
     def here(self, ranks: tuple[int, ...]) -> float:
-        """Return the number of of them share a node, on average."""
+        """Return how many of these ranks share a node, on average."""
         return max(1.0, len(ranks) / self._nodes(ranks))
 
     def _nodes(self, ranks: tuple[int, ...]) -> int:
@@ -95,7 +95,7 @@ class ClusterPrices:
         return (self.cluster.between if self.crosses(ranks) else self.cluster.inside).latency
 
     def _around(self, ranks: tuple[int, ...]) -> float:
-        """From rank to rank until all have been passed but one: over nodes once for each, else inside of them."""
+        """Return the seconds of a ring's hops: one from node to node for each node but one, the others inside nodes."""
         nodes = self._nodes(ranks)
         return (nodes - 1) * self.cluster.between.hop + (len(ranks) - nodes) * self.cluster.inside.hop
 

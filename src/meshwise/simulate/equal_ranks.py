@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline do the same, so that one of them is rehearsed for all.
+"""Find the ranks of a pipeline that do the same work, so that one of them is rehearsed for all.
 
 Two stages are equal when they run modules of the same classes with parameters of the same shapes, receive and send
 equally many values, and share no parameter with another stage. The first and the last stage equal no other. Where
@@ -17,9 +17,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
-    """For each rank along pp, the first one that is like it. Without a cut, every rank is its own.
+    """Return, for each rank along pp, the first rank that does the same work. Without a cut, no two do.
 
-    `ends`: the first and the last of a list of blocks do more than the others.
+    `ends`: whether the first and the last of a list of blocks do more work than the others.
     """
     if cut is None:
         return tuple(range(schedule.ranks))

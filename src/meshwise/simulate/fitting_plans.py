@@ -1,6 +1,6 @@
-"""The answer to an error of memory: what was predicted, what there was, and the cheapest plan that fits.
+"""Explain an out-of-memory error: the predicted memory, the memory in use, and the cheapest plan that fits.
 
-Explain a shortage of memory. An out-of-memory error names the bytes of the last allocation, but not what filled the
+An out-of-memory error names the bytes of the last allocation, but not what filled the
 rest. Here the plan is rehearsed, and beside it, from the cheapest change to the dearest, the plans that keep less,
 until one fits the room there is.
 
@@ -50,14 +50,14 @@ copies over a link, then a disk. Each under the lowest zero that fits: that cost
 
 
 class ShortageError(MemoryError):
-    """A rank has no memory left. `used`: the memory that it held by then, in bytes, as in `Trainer.memory`."""
+    """Out-of-memory error of a rank. `used`: the bytes it used by category, as in `Trainer.memory`."""
 
     def __init__(self, message: str, *, used: Mapping[str, int]) -> None:
         super().__init__(message)
         self.used = used
 
     def __reduce__(self) -> "tuple[partial[ShortageError], tuple[Any, ...]]":
-        """Made anew with what was used: an exception is else made from its message alone."""
+        """Return how to unpickle it: an exception is otherwise made from its message alone."""
         return partial(ShortageError, used=self.used), self.args
 
 
@@ -65,9 +65,9 @@ class ShortageError(MemoryError):
 class MemoryShortage:
     """Memory that a plan needs of a rank, the memory the rank had, and a plan that needs less. All sizes are in bytes.
 
-    used    when there was no memory left; empty where nothing has run
-    fitting the cheapest plan that fits: this one, where it does itself
-    unpredictable  why nothing is predicted of this model, where that is so
+    used            at the time of the error; empty where nothing has run
+    fitting         the cheapest plan that fits; `plan` itself where that fits
+    unpredictable   why nothing is predicted for this model; "" if it is
     """
 
     plan: Plan
@@ -92,7 +92,7 @@ class MemoryShortage:
             "staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options) may"
         )
         if self.unpredictable:
-            advice = f"what plans need of this model cannot be told without values: {self.unpredictable}"
+            advice = f"the memory of plans for this model cannot be predicted without values: {self.unpredictable}"
         if self.fitting == self.plan:
             advice = "it fits"
         elif self.fitting is not None:
@@ -118,7 +118,7 @@ class MemoryNeeds:
         return self._known[plan]
 
     def total(self, plan: Plan) -> float:
-        """In all; infinitely much for a plan under which this model cannot be trained."""
+        """Return the bytes in total; infinity for a plan under which this model cannot be trained."""
         try:
             return sum(self.of(plan).values())
         except (ValueError, RuntimeError):
@@ -126,7 +126,7 @@ class MemoryNeeds:
 
 
 def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
-    """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
+    """Rehearse `plan`, which ran out of memory, and find the cheapest plan that fits `room` bytes of a rank."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
@@ -150,10 +150,10 @@ def needs(
     options: Options | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryShortage:
-    """Return what a plan needs of each rank of this host and, if that is missing, the cheapest change that fits.
+    """Return the memory that a plan needs of each rank of this host and, if it lacks, the cheapest change that fits.
 
-    To be printed. It is given what `parallelize` is, before that changes the model, and a global batch like those to
-    come; nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
+    Print the result. The arguments are those of `parallelize`, before it changes the model, and a typical global batch;
+    nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
     """
     plan = Plan.of(plan)
     ranks = plan.mesh().size
@@ -175,7 +175,7 @@ def needs(
 def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
     """Yield the plan with a change, under every zero that shares out as much or more, in that order."""
     if needs.device == "cpu" and "optimizer:cpu" in change:
-        return  # there is no other memory to go to
+        return  # the tensors are in this memory already
     words = dict(word.split("=", 1) for word in change.split())
     for zero in range(plan.zero, 4 if plan.dp != 1 or "zero" in words else plan.zero + 1):
         if words.get("zero", str(zero)) != str(zero):

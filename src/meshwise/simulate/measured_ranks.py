@@ -1,6 +1,5 @@
 """Measure a rank's real time and memory, as the device or the operating system reports them."""
 
-import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,11 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan
+from meshwise.simulate.available_memory import kernel_counts
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 STEPS = 3
-"""After so many, everything that a run keeps is there."""
+"""Steps after which everything that a run keeps is allocated."""
 
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -40,18 +40,18 @@ class MeasuredRank:
     """Bytes at most in the steps after the first, more than before the plan was applied: on a GPU as torch allocated
     them, on a CPU resident in memory that is the process's own, with its part of what it shares."""
     seconds: tuple[float, ...]
-    """Of each step."""
+    """Seconds of each step."""
 
     @property
     def step(self) -> float:
-        """The median of the steps after the first."""
+        """Median seconds of the steps after the first."""
         return statistics.median(self.seconds[1:])
 
 
 def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = STEPS) -> list[MeasuredRank]:
-    """Run a plan for a few steps on the ranks that there are. Every rank calls it and gets what all have measured.
+    """Run a plan for a few steps and return the measurements of all ranks. Every rank calls it.
 
-    On a CPU the ranks live in the environment `MALLOC`. Raises OSError where the system does not tell a process's peak.
+    On a CPU the ranks live in the environment `MALLOC`. Raises OSError where the system has no such files.
     """
     _warm_up(world.device)
     before = _used_bytes(world.device)
@@ -73,10 +73,10 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Return bytes that this rank has now."""
+    """Return the bytes that this rank uses now."""
     if (memory := streams_of(device).memory) is not None:
         return memory.held
-    return _kernel_count(_STATUS, "RssAnon") + _kernel_count(_ROLLUP, "Pss_Shmem")
+    return kernel_counts(_STATUS)["RssAnon"] + kernel_counts(_ROLLUP)["Pss_Shmem"]
 
 
 def _forget_peak(device: torch.device) -> None:
@@ -87,29 +87,19 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """Return bytes that this rank had at most since the peak was forgotten.
+    """Return the most bytes that this rank used since `_forget_peak`.
 
-    The system knows the peak of all that is resident. What of it is shared hardly changes from step to step, and is
-    counted in as many parts as there are processes that share it.
+    The system counts the peak of all resident memory. Shared memory hardly changes from step to step; each process
+    counts its part of it.
     """
     if (memory := streams_of(device).memory) is not None:
         return memory.peak
-    resident = _kernel_count(_STATUS, "VmHWM") - _kernel_count(_STATUS, "RssFile") - _kernel_count(_STATUS, "RssShmem")
-    return resident + _kernel_count(_ROLLUP, "Pss_Shmem")
-
-
-def _kernel_count(path: Path, name: str) -> int:
-    """Bytes, from the kernel's own account of this process."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"{path} does not tell {name}")
-    return int(found[1]) * 1024
+    status = kernel_counts(_STATUS)
+    return status["VmHWM"] - status["RssFile"] - status["RssShmem"] + kernel_counts(_ROLLUP)["Pss_Shmem"]
 
 
 def _warm_up(device: torch.device) -> None:
-    """Let libraries take what they take when they are used for the first time: of a CPU's, buffers that large products
-    of matrices are packed in.
-    """
+    """Use the libraries once, because they allocate at first use: on a CPU, the buffers that matrices are packed in."""
     torch.ones(4096, 384, device=device) @ torch.ones(384, 8192, device=device)
     x = torch.ones(64, 64, device=device, requires_grad=True)
     y = functional.layer_norm(functional.gelu(x @ x), (64,)).view(1, 1, 64, 64)

@@ -14,7 +14,7 @@ from meshwise.simulate.tape import Category, MemoryChange, TapeSegment
 
 @dataclass(frozen=True)
 class ActionMemory:
-    """The most that a rank has while it does one action."""
+    """Peak memory of a rank during one action."""
 
     label: str
 
@@ -23,31 +23,31 @@ class ActionMemory:
     before: tuple[Mapping[Category, int], Mapping[Category, int]]
     """Bytes of each category when the action begins, where the rank computes and in the host's memory."""
     more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
-    """Those that it has more."""
+    """Bytes of each category that are added up to the peak."""
 
     @cached_property
     def device(self) -> Mapping[Category, int]:
-        """Bytes where it computes."""
+        """Bytes of each category on the device."""
         return _sum(self.before[0], self.more[0])
 
     @cached_property
     def host(self) -> Mapping[Category, int]:
-        """Bytes in the host's memory, where the rank computes elsewhere."""
+        """Bytes of each category in the host's memory, if the device has memory of its own."""
         return _sum(self.before[1], self.more[1])
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank along pp, and of all that are like it."""
+    """Memory of one rank along pp, and of all ranks that do the same work."""
 
     index: int
     built: Mapping[Category, int]
-    """What there is before the first step."""
+    """Bytes by category before the first step."""
     first: tuple[ActionMemory, ...]
     steady: tuple[ActionMemory, ...]
     """Action by action, of a run's first step and of those that follow."""
     away: Mapping[str, int]
-    """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
+    """Bytes that are kept off the device, by tier: `cpu`, `disk`."""
 
     @property
     def peak(self) -> ActionMemory:
@@ -101,7 +101,7 @@ class _Change:
 
     @classmethod
     def of(cls, segment: TapeSegment, *, apart: bool) -> "_Change":
-        """`apart`: host memory is separate from device memory."""
+        """Return the changes of a segment; `apart`: host memory is separate from device memory."""
         device, host = Counter[Category](), Counter[Category]()
         total = highest = 0
         most, most_host = Counter[Category](), Counter[Category]()
@@ -131,7 +131,7 @@ class _Level:
         self._known = known
 
     def play(self, segment: TapeSegment) -> ActionMemory:
-        """Go through a segment; the moment when there is most on the device."""
+        """Apply a segment and return the moment with the most memory on the device."""
         change = self._known.get(id(segment.entries))
         if change is None:
             change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)

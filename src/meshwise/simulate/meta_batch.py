@@ -1,12 +1,12 @@
-"""A batch without values in place of the user's, and the values that its integers have there.
+"""Replace the user's batch by meta tensors, and keep the values of its integers.
 
     | the user's             stands for it in a rehearsal       has values
     | input_ids   [6, 10]    [8, 10] on meta                    the rows 0 1 2 3 4 5 0 1
     | mask        [6, 10]    [8, 10] on meta                    the same rows
     | images      [6, 3, 9]  [8, 3, 9] on meta                  none
 
-Which branch a model takes, and how large what it picks is, it asks of masks, positions and lengths. Other numbers
-decide what comes out, and hardly ever what is done.
+A model reads masks, positions and lengths to choose a branch or a size. Other numbers hardly ever change which
+operations run.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class MetaBatch:
 
     @classmethod
     def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
-        """For a batch, with so many rows: its own, over and over."""
+        """Return the meta batch of a batch, whose rows are repeated until there are `rows`."""
         values: list[tuple[Tensor, Tensor]] = []
 
         def stand_in(tensor: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ class MetaBatch:
 
 
 def with_rows(batch: Any, *, rows: int) -> Any:
-    """Return the same for who makes a rehearsal of it: in place of those without values are those that have them."""
+    """Return a batch of `rows` rows to rehearse with: its tensors have values where `MetaBatch` keeps them."""
     made = MetaBatch.of(batch, rows=rows)
     values = {id(bare): known for bare, known in made.values}
     return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
 
 
 def _keeps_values(tensor: Tensor) -> bool:
-    """Return whether it has values that a model may ask for."""
+    """Return whether the values of a tensor are kept: integers and booleans, because a model may read them."""
     counts = not (tensor.is_floating_point() or tensor.is_complex())
     return counts and type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse) and len(tensor) > 0

@@ -19,11 +19,14 @@ from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.tape import Tape, TapeOperation, TierTraffic
 
 _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})
-"""How often each is read or written then."""
+"""Times that each is read or written at the update."""
 
 
 def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
-    """Beside the micro-batches. `sizes`: bytes on other tiers; for activations, the bytes of one micro-batch."""
+    """Return the traffic during the micro-batches.
+
+    `sizes`: bytes on other tiers; for activations, the bytes of one micro-batch.
+    """
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
     on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")
@@ -33,7 +36,10 @@ def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches
 def update_traffic(
     tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool
 ) -> TierTraffic:
-    """At the update. `updated`: bytes of the `params` that a rank updates, and of their `gradients`."""
+    """Return the traffic at the update.
+
+    `updated`: bytes of the `params` that a rank updates, and of their `gradients`.
+    """
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
     return TierTraffic(
@@ -43,8 +49,9 @@ def update_traffic(
 
 
 def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
-    """Return the seconds of a step whose device work takes `seconds`, including its host. `on_host`: a GPU's optimizer
-    runs on the host.
+    """Return the seconds of a step that takes `took` seconds on its device, with the traffic between tiers.
+
+    `on_host`: a GPU's optimizer runs on the host.
     """
     updates = 0
     if on_host:

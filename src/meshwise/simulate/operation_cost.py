@@ -111,7 +111,7 @@ def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @cache
 def _causal(func: OpOverload) -> int | None:
-    """Names of the argument that makes an operation's attention causal."""
+    """Return the position of the argument `is_causal` of an operation; None without one."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
 
@@ -181,9 +181,7 @@ def _product(
 
 
 def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
-    """Return products whose groups share out the rows, the columns or the terms of one: of each there are as many in
-    all.
-    """
+    """Return the sizes of a grouped product, whose groups divide the rows, the columns or the terms."""
     batch = output.shape[0] if output.dim() == 3 else 1
     terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
     return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])

@@ -1,4 +1,4 @@
-"""When everything in a step happens: the tapes of all ranks, played together on a cluster.
+"""Predict the time of a step: play the tapes of all ranks together on a cluster.
 
 Each rank computes on one stream, a GPU no sooner than its host has started an operation. The collectives along each set
 of axes run on separate streams, one after the other. A rank stops only where its tape waits for one. What a stage takes
@@ -26,14 +26,14 @@ from meshwise.simulate.tape import TapeCall, TapeOperation, TapeSegment, TapeWai
 
 @dataclass(frozen=True)
 class PlayedSegment:
-    """A part of a tape, played."""
+    """Times of a part of a tape."""
 
     seconds: float
-    """From its begin to its end."""
+    """Seconds from its begin to its end."""
     computing: float
-    """Seconds of that in operations."""
+    """Seconds in which the rank computes."""
     exposed: Mapping[str, float]
-    """Seconds of that in which the rank waited, by the axes it waited for."""
+    """Seconds in which the rank waits for collectives, by their axes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Prediction:
     rehearsal: Rehearsal
     cluster: Cluster
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     bubble: float
     """The part of the step in which a rank has nothing to compute because of the pipeline, on average."""
     exposed: Mapping[str, float]
@@ -51,7 +51,7 @@ class Prediction:
     traffic: Mapping[str, float]
     """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes: of each, the most."""
     timeline: Timeline | None
-    """Of a pipeline."""
+    """Timeline of the pipeline; None without one."""
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -133,7 +133,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
 def _add_host_time(
     rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
 ) -> tuple[float, Mapping[str, float]]:
-    """Return a step's seconds and waits, with those for what rests elsewhere."""
+    """Return a step's seconds and waits, with those for state that is kept off the device."""
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
     whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
     return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
@@ -151,7 +151,7 @@ def _once(rehearsal: Rehearsal) -> list[int]:
 
 
 def _first_flops(parts: Sequence[TapeSegment]) -> int:
-    """Return the flops that these segments compute for the first time; like micro-batches share entries."""
+    """Return the flops that these segments compute for the first time; equal micro-batches share entries."""
     actions = [part for part in parts if part.action is not None]
     times = Counter(id(part.entries) for part in actions)
     each = {id(part.entries): part for part in actions}
@@ -159,7 +159,7 @@ def _first_flops(parts: Sequence[TapeSegment]) -> int:
 
 
 def _own_flops(part: TapeSegment) -> int:
-    """Without what a backward repeats of a forward; a forward that differentiates within itself repeats nothing."""
+    """Return the flops of a segment without repeated forwards; a forward that differentiates inside repeats none."""
     forward = part.kind is ActionKind.F
     return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and (forward or not one.again))
 
@@ -189,7 +189,7 @@ def _first(places: Sequence[_Place]) -> dict[_Place, int]:
 
 
 class _Rank:
-    """One rank along pp, and its prices."""
+    """One rank along pp with its prices and the times of its segments."""
 
     def __init__(self, rehearsal: Rehearsal, index: int, prices: ClusterPrices) -> None:
         each = rehearsal.plan.mesh().size // len(rehearsal.tapes)

@@ -33,7 +33,7 @@ from meshwise.simulate.value_requests import explaining_values, in_rehearsal
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """Inputs common to every rehearsed rank, and its recording."""
+    """Inputs that all rehearsed ranks share, and the recording of their tapes."""
 
     subject: RehearsalSubject
     plan: Plan
@@ -43,7 +43,7 @@ class RehearsedRank:
     stages: StageMessages
     shared: bool
     values: tuple[tuple[Tensor, Tensor], ...]
-    """Of tensors of the batch."""
+    """Meta tensors of the batch with their values."""
     memo: OperationMemo = field(default_factory=OperationMemo)
 
     def tapes(self) -> tuple[Tape, ...]:
@@ -118,7 +118,7 @@ class RehearsedRank:
         return +away
 
     def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
-        """Return the recorded segments, without those that only pass over a micro-batch."""
+        """Return the recorded segments, without micro-batches that are skipped."""
         passed = {Action(0, ActionKind.F, index) for index in range(self.plan.microbatches) if index not in self.only}
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.activity not in passed)
 
@@ -140,7 +140,7 @@ def _staged(trainer: Trainer) -> int:
 
 
 def _played(plan: Plan, device: Device) -> Plan:
-    """Return the plan as it is played: what leaves a GPU for the host's memory goes where that for the disk goes."""
+    """Return the plan that runs: under CUDA, state for the host's memory is handled as state for the disk is."""
     tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
     return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
 

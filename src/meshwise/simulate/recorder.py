@@ -1,8 +1,8 @@
-"""Records what a rank does while the real code runs on meta tensors: every operation, call, allocation and release.
+"""Record what a rank does while the real code runs on meta tensors: every operation, call, allocation and release.
 
 A tensor without values costs nothing to compute, so what runs here is the code that trains, with its own hooks, buffers
 and schedules; nothing is modelled twice. Memory is followed by storages: one is counted from the operation that
-returns it to the moment when nothing refers to it any more.
+returns it until the last reference to it is gone.
 
 Three things depend on a device that is absent, and are answered here for the target device: the kernels of attention
 and of torch's dropout, and the implementation of an optimizer.
@@ -37,15 +37,15 @@ from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeOperation,
 
 @dataclass
 class _Watched:
-    """Memory that may grow and shrink."""
+    """Storage that may grow and shrink."""
 
     storage: torch.UntypedStorage
     bytes: int
-    """When it was last looked at."""
+    """Size at the last look."""
 
 
 class Recorder:
-    """Recording of one rank so far. Its `entries` are in order, each with what the journal says the rank was at."""
+    """Recording of one rank so far: its entries in order, each with the rank's activity at the time."""
 
     def __init__(self, journal: FlightRecorder) -> None:
         self.journal = journal
@@ -58,7 +58,7 @@ class Recorder:
         self._free_slabs: deque[int] = deque()
 
     def note(self, entry: Entry) -> None:
-        """Something happens now."""
+        """Append an entry under the current activity."""
         self._entries.append((self.journal.doing, entry))
 
     def segments(self) -> tuple[TapeSegment, ...]:
@@ -80,7 +80,7 @@ class Recorder:
                 self.allocated(one)
 
     def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
-        """Count the memory of a tensor, once; `category` says what it is for, whatever the rank is at."""
+        """Count the memory of a tensor, once; `category` overrides the category of the rank's activity."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -96,7 +96,7 @@ class Recorder:
         self.note(MemoryChange(*self._sizes[key], fresh=fresh))
 
     def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
-        """Return a tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
+        """Return a tensor in shared memory; it reuses the slab of a freed tensor where one fits."""
         with unseen():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
@@ -114,7 +114,7 @@ class Recorder:
         self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
 
     def ignore(self, tensor: Tensor) -> None:
-        """Do not count the memory of a tensor that takes none where the rank computes."""
+        """Do not count the memory of a tensor, because it is not on the rank's device."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -124,11 +124,11 @@ class Recorder:
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 
     def share(self, tensor: Tensor, *, ranks: int) -> None:
-        """Record that `ranks` ranks hold a tensor's memory together: each counts its part."""
+        """Record that `ranks` ranks share a tensor's memory: each counts its part."""
         self._holders[tensor.untyped_storage()._cdata] = ranks
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Return whether the rank holds a tensor's memory together with others."""
+        """Return whether the rank shares a tensor's memory with others."""
         return tensor.untyped_storage()._cdata in self._holders
 
     def record_growth(self) -> None:
@@ -183,11 +183,11 @@ class _Known:
 
 
 class OperationMemo(dict[Any, _Known]):
-    """Operations that were run before. A model repeats its blocks, and torch takes its time to tell shapes."""
+    """Costs and results of operations that ran before. A model repeats its blocks, and shape inference is slow."""
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Shows a recorder every operation below autograd."""
+    """Dispatch mode that passes every operation below autograd to a recorder."""
 
     def __init__(self, recorder: Recorder, *, memo: OperationMemo) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class OperationRecorder(TorchDispatchMode):
         self._memo = memo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # below it nobody needs to hear of the sizes that are asked for here
+        with torch._C.DisableTorchFunction():  # sizes that are read here must not reach other modes
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -236,10 +236,10 @@ _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
 class KernelChoice(ForwardAndBackwardMode):
-    """Answers for the device that is meant: which kernels compute, and whether a tensor is on a CPU.
+    """Mode that runs the kernels of the target device, and answers whether a tensor is on a CPU.
 
-    `local`: dropout is torch's own, which a GPU's fused attention does too. Masks that are the same under every plan
-    are made outside of kernels.
+    `local`: dropout is torch's own, so a GPU's fused attention applies it. Otherwise masks are the same under every
+    plan and are made outside of kernels.
     """
 
     def __init__(self, kind: str, *, local: bool = False) -> None:
@@ -274,14 +274,14 @@ _ATTENTION = MappingProxyType(
         "enable_gqa": False,
     }
 )
-"""What `scaled_dot_product_attention` takes, in its order, and its defaults."""
+"""Parameters of `scaled_dot_product_attention` in their order, with their defaults."""
 
 
 _DROPOUTS = frozenset({functional.dropout, torch.dropout})
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-    """Torch's own dropout, which a GPU does in one kernel that keeps a byte of mask for each element."""
+    """Apply dropout as a GPU does: one kernel that keeps a byte of mask for each element."""
     if not training or not p:
         return x
     dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
@@ -297,16 +297,16 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Torch's own root-mean-square norm, one kernel each way on a GPU and many operations on meta.
+    """Apply a root-mean-square norm as a GPU does: one kernel each way.
 
-    As a layer norm, which reads and writes as much.
+    A layer norm replaces it, because it reads and writes as much.
     """
     normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
     return normed
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
-    """Attention by the fused kernel where the device has one for it, otherwise by plain operations."""
+    """Apply attention by the device's fused kernel if it has one, otherwise by plain operations."""
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     if (mask is not None and mask.requires_grad) or not _fused(kind, given):
         return torch._scaled_dot_product_attention_math(**given)[0]
@@ -332,7 +332,7 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
 
 
 def _fused(kind: str, given: dict[str, Any]) -> bool:
-    """Return whether there is one: on the CPU torch is asked, of small tensors of the same kind."""
+    """Return whether the device has a fused kernel; on the CPU torch is asked, with small tensors of the same kind."""
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return False
@@ -348,7 +348,7 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
 
 
 class _Pretence(TorchFunctionMode):
-    """Meta tensors say that they are on the device that is meant."""
+    """Mode in which meta tensors report the target device as theirs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class _Pretence(TorchFunctionMode):
 def as_if_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
     """Return an optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        return optimizer  # for the real code to say
+        return optimizer  # parallelize refuses it
 
     class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
         __doc__ = optimizer.__doc__

@@ -1,6 +1,6 @@
-"""A rehearsal: `parallelize` and two steps of the real code, on one rank of each stage and without any values.
+"""Rehearse a plan: run `parallelize` and two steps of the training code on one rank of each stage, without values.
 
-| what is alike | is run once |
+| equal parts | the part that runs |
 |---|---|
 | ranks that differ in dp, tp or cp only | the first of them |
 | micro-batches but the first and the last | one of them |
@@ -50,27 +50,27 @@ class Rehearsal:
     plan: Plan
     """With every degree filled in."""
     rows: int
-    """In the global batch."""
+    """Rows of the global batch."""
     tokens: int
-    """What the loss counts in it."""
+    """Count of the loss over the global batch."""
     schedule: Schedule
     """What each rank of the pipeline does, with transfers, gathers and reductions; without pp, one row of F and B."""
     tapes: tuple[Tape, ...]
-    """Of one rank of each stage's, by index along pp."""
+    """Tapes of one rank of each stage, by index along pp."""
     device: Device
-    """What each rank would compute on."""
+    """Kind of device of each rank."""
     _steps: dict[tuple[int, bool], tuple[TapeSegment, ...]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
-    """Steps that were asked for, by what they were asked by."""
+    """Steps by the arguments of `step`."""
 
     @property
     def asked(self) -> bool:
-        """True if the model or the loss asked its batch for values: with others it may do something else."""
+        """True if the model or the loss read values of its batch: another batch may lead to other operations."""
         return any(tape.asked for tape in self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
-        """Everything that the rank with this index along pp does in a step, in order; `first` for a run's first."""
+        """Return the segments of a step of the rank with this index along pp; `first`: of a run's first step."""
         if (index, first) not in self._steps:
             self._steps[index, first] = self._step(index, first=first)
         return self._steps[index, first]
@@ -98,9 +98,7 @@ class Rehearsal:
 
 
 def _is_alone(activity: Activity, parts: Collection[Activity]) -> bool:
-    """Return whether this is a forward without a backward: of a micro-batch that was passed over, which may leave
-    buffers.
-    """
+    """Return whether an activity is a forward without a backward: of a skipped micro-batch, which may leave buffers."""
     if not isinstance(activity, Action) or activity.kind is not ActionKind.F:
         return False
     return activity._replace(kind=ActionKind.B) not in parts
@@ -142,7 +140,7 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
 def rehearse(
     subject: RehearsalSubject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
 ) -> Rehearsal:
-    """Run the plan on a world of so many ranks that is not there; `device` is what each rank would compute on.
+    """Run a plan on one rank of each kind, as if there were `ranks` ranks with this kind of `device`.
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory.
 
@@ -175,9 +173,7 @@ def rehearse(
 
 
 def _counting(loss: Loss, *, counts: list[float]) -> Loss:
-    """Return the same loss, which leaves how many it counts in a row, where that is a number and no tensor without
-    values.
-    """
+    """Return the loss, wrapped so that it appends its count for each row to `counts`, if the count is a number."""
 
     def run(output: Any, batch: Any) -> Any:
         result = loss(output, batch)
@@ -198,9 +194,7 @@ def _tokens(batch: Any) -> int:
 def _kinds(
     source: ParameterSource, schedule: Schedule, plan: Plan, options: Options, constants: ShapeConstants
 ) -> tuple[tuple[int, ...], Options]:
-    """For each rank along pp the one that is rehearsed for it; and options by which all cut and split the model as was
-    found.
-    """
+    """Return the rank rehearsed for each rank along pp, and options with the parts and the cut that were found."""
     if plan.pp == 1:
         return (0,), options
     forward = in_rehearsal(options.forward or default_forward, constants=constants)
@@ -209,13 +203,13 @@ def _kinds(
     try:
         parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     except ValueError:
-        return tuple(range(plan.pp)), options  # for the real code to say
+        return tuple(range(plan.pp)), options  # parallelize refuses it
     options = dataclasses.replace(options, parts=parts)
     request = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
         cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, request=request)
     except CutError:
-        return tuple(range(plan.pp)), options  # for the real code to say
+        return tuple(range(plan.pp)), options  # parallelize refuses it
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
     options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))
     ends = bool(plan.sequence_parallel) or plan.tp_mode != "1d"

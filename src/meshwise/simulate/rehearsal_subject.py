@@ -1,4 +1,4 @@
-"""Subject of a rehearsal: everything of a run except its plan."""
+"""Bundle the inputs of a rehearsal: everything of a run except its plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,6 @@ class RehearsalSubject:
     batch: Any
     """A global batch like those to come; of its tensors only the shapes matter, and of how many rows it has."""
     optimizer: OptimizerClass = torch.optim.AdamW
-
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the optimizer."""
+    """Arguments of the optimizer."""
     options: Options = field(default_factory=Options)

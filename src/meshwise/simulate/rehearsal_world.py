@@ -1,8 +1,8 @@
-"""The trace world of a rehearsal: it shows a recorder what is called, and joins the stages of a pipeline.
+"""Trace world of a rehearsal: it records every call and passes messages between the stages of a pipeline.
 
 One rank of each kind of stage is rehearsed, each on its own thread, because a stage's inputs are decided by the code of
-the stage before. Between them small values travel as in a real run; tensors, which have no values, do not. What would
-come from a stage that is not rehearsed comes from the one that is like it.
+the stage before. Between them small values travel as in a real run; tensors, which have no values, do not. A message
+from a stage that is not rehearsed comes from the equal stage that is.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class StageMessages:
     """
 
     def __init__(self, rehearsed: Sequence[int]) -> None:
-        """`rehearsed`: for each stage's rank, the one that is rehearsed for it."""
+        """`rehearsed`: for each stage's rank, the rank that is rehearsed for it."""
         self.rehearsed = tuple(rehearsed)
         self._turn = threading.Lock()
         self._sent = threading.Condition(self._turn)
@@ -44,7 +44,7 @@ class StageMessages:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, a stage runs; when it fails, so do those that wait for it, by threading.BrokenBarrierError."""
+        """Let a stage run in the block; if it fails, the stages that wait for it get threading.BrokenBarrierError."""
         with self._turn:
             try:
                 yield
@@ -87,12 +87,12 @@ class StageMessages:
 
 
 class RehearsalWorld(TraceWorld):
-    """Rank `rank` of a mesh, with what it calls recorded."""
+    """World of one rank of a mesh that records its calls."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool = False
     ) -> None:
-        """`shared`: all ranks are of one host, and share its memory."""
+        """`shared`: all ranks are processes of one host and share its memory."""
         super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
         self._recorder = recorder
         self._stages = stages
@@ -112,7 +112,7 @@ class RehearsalWorld(TraceWorld):
         return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
 
     def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
-        """Memory that the ranks share where they can; `category`: what it is for, if not for what the rank is at."""
+        """Return a buffer, in shared memory if possible; `category` overrides the category of the rank's activity."""
         if self._shared and self._in_step and numel * dtype.itemsize > PAYLOAD_BYTES:
             return self._recorder.borrow(numel, dtype=dtype, category=category)
         tensor = super().empty(numel, dtype=dtype)

@@ -1,4 +1,4 @@
-"""When everything on a tape happens, on a rank that does its segments one after the other."""
+"""Compute when each entry of a tape happens, on a rank that runs its segments one after the other."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from meshwise.simulate.tape import Entry, TapeCall, TapeOperation, TapeSegment, 
 
 
 class EntryTime(NamedTuple):
-    """When an entry happens: an operation while it computes, a collective while it runs, a wait while it lasts."""
+    """Start and stop of an entry: of an operation, a collective or a wait."""
 
     segment: TapeSegment
     entry: Entry

@@ -13,7 +13,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
-    """Return the peak of each rank along pp, by category; what was measured beside it."""
+    """Return the peak of each rank along pp by category, with the measured peak if there is one."""
     held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
     tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
@@ -41,7 +41,7 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
 
 
 def time_table(prediction: Prediction) -> Table:
-    """Return a step's time, what is made of it, and where it goes."""
+    """Return the time of a step, its tokens per second, utilisation, bubble and waits."""
     waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
     return [
         ("", ""),
@@ -60,13 +60,13 @@ def time_table(prediction: Prediction) -> Table:
 
 
 def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
-    """Return the peak of the rank that needs most, in bytes."""
+    """Return the bytes by category at the peak of the rank that needs most."""
     peak = max((rank.peak for rank in ranks), key=lambda moment: moment.bytes)
     return {str(category): size for category, size in peak.device.items()}
 
 
 def size_text(size: float) -> str:
-    """`4.0 KiB` for 4096."""
+    """Return a size with its unit: `4.0 KiB` for 4096."""
     power = 0
     while abs(size) >= 1024 and power < len(_UNITS) - 1:
         size, power = size / 1024, power + 1

@@ -1,7 +1,7 @@
-"""A step from its begin to its end: what each rank is at, and how much memory it holds, moment by moment.
+"""Lay out a predicted step moment by moment: the activity of each rank and its memory.
 
-The pipeline's clock gives the begin and end of each action. Here come what lies within them, what is before and after
-the schedule, and the memory of the tape at its time:
+The pipeline's clock gives the begin and end of each action. This file adds the collectives and waits inside actions,
+the time before and after the schedule, and the memory of the tape:
 
     │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
               ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     what it waits for within
@@ -29,29 +29,29 @@ the same axes is one wait, at its end."""
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """The memory of a rank at one moment."""
+    """Memory of a rank at one moment."""
 
     seconds: float
     during: str
-    """What the rank is at: an action, or a word, as its timeline has it."""
+    """Activity of the rank, as its timeline names it."""
     device: Mapping[Category, int]
-    """Bytes where it computes."""
+    """Bytes of each category on the device."""
 
     @property
     def bytes(self) -> int:
-        """In all."""
+        """Bytes in total."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True)
 class StepHistory:
-    """The memory of one rank along pp over a step."""
+    """Memory of one rank along pp over a step."""
 
     index: int
     seconds: float
     """Of the step."""
     levels: tuple[MemoryLevel, ...]
-    """For each of as many parts of the step, all as long, the moment when there is most; seconds tell its begin."""
+    """The moment with the most memory in each of equally long parts of the step; its `seconds` are the part's begin."""
 
     @property
     def peak(self) -> MemoryLevel:
@@ -59,20 +59,20 @@ class StepHistory:
         return max(self.levels, key=lambda level: level.bytes)
 
     def holds(self, category: Category) -> bool:
-        """Return whether there is ever anything of a category."""
+        """Return whether the rank ever has memory of a category."""
         return any(level.device.get(category) for level in self.levels)
 
 
 @dataclass(frozen=True)
 class _Played:
-    """A segment, played after those before it."""
+    """Segment with its times, played after the segments before it."""
 
     activity: Activity
     start: float
     stop: float
     moments: tuple[EntryTime, ...]
     inside: tuple[tuple[TimelineRow, str, float, float], ...]
-    """Its collectives, and those that the rank waits for: which, from when to when."""
+    """Row, name, start and stop of its collectives and of its waits."""
 
     @cached_property
     def waits(self) -> Mapping[str, float]:
@@ -85,7 +85,7 @@ class _Played:
 
 
 def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[_Played]:
-    """Yield segments of a rank that nothing else comes between."""
+    """Yield consecutive segments of a rank with their times."""
     calls: dict[int, str] = {}
     now = 0.0
     for _, each in itertools.groupby(moments(segments, prices=prices), key=lambda moment: id(moment.segment)):
@@ -104,9 +104,7 @@ def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator
 
 @dataclass(frozen=True)
 class _Act:
-    """Activity of a rank for a stretch of time. The clock gives every action the mean of its kind, not the time of its
-    own.
-    """
+    """Activity of a rank with its place in the step; the clock gives an action the mean time of its kind."""
 
     activity: Activity
     start: float
@@ -120,7 +118,7 @@ class _Act:
         return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
 
     def inside(self, *, rank: int) -> Iterator[Event]:
-        """Its collectives and waits."""
+        """Yield its collectives and waits."""
         for stream, kind, start, stop in self.played.inside if self.played else ():
             yield Event(rank, stream, kind, self.at(start), self.at(stop))
 
@@ -134,7 +132,7 @@ class _Act:
 
 
 class PredictionReplay:
-    """A prediction, taken through its step."""
+    """Timelines and memory histories of a predicted step."""
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
@@ -187,7 +185,7 @@ class PredictionReplay:
 
     @cached_property
     def _acts(self) -> list[list[_Act]]:
-        """Acts of each rank along pp, in order."""
+        """Activities of each rank along pp, in order."""
         row = self.prediction.timeline
         if row is None:
             parts = _play(self._rehearsal.step(0), prices=self._prices_of(0))
@@ -195,7 +193,7 @@ class PredictionReplay:
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
-        """Yield the acts of a rank, and what the pipeline's clock has beside them."""
+        """Yield the activities of a rank, and the events of the pipeline's clock."""
         row = self.prediction.timeline
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if not isinstance(act.activity, Action):
@@ -213,7 +211,7 @@ class PredictionReplay:
             yield Event(index, TimelineRow.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
 
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
-        """Yield segments that the pipeline's clock has placed, and those before and after."""
+        """Yield the segments that the pipeline's clock has placed, and those before and after the schedule."""
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts = self._rehearsal.step(index)
         before = [part for part in parts if part.activity is StepPhase.BEGIN]
@@ -238,7 +236,7 @@ class PredictionReplay:
 
     @property
     def _host(self) -> float:
-        """Seconds in which every rank waits for what rests elsewhere, drawn at the end."""
+        """Seconds in which every rank waits for state that is kept off the device, drawn at the end."""
         return self.prediction.exposed.get("host", 0.0)
 
     def _after(self, index: int) -> Iterator[_Played]:
@@ -248,7 +246,7 @@ class PredictionReplay:
         return _play(after, prices=self._prices_of(index))
 
     def _played(self, segment: TapeSegment, index: int) -> _Played | None:
-        """Return one segment alone; None for one in which nothing happens."""
+        """Return the times of one segment; None if it has no entries."""
         prices = self._prices_of(index)
         key = id(segment.entries), id(prices)
         if key not in self._alone:
@@ -264,5 +262,5 @@ class PredictionReplay:
 
 
 def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
-    """Yield one after the other."""
+    """Yield played segments as consecutive activities."""
     return (_Act(part.activity, start + part.start, start + part.stop, part) for part in parts)

@@ -1,7 +1,7 @@
-"""Tape of one rank's step as a value: operations, calls of collectives, and memory, in order.
+"""Represent one rank's step as a tape: operations, calls of collectives, and memory, in order.
 
 A tape is cut into segments, each what the rank did for one action of its schedule (`2F0`), or between them
-(`exchange`, `update`). Micro-batches after the first are equal, so a few of them represent all.
+(`exchange`, `update`). Micro-batches after the first are equal, so a few represent all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,16 +56,16 @@ class TapeOperation:
 
 @dataclass(frozen=True, slots=True)
 class TapeCall:
-    """A collective, or one end of a message, is started."""
+    """Start of a collective, or of one end of a message."""
 
     stamp: CallRecord
     ranks: tuple[int, ...]
-    """The ranks of the group in the world's numbers; of a message, its source and target."""
+    """Global ranks of the group; of a message, its source and target."""
 
 
 @dataclass(frozen=True, slots=True)
 class TapeWait:
-    """The call with this number has to be over."""
+    """Wait for the end of the call with this number."""
 
     sequence: int
 
@@ -79,8 +79,8 @@ class MemoryChange:
     host: bool = False
     """Whether it lies in the host's memory while the rank computes on a device of its own."""
     fresh: int = 0
-    """How often its pages are asked for: by the rank, and by the others where they map them; 0 where what there is gets
-    another name, or is given back."""
+    """Times that its pages are requested from the system: by this rank, and by the ranks that map them. 0 for memory
+    that changes its category or is freed."""
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
@@ -88,7 +88,7 @@ Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
 
 @dataclass(frozen=True)
 class TapeSegment:
-    """What a rank does in one activity, in order."""
+    """Entries of one activity of a rank, in order."""
 
     activity: Activity
     entries: tuple[Entry, ...]
@@ -128,16 +128,16 @@ class Tape:
     """Tape of one rank: while the plan was applied, in the first step, and in a later step."""
 
     index: int
-    """Of the rank along pp."""
+    """Index of the rank along pp."""
     build: TapeSegment
     first: tuple[TapeSegment, ...]
     steady: tuple[TapeSegment, ...]
 
     away: Mapping[str, int]
-    """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
+    """Bytes that are kept off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
-    """What moves between tiers beside the micro-batches of a step."""
+    """Traffic between tiers during the micro-batches of a step."""
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
-    """What moves between them when it updates."""
+    """Traffic between tiers at the update."""
     asked: bool = False
-    """Whether the model or the loss asked its batch for values, and so did what it does for that one."""
+    """Whether the model or the loss read values of its batch."""

@@ -21,16 +21,15 @@ _NO_VALUES = (
 
 
 def asks_for_values(error: Exception) -> bool:
-    """Return whether it says that a value was asked for which a tensor of a rehearsal does not have."""
+    """Return whether an error is about reading the value of a meta tensor."""
     return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
 
 
 @contextlib.contextmanager
 def explaining_values() -> Iterator[None]:
-    """Explain torch's errors about missing values within the block. Raises RuntimeError, also where torch raises a
-    TypeError, as it does for numpy.
+    """Add a note to torch's errors about missing values in the block.
 
-
+    Raises RuntimeError, also where torch raises a TypeError, as it does for numpy.
     """
     try:
         yield
@@ -46,8 +45,9 @@ def explaining_values() -> Iterator[None]:
 
 
 def in_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
-    """Run the block as a rehearsal does: tensors that the user's code makes on no device go to the device of the
-    others, and values that follow from sizes alone are known.
+    """Return a function wrapped for a rehearsal.
+
+    Tensors that it makes without a device are meta tensors; values that follow from sizes alone are known.
     """
 
     def run(*given: Any) -> Any:

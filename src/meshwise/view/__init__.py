@@ -1,1 +1,1 @@
-"""Drawings: in the terminal, as PNG and SVG, as a page for a browser, as a trace. docs/view.md."""
+"""Draw plans: in the terminal, as PNG and SVG, as an HTML page and as a trace. docs/view.md."""

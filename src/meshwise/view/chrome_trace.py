@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 A process per rank has four rows: computation (and waits for messages), links, collectives, and traffic between memory
 tiers. Every message has an arrow, and memory by category is a counter. The format is Google's "Trace Event Format":
@@ -20,7 +20,7 @@ from meshwise.view.plan_account import PlanAccount
 ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}
 _NAMES = ("computes", "sends", "collectives", "tiers")
 _APART = 10
-"""From a row to the next with the same name, for what overlaps: a row of a trace has one thing at a time."""
+"""Distance between rows with the same name: overlapping events need rows of their own."""
 
 _MICRO = 1e6
 
@@ -63,14 +63,14 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
 
 
 def _levels(history: StepHistory, scale: float, pid: int) -> Iterator[dict[str, Any]]:
-    """Memory over time."""
+    """Yield the counter of memory over time."""
     for level in history.levels:
         sizes = {str(category): size for category, size in level.device.items()}
         yield {"ph": "C", "name": "memory", "pid": pid, "ts": level.seconds * scale, "args": sizes}
 
 
 class _Place:
-    """Which process of the trace each rank of a timeline is."""
+    """Process numbers and message names of a timeline's ranks in the trace."""
 
     def __init__(self, first: int, timeline: Timeline) -> None:
         self.first = first

@@ -1,4 +1,4 @@
-"""All drawings of some plans for the terminal: of each its mesh, what its ranks do when, and their memory."""
+"""Draw plans in the terminal: the mesh, the timeline and the memory of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -21,13 +21,13 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
     Category.STAGING: ("s", "black on red"),
     Category.COMMUNICATION: ("c", "black on white"),
 }
-"""How each category is written: `w` for parameters that are whole while they are used."""
+"""Letter and style of each category."""
 
 _HEIGHT = 8
 
 
 def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) -> Text:
-    """Return the drawing of one rank, `seconds` in `width` characters."""
+    """Return the drawing of one rank's memory over time; `width` characters stand for `seconds`."""
     peak = history.peak
     heads = [size_text(peak.bytes), *[""] * (_HEIGHT - 1)]
     left = max(map(len, heads))

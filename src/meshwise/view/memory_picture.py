@@ -1,4 +1,4 @@
-"""Memory over time as a picture: what a rank holds of each category, one above the other, over the step's time."""
+"""Draw the memory of a rank over a step: one area for each category, above one another."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _STEPS = 4
 def memory_pictures(
     histories: Sequence[StepHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
-    """Yield one for each of some ranks, all to one scale: `most` bytes high, and higher where the `limit` is near.
+    """Yield a picture for each history, all to one scale: `most` bytes high, and higher where the `limit` is near.
 
     `names`: the ranks along pp; `span`: seconds across the whole width; `limit`: bytes that a rank may use, 0 if
     unknown.
@@ -34,7 +34,7 @@ def memory_pictures(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Frame in which a picture is drawn."""
+    """Name, scales, limit and categories of a picture."""
 
     name: str
     span: float
@@ -44,7 +44,7 @@ class _Frame:
 
 
 def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
-    """With the legend below it where it is the last one."""
+    """Return the picture of a history; the last one has the legend."""
     plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, _HEIGHT, frame.span, "s", ())
     title = f"memory of {frame.name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
     shapes: list[Shape] = [
@@ -69,9 +69,7 @@ def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
 
 
 def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
-    """Yield a staircase for each category, the first at the bottom, each drawn down to the ground behind those before
-    it.
-    """
+    """Yield a filled staircase for each category; the first is at the bottom and drawn over the others."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     for count in range(len(frame.categories), 0, -1):
         points = [(0.0, plot.height)]
@@ -84,7 +82,7 @@ def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PictureP
 
 
 def _hover_bars(history: StepHistory, plot: Plot, *, row: str) -> Bars:
-    """Return the bars that can be pointed at: every moment with its memory."""
+    """Return invisible bars that show the memory of each moment under the pointer."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in pairwise(moments))
     return Bars(UNSEEN, tuple(boxes), tuple(map(_sizes, history.levels)), row)

@@ -17,29 +17,29 @@ from meshwise.base.mesh import Mesh
 from meshwise.view.picture import Bars, Box, Picture, PictureText, Point, Shape, text_width
 
 _MOST = (16, 8, 8, 4)
-"""Indices of an axis that are shown: across a grid, down, grids beside one another, below one another."""
+"""Most indices that are shown: across a grid, down a grid, grids in a row, rows of grids."""
 
 _TONES = 6
 _HIGH, _GAP, _TITLE, _LABEL, _LEAST = 24.0, 2.0, 26.0, 18.0, 40.0
 _BREAK = 40.0
-"""Where grids are left out."""
+"""Width of the gap where grids are left out."""
 _WIDEST, _LETTERS = 1180.0, 340.0
-"""How wide the picture may be, and its title is."""
+"""Most width of the picture, and the width of its title."""
 
 _Index = int | None
-"""Of a rank along an axis; None stands for those that are left out."""
+"""Index of a rank along an axis; None for the indices that are left out."""
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis, and which of its indices are shown; one without a name has a single one."""
+    """Axis with the indices that are shown; an axis without a name has one index."""
 
     name: str = ""
     indices: tuple[_Index, ...] = (0,)
 
     @classmethod
     def shown(cls, name: str, *, degree: int, most: int) -> "_Axis":
-        """At most so many indices."""
+        """Return an axis that shows at most `most` indices."""
         return cls(name, tuple(range(degree)) if degree <= most else (*range(most - 2), None, degree - 1))
 
     def at(self, index: _Index) -> dict[str, _Index]:
@@ -94,12 +94,12 @@ class _Sheet:
 
     @property
     def left(self) -> float:
-        """Room for the labels beside a grid."""
+        """Width of the labels of a grid."""
         return 14 + max(text_width(self.down.label(index), size=10) for index in self.down.indices[-1:])
 
     @property
     def wide(self) -> float:
-        """From one grid to the next beside it."""
+        """Distance from a grid to the next one in a row."""
         return self.left + len(self.across.indices) * (self.cell + _GAP) + 22
 
     @property
@@ -145,7 +145,7 @@ class _Sheet:
             yield PictureText(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
 
     def place(self, rank: int) -> str:
-        """Its indices along the axes that have several."""
+        """Return the indices of a rank along the axes with several ranks."""
         indices = self.mesh.coordinate(rank).items()
         named = [f"{name} {index}" for name, index in indices if self.mesh.degree(name) > 1]
         return f": {' '.join(named)}" if named else ""

@@ -1,4 +1,4 @@
-"""Which colour each paint is, in the light and in the dark."""
+"""Define the light and the dark colour of each paint, and write them as CSS."""
 
 from collections.abc import Mapping
 
@@ -45,7 +45,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "row": ("#f5f6f8", "#1b2027"),
     "limit": ("#c9372c", "#ff7d72"),
 }
-"""By paint: (in the light, in the dark). `gap` is a paint too, which cannot be seen and can be pointed at."""
+"""(light, dark) by paint. The paint `gap` has none: it is invisible, but the pointer finds it."""
 
 UNSEEN = "gap"
 LINES = frozenset({"grid", "limit", "faint", "ink"})

@@ -1,4 +1,4 @@
-"""Pictures as values: shapes in order, which one writer turns into SVG and another into PNG.
+"""Represent pictures as values: shapes in order, from which SVG and PNG are written.
 
 The content is decided once, for the page, the files and the tests; `palette` has the light and dark colours. Lengths
 are pixels, y goes down.
@@ -29,7 +29,7 @@ class Bars:
     boxes: tuple[Box, ...]
     names: tuple[str, ...] = ()
     row: str = ""
-    """What they belong to, told with their names."""
+    """Row that they belong to, shown with their names."""
 
     @property
     def fine(self) -> bool:
@@ -37,7 +37,7 @@ class Bars:
         return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
 
     def moved(self, *, right: float, down: float) -> "Bars":
-        """Return the same, elsewhere."""
+        """Return the shape moved right and down."""
         boxes = tuple((x + right, y + down, width, height) for x, y, width, height in self.boxes)
         return dataclasses.replace(self, boxes=boxes)
 
@@ -51,7 +51,7 @@ class PicturePath:
     filled: bool = False
 
     def moved(self, *, right: float, down: float) -> "PicturePath":
-        """Return the same, elsewhere."""
+        """Return the shape moved right and down."""
         return dataclasses.replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
 
@@ -69,7 +69,7 @@ class PictureText:
     """Which part of it is at x: start, middle or end."""
 
     def moved(self, *, right: float, down: float) -> "PictureText":
-        """Return the same, elsewhere."""
+        """Return the shape moved right and down."""
         return dataclasses.replace(self, x=self.x + right, y=self.y + down)
 
 
@@ -78,7 +78,7 @@ Shape: TypeAlias = Bars | PicturePath | PictureText
 
 @dataclass(frozen=True)
 class Plot:
-    """A part of a picture in which x is time from 0 on; its shapes are placed from its own corner."""
+    """Part of a picture in which x is time from 0 on; its shapes are placed from its own corner."""
 
     left: float
     top: float
@@ -103,7 +103,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Picture:
-    """Shapes on a sheet."""
+    """Sheet of shapes, with or without a plot."""
 
     title: str
     """What it shows, for those who cannot see it."""
@@ -121,7 +121,7 @@ class Picture:
 
 
 def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
-    """Pictures below one another, as one, with a margin around."""
+    """Return pictures below one another as one picture with a margin."""
     shapes: list[Shape] = []
     top = gap
     for picture in pictures:
@@ -132,12 +132,12 @@ def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
 
 
 def text_width(text: str, *, size: float) -> float:
-    """About how wide a text is."""
+    """Return the approximate width of a text."""
     return LETTER * size * len(text)
 
 
 def ticks(span: float, *, most: int) -> list[float]:
-    """Round numbers from 0 to `span`, at most so many steps: 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers from 0 to `span` in at most `most` steps of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
     return [step * index for index in range(math.floor(span / step * (1 + 1e-9)) + 1)]

@@ -1,4 +1,4 @@
-"""Account of a plan as a value: all that is drawn of a simulation or of a run."""
+"""Collect everything that is drawn of a plan: timeline, memory, mesh and facts, of a prediction or of a run."""
 
 import math
 from collections import defaultdict
@@ -37,17 +37,17 @@ class PlanAccount:
     title: str
     timeline: Timeline
     rows: tuple[str, ...] = ()
-    """Whom the rows of the timeline are for; by default the ranks."""
+    """Names of the timeline's rows; by default the ranks."""
     unit: str = "s"
     """Of its times: seconds, or nothing for times without a unit."""
     plan: Plan | None = None
     machine: AccountMachine = field(default_factory=AccountMachine)
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What else there is to tell of it, in order."""
+    """Other facts by title, in the order in which they are shown."""
     peak: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by category of the rank that needs most, when it does."""
+    """Bytes by category at the peak of the rank that needs most."""
     histories: tuple[StepHistory, ...] = ()
-    """Memory over time, of ranks that stand for all."""
+    """Memory over time of the ranks that are shown."""
 
     @property
     def mesh(self) -> Mesh | None:

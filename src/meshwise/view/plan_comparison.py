@@ -1,4 +1,4 @@
-"""Plans beside one another: what differs, where the step goes, what fills the memory; as a table and as a picture."""
+"""Compare plans as a table and as a picture: their keys, the parts of a step, and the memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Row = tuple[str, ...]
 _PAINTS: Mapping[str, str] = {"computes": "forward", "update": "update", "around": "between", "bubble": "bubble"}
 _WAITS = ("wait", "collective", "message", "tier")
 _LETTERS = 60
-"""Of a title beside a bar."""
+"""Most letters of a bar's title."""
 
 _WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 90.0
 
 
 def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
-    """Titles, then rows; a column for each plan. Keys that are equal in all plans are left out."""
+    """Return titles, then rows, with a column for each plan. Keys that are equal in all plans are left out."""
     rows: list[Row] = [("", *(account.title for account in accounts))]
     plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
     keys = dict.fromkeys(key for plan in plans for key in plan)
@@ -80,17 +80,17 @@ class _Chart:
 
     title: str
     paints: Mapping[str, str]
-    """Of the parts, in order."""
+    """Paint of each part, in order."""
     bars: tuple[_Bar, ...]
     limit: float = 0.0
 
     @property
     def height(self) -> float:
-        """In all."""
+        """Height with title and legend."""
         return _TITLE + _PITCH * len(self.bars) + _LEGEND
 
     def shapes(self, *, left: float, top: float) -> Iterator[Shape]:
-        """From a place on."""
+        """Yield the shapes of the chart from this place on."""
         most = max(sum(bar.parts.values()) for bar in self.bars)
         if self.limit < 1.6 * most:
             most = max(most, self.limit)

@@ -1,4 +1,4 @@
-"""A timed schedule as text: a row per rank, time to the right, a letter for what is computed.
+"""Draw a timed schedule as text: a row per rank, time to the right, a letter for what is computed.
 
     rank 0 │F0 F1 .  .  B0─── .  B1───
     rank 1 │.  F0 B0─── F1 B1─── .  .
@@ -53,10 +53,9 @@ def picture(timeline: Timeline, *, width: int) -> Text:
 
 
 def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
-    """Return the drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not
-    seen. Below it, what its letters and shades are.
+    """Return the drawing to scale with a legend, a row per rank; `width` characters stand for `seconds`.
 
-    `rows` are the names of the ranks.
+    Events shorter than a character are not shown. `rows`: names of the ranks.
     """
     heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     longest = max(map(len, heads))
@@ -120,7 +119,7 @@ def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event,
 
 
 def figures(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
-    """Per rank: its stages, how long it computes and waits, and the most it holds."""
+    """Return a table of each rank: its stages, how long it computes and waits, and its peak."""
     table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
     for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):
         table.add_column(heading, justify="left" if heading == "stages" else "right")

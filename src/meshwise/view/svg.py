@@ -1,4 +1,4 @@
-"""A picture as SVG: a part of a page, or a file of its own."""
+"""Write a picture as SVG: as part of a page, or as a file of its own."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -11,12 +11,12 @@ _LEGIBLE = 720.0
 
 
 def svg_file(picture: Picture) -> str:
-    """Return a file, which has its colours with it."""
+    """Return an SVG file that includes its colours."""
     return _svg(picture, f"<style>{style()}</style>" + _ground(picture))
 
 
 def svg(picture: Picture) -> str:
-    """For a page that has `palette.style()`."""
+    """Return an SVG element for a page that includes `palette.style()`."""
     return _svg(picture, "")
 
 
@@ -35,7 +35,7 @@ def _ground(picture: Picture) -> str:
 
 
 def _plot(plot: Plot) -> str:
-    """Return a sheet of its own, as wide as the time in it: to stretch time is to show less of it."""
+    """Return a nested SVG whose view box is the shown time, so that a page can stretch time."""
     left, top, width, height = map(_number, (plot.left, plot.top, plot.width, plot.height))
     place = f'transform="translate({left} {top})"'
     about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'

@@ -1,10 +1,10 @@
-"""Times as people read them."""
+"""Format times for people."""
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def time_text(time: float, *, unit: str = "s") -> str:
-    """`12.5 ms`; where times have no unit, the number."""
+    """Return a time with its unit, as in `12.5 ms`; a time without a unit is a plain number."""
     if unit != "s":
         return f"{time:.4g}"
     if time == 0:

@@ -1,4 +1,4 @@
-"""A timeline as a picture: a row for every rank, time to the right.
+"""Draw a timeline as a picture: a row for every rank, time to the right.
 
 rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     what it computes; over it, what it waits for meanwhile
           | ▂▂▂▂▂▂    ▂▂▂▂▂                                 its collectives, its messages and what moves between
@@ -35,7 +35,7 @@ MEANINGS: Mapping[str, str] = {
     "message": "messages",
     "tier": "between tiers",
 }
-"""What each paint stands for, in the order of the legend."""
+"""Meaning of each paint, in the order of the legend."""
 
 _BESIDE: Mapping[TimelineRow, str] = {
     TimelineRow.COLLECTIVE: "collective",
@@ -44,7 +44,7 @@ _BESIDE: Mapping[TimelineRow, str] = {
 }
 _HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
 _OVER = 0.62
-"""How far down in a bar the waits begin that lie over it."""
+"""Fraction of a bar's height above the waits that lie over it."""
 _TRACK, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 
 
@@ -71,7 +71,7 @@ def timeline_picture(
 
 
 def time_axis(plot: Plot) -> Iterator[Shape]:
-    """Lines at round times behind a plot, and the times below it."""
+    """Yield lines at round times behind a plot, and the times below it."""
     for time in ticks(plot.span, most=_MOST_TICKS):
         x = plot.x(time)
         yield PicturePath("grid", ((x, 0), (x, plot.height + 4)))
@@ -80,7 +80,7 @@ def time_axis(plot: Plot) -> Iterator[Shape]:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Places of the events of each rank."""
+    """Layout of a timeline: heights, tracks, and the events of each rank."""
 
     timeline: Timeline
     names: Sequence[str]
@@ -103,11 +103,11 @@ class _Drawing:
 
     @property
     def pitch(self) -> float:
-        """From one row to the next."""
+        """Distance from one row to the next."""
         return self.bar + _TRACK * len(self.tracks) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
 
     def bars(self, rank: int, plot: Plot) -> Iterator[Bars]:
-        """Everything that a rank does, by paint; what it waits for lies over the rest."""
+        """Yield the bars of a rank by paint; waits lie over the rest."""
         boxes: dict[str, list[Box]] = defaultdict(list)
         names: dict[str, list[str]] = defaultdict(list)
         top = rank * self.pitch

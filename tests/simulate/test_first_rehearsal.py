@@ -21,7 +21,7 @@ print(json.dumps([first == second for first, second in [[tapes(*plan) for _ in r
 """
 
 
-def test_what_is_done_once_in_a_process_is_no_part_of_a_step() -> None:
+def test_the_first_rehearsal_of_a_process_has_the_same_tapes_as_the_second() -> None:
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{TWICE}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     assert json.loads(done.stdout) == [True, True]

@@ -39,7 +39,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", KNOWN)
-def test_what_is_made_of_sizes_is_known(case: str) -> None:
+def test_values_made_of_sizes_are_known(case: str) -> None:
     ask, answer = KNOWN[case]
     with ShapeConstants() as constants, constants.forward():
         assert ask() == answer
@@ -65,12 +65,12 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_what_is_not_has_no_value(case: str) -> None:
+def test_other_tensors_have_no_values(case: str) -> None:
     with ShapeConstants() as constants, constants.forward(), pytest.raises(RuntimeError, match="meta tensors"):
         UNKNOWN[case]().item()
 
 
-def test_what_only_a_gpu_computes_is_left_unknown() -> None:
+def test_values_that_only_a_gpu_computes_are_unknown() -> None:
     def fails(*_: object) -> Tensor:
         raise NotImplementedError
 
@@ -85,14 +85,14 @@ def test_what_only_a_gpu_computes_is_left_unknown() -> None:
                 made.sum().item()
 
 
-def test_what_has_values_is_let_be() -> None:
+def test_tensors_with_values_are_left_alone() -> None:
     with ShapeConstants() as constants, constants.forward():
         assert torch.zeros(2).add_(1).tolist() == [1, 1]
         assert torch.tensor([0, 1]).nonzero().tolist() == [[1]]
         assert not torch.tensor([0, 1]).nonzero().is_meta
 
 
-def test_what_nobody_asks_a_model_for_is_not_computed() -> None:
+def test_values_that_are_not_read_are_not_computed() -> None:
     """An engine makes buffers of zeros as large as parameters, and leaves them as they are."""
     with ShapeConstants(), pytest.raises(RuntimeError, match="meta tensors"):
         torch.zeros(3, device="meta").sum().item()
@@ -138,7 +138,7 @@ def test_the_integers_of_a_batch_are_known(case: str) -> None:
     assert constants.asked
 
 
-def test_other_numbers_of_a_batch_are_not() -> None:
+def test_other_numbers_of_a_batch_are_unknown() -> None:
     batch = MetaBatch.of(BATCH, rows=5)
     with (
         ShapeConstants(batch.values) as constants,
@@ -149,7 +149,7 @@ def test_other_numbers_of_a_batch_are_not() -> None:
     assert not constants.asked
 
 
-def test_a_batch_that_is_written_to_is_the_users_no_more_nor_that_of_other_ranks() -> None:
+def test_writes_to_a_batch_reach_neither_the_user_nor_other_ranks() -> None:
     batch, before = MetaBatch.of(BATCH, rows=3), BATCH["mask"].clone()
     mask = batch.batch["mask"]
     with ShapeConstants(batch.values) as constants, constants.forward():
@@ -164,7 +164,7 @@ def test_a_batch_that_is_written_to_is_the_users_no_more_nor_that_of_other_ranks
     assert torch.equal(BATCH["mask"], before)
 
 
-def test_a_batch_whose_dims_lie_in_another_order_is_known_in_its_own() -> None:
+def test_a_permuted_batch_has_its_values() -> None:
     batch = MetaBatch.of({"mask": torch.arange(24).view(2, 3, 4).transpose(1, 2)}, rows=2)
     mask = batch.batch["mask"]
     with ShapeConstants(batch.values) as constants, constants.forward():
@@ -232,7 +232,7 @@ PLANS = (
 
 @pytest.mark.parametrize("asks", ["positions", "mask"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_model_that_asks_is_rehearsed_as_one_that_knows(plan: str, asks: str) -> None:
+def test_a_model_that_reads_its_batch_is_rehearsed_like_one_with_constants(plan: str, asks: str) -> None:
     def of(asks: str) -> Rehearsal:
         batch = {"x": torch.ones(8, 4), "mask": torch.ones(8, 4, dtype=torch.bool)}
         return rehearse(RehearsalSubject(_Blocks(asks=asks), loss, batch), plan=plan, ranks=2)

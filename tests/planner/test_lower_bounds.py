@@ -91,7 +91,7 @@ def undivided(own: ProfileKey) -> ProfileKey:
 
 
 @pytest.mark.parametrize("text", PLANS)
-def test_no_rung_is_above_the_rehearsal(text: str) -> None:
+def test_no_bound_is_above_the_rehearsal(text: str) -> None:
     truth = rehearsed(text)
     for figures in (least(text, undivided), least(text), least(text, exact=True)):
         assert figures.seconds <= truth.seconds * (1 + 1e-9)
@@ -227,7 +227,7 @@ def test_stages_that_are_whole_count() -> None:
     assert 0.7 < least(text, exact=True).memory / rehearsed(text).memory <= 1
 
 
-def test_a_thinner_model_sounds_the_same() -> None:
+def test_a_smaller_model_has_the_same_profile() -> None:
     """Of five blocks three are run, and the others cost what one of them does."""
     deep = dataclasses.replace(CONFIG, layers=5)
     five = dataclasses.replace(subject(), model=lambda: GPT(deep))

