@@ -44,8 +44,8 @@ def space(fix: str = "", **changes: Any) -> PlanSpace:
 
 def found(fix: str, *, limit: float = 80e9, top: int = 1, rehearsals: int = 8, workers: int = 1) -> SearchResult:
     effort = SearchEffort(top, rehearsals, workers)
-    *_, survey = search(subject(), cluster=CLUSTER, space=space(fix), limit=limit, effort=effort)
-    return survey
+    *_, result = search(subject(), cluster=CLUSTER, space=space(fix), limit=limit, effort=effort)
+    return result
 
 
 NARROW = "tp=1 schedule=1f1b zero=0 microbatches=2"
@@ -57,11 +57,11 @@ def everything() -> SearchResult:
 
 
 def test_the_choice_is_the_best_of_all() -> None:
-    survey = found(NARROW)
-    assert survey.proven >= 1
-    assert survey.rehearsals < len(survey.candidates) == everything().rehearsals
+    result = found(NARROW)
+    assert result.proven >= 1
+    assert result.rehearsals < len(result.candidates) == everything().rehearsals
     assert {one.rung for one in everything().candidates.values()} == {SearchRung.REHEARSED}
-    assert everything().best()[0].plan == survey.best()[0].plan
+    assert everything().best()[0].plan == result.best()[0].plan
 
 
 def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
@@ -71,12 +71,12 @@ def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
     short = RehearsalSubject(
         lambda: GPT(model), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens))
     )
-    held = space("microbatches=1 schedule=1f1b tp_mode=1d sequence_parallel=0", batch=256)
+    narrow = space("microbatches=1 schedule=1f1b tp_mode=1d sequence_parallel=0", batch=256)
     cluster, best = parse_cluster("1x4 cpu4"), []
     for top in (1, EVERYTHING):
         effort = SearchEffort(top, rehearsals=EVERYTHING)
-        *_, survey = search(short, cluster=cluster, space=held, limit=80e9, effort=effort)
-        best.append(survey.best()[0])
+        *_, result = search(short, cluster=cluster, space=narrow, limit=80e9, effort=effort)
+        best.append(result.best()[0])
     chosen, truly = best
     assert chosen.figures.seconds == truly.figures.seconds
 
@@ -84,14 +84,14 @@ def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
 def test_the_rehearsed_figures_decide() -> None:
     best, second, *_ = everything().best()
 
-    def told(prediction: Prediction) -> PlanBound:
+    def slower(prediction: Prediction) -> PlanBound:
         figures = figures_of(prediction)
         again = second.figures.seconds if prediction.rehearsal.plan.dp == best.plan.dp else 0.0
         return dataclasses.replace(figures, seconds=figures.seconds + again)
 
     effort = SearchEffort(top=1, rehearsals=8)
     with PlanSearch(subject(), cluster=CLUSTER, space=space(NARROW), limit=80e9, effort=effort) as searching:
-        searching.evaluate = told
+        searching.evaluate = slower
         for _ in searching.run(tiers=False):
             pass
     assert best.plan.dp != second.plan.dp
@@ -119,8 +119,8 @@ def test_a_rule_says_where_the_model_is_cut() -> None:
     assert {plan.pp for plan in space("tp=1").plans()} == {1, 2, 4}
     assert {plan.pp for plan in dataclasses.replace(late, fixed=parse_fixed("tp=1")).plans()} == {1, 2}
     assert parse_fixed("schedule=zb-h1 tp=1") == {"schedule": "zb-h1", "tp": 1}
-    *_, survey = search(subject(), cluster=CLUSTER, space=late, limit=80e9, effort=SearchEffort(top=1))
-    assert [one.at for one in survey.best()] == [("norm",)]
+    *_, result = search(subject(), cluster=CLUSTER, space=late, limit=80e9, effort=SearchEffort(top=1))
+    assert [one.at for one in result.best()] == [("norm",)]
 
 
 def test_every_plan_of_a_space_is_different() -> None:
@@ -147,9 +147,9 @@ def test_a_model_that_reads_values_is_refused_with_the_reason() -> None:
             return super().forward(x if bool((x > 0).all()) else -x)
 
     looks = RehearsalSubject(lambda: Looks(4, 4), lambda output, _: (output.sum(), 8), torch.ones(BATCH, 4))
-    *_, survey = search(looks, cluster=CLUSTER, space=space("tp=1 pp=1"), limit=80e9, effort=SearchEffort())
-    assert survey.candidates
-    assert all("have no values" in one.refused for one in survey.candidates.values())
+    *_, result = search(looks, cluster=CLUSTER, space=space("tp=1 pp=1"), limit=80e9, effort=SearchEffort())
+    assert result.candidates
+    assert all("have no values" in one.refused for one in result.candidates.values())
 
 
 def test_what_tp_cannot_split_costs_no_rehearsals() -> None:
@@ -164,11 +164,11 @@ def test_what_tp_cannot_split_costs_no_rehearsals() -> None:
 
     images = torch.empty(BATCH, 8, 16, 16)
     network = RehearsalSubject(lambda: torch.nn.Sequential(Residual(), Residual()), lambda y, _: (y.sum(), 8), images)
-    *_, survey = search(network, cluster=CLUSTER, space=space("pp=1"), limit=80e9, effort=SearchEffort(1, rehearsals=3))
-    assert survey.best()[0].plan.tp == 1
-    *_, survey = search(network, cluster=CLUSTER, space=space("tp=2 pp=1"), limit=80e9, effort=SearchEffort())
-    assert survey.rehearsals == 0
-    assert all("found no part" in one.refused for one in survey.candidates.values())
+    *_, result = search(network, cluster=CLUSTER, space=space("pp=1"), limit=80e9, effort=SearchEffort(1, rehearsals=3))
+    assert result.best()[0].plan.tp == 1
+    *_, result = search(network, cluster=CLUSTER, space=space("tp=2 pp=1"), limit=80e9, effort=SearchEffort())
+    assert result.rehearsals == 0
+    assert all("found no part" in one.refused for one in result.candidates.values())
 
 
 def test_what_a_model_holds_between_its_blocks_may_go_where_the_batch_is() -> None:
@@ -189,23 +189,23 @@ def test_what_a_model_holds_between_its_blocks_may_go_where_the_batch_is() -> No
 
     tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
     turned = RehearsalSubject(Turned, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
-    held = space("tp=1 dp=2 zero=0 schedule=1f1b microbatches=2")
-    *_, survey = search(turned, cluster=CLUSTER, space=held, limit=80e9, effort=SearchEffort())
-    assert [one.plan.pp for one in survey.best()] == [2]
+    narrow = space("tp=1 dp=2 zero=0 schedule=1f1b microbatches=2")
+    *_, result = search(turned, cluster=CLUSTER, space=narrow, limit=80e9, effort=SearchEffort())
+    assert [one.plan.pp for one in result.best()] == [2]
 
 
 def test_a_reason_is_listed_once_for_all_plans_that_it_refuses() -> None:
-    survey = SearchResult(limit=1.0)
+    result = SearchResult(limit=1.0)
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):
         plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
         cut = f"{plan} partition=params"
-        said = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
-        survey.note(Candidate(plan, SearchRung.REHEARSED, PlanBound(seconds=float(ranks + zero)), refused=said))
+        message = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
+        result.note(Candidate(plan, SearchRung.REHEARSED, PlanBound(seconds=float(ranks + zero)), refused=message))
     parts = "found no part for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
-    survey.note(Candidate(Plan.parse("dp=3 tp=2"), SearchRung.REHEARSED, refused=parts))
-    heads, unplaced = lost_table(survey, top=1)[1:]
-    told = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
-    assert heads == ("3", told, "", "", "dp=2 tp=4")
+    result.note(Candidate(Plan.parse("dp=3 tp=2"), SearchRung.REHEARSED, refused=parts))
+    heads, unplaced = lost_table(result, top=1)[1:]
+    reason = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
+    assert heads == ("3", reason, "", "", "dp=2 tp=4")
     assert unplaced[:2] == ("1", "refused: found no part for these parameters: up.weight (4, 4) (why)")
 
 
@@ -217,11 +217,11 @@ def test_an_unknown_key_is_refused_as_a_plan_refuses_it() -> None:
 def test_plans_that_do_not_fit_make_room_for_leaner_ones() -> None:
     fix = "tp=1 pp=1 microbatches=1 recompute=none"
     roomy = min(one.figures.memory for one in found(fix, top=EVERYTHING).best())
-    survey = found(fix, limit=roomy - 1)
-    best = survey.best()[0]
+    result = found(fix, limit=roomy - 1)
+    best = result.best()[0]
     assert best.figures.memory < roomy
     assert best.plan.zero >= 2
-    assert any(row[1] == FULL for row in lost_table(survey, top=1))
+    assert any(row[1] == FULL for row in lost_table(result, top=1))
 
 
 def test_a_plan_that_keeps_less_may_be_quicker() -> None:
@@ -234,31 +234,31 @@ def test_a_plan_that_keeps_less_may_be_quicker() -> None:
 
 
 def test_where_nothing_fits_the_devices_tiers_are_tried() -> None:
-    survey = found("tp=1 pp=1 microbatches=1 zero=0 recompute=full", limit=1e6)
-    assert not survey.best()
-    assert any(one.plan.offload != "none" for one in survey.candidates.values())
+    result = found("tp=1 pp=1 microbatches=1 zero=0 recompute=full", limit=1e6)
+    assert not result.best()
+    assert any(one.plan.offload != "none" for one in result.candidates.values())
 
 
 def test_nothing_slower_than_the_best_is_called_best() -> None:
-    survey = everything()
-    rows = best_table(survey, top=2)
-    assert [row[-1] for row in rows[1:]] == [str(one.plan) for one in survey.best()[:2]]
-    seconds = [one["seconds"] for one in search_record(survey, top=9)["best"]]
+    result = everything()
+    rows = best_table(result, top=2)
+    assert [row[-1] for row in rows[1:]] == [str(one.plan) for one in result.best()[:2]]
+    seconds = [one["seconds"] for one in search_record(result, top=9)["best"]]
     assert seconds == sorted(seconds)
-    lost = search_record(survey, top=2)["lost"]
-    assert sum(group["plans"] for group in lost) + 2 == len(survey.candidates)
+    lost = search_record(result, top=2)["lost"]
+    assert sum(group["plans"] for group in lost) + 2 == len(result.candidates)
     assert all(group["by"] >= 0 for group in lost)
 
 
 def test_what_the_real_code_refuses_is_refused_in_its_words() -> None:
     two = dataclasses.replace(subject(), model=lambda: GPT(dataclasses.replace(CONFIG, heads=2)))
     fix = "pp=1 dp=1 tp=4 tp_mode=1d sequence_parallel=0 microbatches=8"
-    *_, survey = search(two, cluster=CLUSTER, space=space(fix), limit=80e9, effort=SearchEffort())
-    (refused,) = survey.candidates.values()
+    *_, result = search(two, cluster=CLUSTER, space=space(fix), limit=80e9, effort=SearchEffort())
+    (refused,) = result.candidates.values()
     with pytest.raises(ValueError, match="heads") as real:
         rehearse(two, plan=refused.plan, ranks=4, device="cuda")
     assert refused.refused == str(real.value)
-    assert lost_table(survey, top=1)[1][1].startswith("refused: ")
+    assert lost_table(result, top=1)[1][1].startswith("refused: ")
 
 
 def test_workers_return_the_outcome_of_each_piece_of_work() -> None:

@@ -177,7 +177,7 @@ def test_a_batch_too_large_or_without_values_gives_none() -> None:
     large = torch.zeros(1, dtype=torch.bool).expand(LARGEST_OF_A_BATCH + 1)
     assert not MetaBatch.of(bare, rows=2).values
     assert not MetaBatch.of(large, rows=len(large)).values
-    assert [held.shape for _, held in MetaBatch.of(large[:4], rows=6).values] == [(6,)]
+    assert [known.shape for _, known in MetaBatch.of(large[:4], rows=6).values] == [(6,)]
 
 
 def test_a_batch_of_other_rows_has_the_values_of_the_users() -> None:

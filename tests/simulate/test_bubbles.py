@@ -1,4 +1,4 @@
-"""Bubbles against the published formulas: of stages that are alike, without time for messages."""
+"""Bubbles against the published formulas: equal stages, without time for messages."""
 
 import dataclasses
 from fractions import Fraction
@@ -15,7 +15,7 @@ from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.view.plan_account import predicted
 from simulate.subjects import gpt_subject
-from simulate.test_clock import STEADY
+from simulate.test_step_times import STEADY
 
 
 def _bubble(plan: str) -> tuple[Fraction, Fraction, Plan]:
@@ -65,8 +65,8 @@ def test_the_bubble_does_not_count_waits_for_reductions(plan: str) -> None:
     shares = {axes: seconds / prediction.seconds for axes, seconds in prediction.exposed.items()}
     assert shares["dp"] > 0.4
     assert prediction.bubble + sum(shares.values()) <= 1
-    told = predicted(prediction)
-    assert prediction.bubble == pytest.approx(told.spent["bubble"] / prediction.seconds, abs=0.05)
+    account = predicted(prediction)
+    assert prediction.bubble == pytest.approx(account.spent["bubble"] / prediction.seconds, abs=0.05)
 
 
 def test_a_prediction_counts_the_bubble_as_a_part_of_the_step() -> None:

@@ -55,9 +55,9 @@ def test_zero_stores_what_its_paper_says(
     for stage, published in ((1, first), (2, second), (3, third)):
         plan = f"dp={ranks} zero={stage} precision=fp16"
         [rank] = memory_of(rehearse(subject, plan=plan, ranks=ranks, device="cuda"))
-        held = rank.rest
-        # Gradients are kept in fp32 here and in fp16 there; all else is alike.
-        states = held[Category.PARAMETERS] + held[Category.GRADIENTS] / 2 + held[Category.OPTIMIZER]
+        kept = rank.rest
+        # Gradients are kept in fp32 here and in fp16 there; all else is equal.
+        states = kept[Category.PARAMETERS] + kept[Category.GRADIENTS] / 2 + kept[Category.OPTIMIZER]
         # As many digits as are printed; whole numbers are cut off there, not rounded.
         assert states / 1e9 == pytest.approx(published, abs=0.9 if published > 100 else 0.06)
 
@@ -81,9 +81,9 @@ def test_recomputation_leaves_a_block_s_activations_in_place_of_all() -> None:
 
 def test_an_earlier_stage_of_1f1b_holds_more_micro_batches() -> None:
     ranks = memory_of(rehearse(gpt_subject(rows=16, stages=4), plan="pp=4 microbatches=8", ranks=4))
-    held = [rank.peak.device[Category.ACTIVATIONS] for rank in ranks[:-1]]
-    assert held == sorted(held, reverse=True)
-    assert held[0] > held[1] > held[2]
+    kept = [rank.peak.device[Category.ACTIVATIONS] for rank in ranks[:-1]]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[1] > kept[2]
     assert fullest(ranks) in ranks
 
 

@@ -335,9 +335,9 @@ class _Counts(_Placeless):
 
 @pytest.mark.parametrize("model", [_Looks, _Counts])
 def test_a_command_explains_missing_values_in_one_line(model: type[nn.Module]) -> None:
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as caught:
         rehearse(RehearsalSubject(model, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
-    assert [note for note in notes(told.value) if "have no values" in note]
+    assert [note for note in notes(caught.value) if "have no values" in note]
 
 
 @pytest.mark.parametrize(
@@ -348,9 +348,9 @@ def test_other_errors_of_a_model_have_no_such_note(says: str, noted: bool) -> No
         def forward(self, x: Tensor) -> Tensor:
             raise RuntimeError(f"{says} of {x.shape}")
 
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as caught:
         rehearse(RehearsalSubject(Raises, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
-    assert any("have no values" in note for note in getattr(told.value, "__notes__", ())) == noted
+    assert any("have no values" in note for note in getattr(caught.value, "__notes__", ())) == noted
 
 
 @pytest.mark.parametrize("model", [_Looks, _Counts])

@@ -48,7 +48,7 @@ def test_a_step_takes_its_flops_over_the_peak() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen matrix, and a narrow pair beside it that learns."""
+    """A frozen matrix, and a narrow pair during it that learns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,16 +159,16 @@ def test_a_loss_looks_up_its_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    "offload, beside, after", [("optimizer:cpu", 4, 4), ("optimizer:disk", 4, 16), ("params:cpu", 12, 0)]
+    "offload, during, after", [("optimizer:cpu", 4, 4), ("optimizer:disk", 4, 16), ("params:cpu", 12, 0)]
 )
-def test_offloaded_state_takes_time(offload: str, beside: int, after: int) -> None:
+def test_offloaded_state_takes_time(offload: str, during: int, after: int) -> None:
     model = lambda: nn.Linear(64, 64, bias=False)  # noqa: E731
     subject = RehearsalSubject(model, lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
     rehearsal = rehearse(subject, plan=f"dp=1 zero=3 offload={offload}", ranks=1, device="cuda")
     slow = dataclasses.replace(STEADY, ranks_per_node=1, host=NodeHost(link=1.0, disk=1.0))
     late = predict(rehearsal, cluster=slow)
-    # Bytes of each parameter: its gradient out beside the micro-batch (itself twice in); then itself or its states.
-    assert late.seconds == 64 * 64 * (beside + after)
+    # Bytes of each parameter: its gradient out during the micro-batch (itself twice in); then itself or its states.
+    assert late.seconds == 64 * 64 * (during + after)
     assert late.exposed["host"] == pytest.approx(late.seconds - predict(rehearsal, cluster=STEADY).seconds)
 
 
@@ -205,11 +205,11 @@ def test_a_dtype_that_a_device_has_no_units_for_is_computed_wider() -> None:
     asked = ("float16", "bfloat16", "float8_e4m3fn", "float64", "complex64")
     assert [Device(peak=peak).peak_of(dtype) for dtype in asked] == [8, 1, 8, 1, 1]
     made = rehearse(gpt_subject(), plan="dp=4 precision=bf16", ranks=4)
-    old, told = (
+    old, wider = (
         predict(made, cluster=dataclasses.replace(STEADY, device=Device(kind="cpu", peak=peaks)))
         for peaks in ({"float16": 8e9, "float32": 1e9}, {"bfloat16": 1e9})
     )
-    assert (old.seconds, old.utilisation) == (told.seconds, told.utilisation)
+    assert (old.seconds, old.utilisation) == (wider.seconds, wider.utilisation)
 
 
 def test_each_rank_of_a_ring_over_nodes_sends_its_part_between_them() -> None:

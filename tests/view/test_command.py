@@ -49,12 +49,12 @@ def loss(output, batch):
 
 
 def test_a_model_that_reads_its_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "rehearsed with those of the job's first batch"
+    message = "rehearsed with those of the job's first batch"
     assert main([*JOB, "--plan=dp=2", ON]) == 0
-    assert said not in capsys.readouterr().out
+    assert message not in capsys.readouterr().out
     (tmp_path / "asks.py").write_text(ASKS)
     assert main([*JOB, "--plan=dp=2", ON, f"--loss={tmp_path / 'asks.py'}:loss"]) == 0
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_measured_step_is_shown_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +104,9 @@ def test_a_drawing_that_fails_is_one_message_and_status_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
 
 
 def test_a_picture_that_needs_matplotlib_says_so(

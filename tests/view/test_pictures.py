@@ -89,9 +89,9 @@ def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
     tops = [min(y for _, y in shape.points) for shape in plot.shapes if not isinstance(shape, Bars | PictureText)]
     most = max(one.peak.bytes for one in both()[0].histories)
     assert plot.height - min(tops) == pytest.approx(plot.height * history.peak.bytes / (1.05 * most))
-    told = [shape for shape in plot.shapes if isinstance(shape, Bars)]
-    assert [bars.paint for bars in told] == [UNSEEN]
-    assert any(name.startswith("1") and "activations" in name for name in told[0].names)
+    entries = [shape for shape in plot.shapes if isinstance(shape, Bars)]
+    assert [bars.paint for bars in entries] == [UNSEEN]
+    assert any(name.startswith("1") and "activations" in name for name in entries[0].names)
 
 
 def test_a_mesh_has_a_cell_for_every_rank_and_a_colour_for_every_node() -> None:
@@ -179,8 +179,8 @@ def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:
     assert [row[:11] for row in rows] == ["ranks 0–3 │", "ranks 4–7 │"]
     assert all("░" in row and "F" in row for row in rows)
     assert max(map(len, lines)) <= 92
-    told = lines[lines.index(rows[-1]) + 1].strip().split("  ")
-    assert {entry[0] for entry in told} == {letter for row in rows for letter in row.partition("│")[2]} & set(SHADES)
+    entries = lines[lines.index(rows[-1]) + 1].strip().split("  ")
+    assert {entry[0] for entry in entries} == {letter for row in rows for letter in row.partition("│")[2]} & set(SHADES)
     legend = next(line for line in lines if "p parameters" in line)
     assert "a activations" in legend
     columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 3 :][:8]]

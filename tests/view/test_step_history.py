@@ -31,11 +31,11 @@ def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhe
 
 def test_the_bubble_and_each_wait_are_on_average_as_long_as_was_predicted(replay: PredictionReplay) -> None:
     step = replay.prediction.seconds
-    told = {f"waits for {axes}": seconds for axes, seconds in replay.prediction.exposed.items() if seconds > 1e-12}
+    waits = {f"waits for {axes}": seconds for axes, seconds in replay.prediction.exposed.items() if seconds > 1e-12}
     each = time_by_activity(replay.timeline)
     drawn = {what for own in each for what in own if what.startswith("waits for ")} | {"bubble"}
     mean = {what: sum(own.get(what, 0.0) for own in each) / len(each) for what in drawn}
-    assert mean == pytest.approx(told | {"bubble": replay.prediction.bubble * step}, rel=1e-6, abs=1e-6 * step)
+    assert mean == pytest.approx(waits | {"bubble": replay.prediction.bubble * step}, rel=1e-6, abs=1e-6 * step)
 
 
 def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule_too(replay: PredictionReplay) -> None:

@@ -1,4 +1,4 @@
-"""Run work in forked children, each of which has everything that the parent has.
+"""Run work in forked children, which share the memory of their parent.
 
 A rehearsal is seconds of Python, so threads do not help. Its inputs, a model and the user's functions, cannot be sent
 to a fresh process. So a child is forked for each, and sends its result back.

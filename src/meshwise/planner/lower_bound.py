@@ -171,10 +171,10 @@ def bound(
     if reduced > 0:
         exposed["dp"] = reduced
     if schedule is None:
-        held: list[float] = [max(stages[s].keeps for s in own) for own in ranks]
+        peaks: list[float] = [max(stages[s].keeps for s in own) for own in ranks]
     else:
-        held = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
-    memory = max(rest + kept for rest, kept in zip(rests, held, strict=True)) + cluster.device.own
+        peaks = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
+    memory = max(rest + kept for rest, kept in zip(rests, peaks, strict=True)) + cluster.device.own
     return PlanBound(seconds, int(memory), bubble, exposed)
 
 
@@ -253,17 +253,17 @@ class _Shard:
         away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
         total = 0.0
         for piece in (piece for stage in stages for piece in stage.pieces):
-            held = {category: float(size) for category, size in piece.states.items()}
-            parameters = held.get(Category.PARAMETERS, 0.0)
+            sizes = {category: float(size) for category, size in piece.states.items()}
+            parameters = sizes.get(Category.PARAMETERS, 0.0)
             used = parameters * self._used
             if not away(tiers.params):
                 total += used / (shares if zero == 3 or (zero and self.cluster.shared) else 1)
             if not away(tiers.masters):
                 total += (parameters - used) / (shares if zero else 1)
             if not away(tiers.gradients):
-                total += held.get(Category.GRADIENTS, 0.0) / (shares if zero >= 2 else 1)
+                total += sizes.get(Category.GRADIENTS, 0.0) / (shares if zero >= 2 else 1)
             if not away(tiers.optimizer):
-                total += held.get(Category.OPTIMIZER, 0.0) / (shares if zero else 1)
+                total += sizes.get(Category.OPTIMIZER, 0.0) / (shares if zero else 1)
         return total
 
     def gathered(self, stage: _Stage) -> float:

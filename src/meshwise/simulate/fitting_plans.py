@@ -152,8 +152,8 @@ def needs(
 ) -> MemoryShortage:
     """Return the memory that a plan needs of each rank of this host and, if it lacks, the cheapest change that fits.
 
-    Print the result. The arguments are those of `parallelize`, before it changes the model, and a typical global batch;
-    nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
+    Print the result. Call it with the arguments of `parallelize`, before that changes the model, and with a typical
+    global batch. Nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
     """
     plan = Plan.of(plan)
     ranks = plan.mesh().size

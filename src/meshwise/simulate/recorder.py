@@ -1,8 +1,8 @@
 """Record what a rank does while the real code runs on meta tensors: every operation, call, allocation and release.
 
 A tensor without values costs nothing to compute, so what runs here is the code that trains, with its own hooks, buffers
-and schedules; nothing is modelled twice. Memory is followed by storages: one is counted from the operation that
-returns it until the last reference to it is gone.
+and schedules; nothing is modelled twice. Memory is followed by storages: a storage is counted from the operation that
+returns it until its last reference ends.
 
 Three things depend on a device that is absent, and are answered here for the target device: the kernels of attention
 and of torch's dropout, and the implementation of an optimizer.

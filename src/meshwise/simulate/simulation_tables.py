@@ -14,17 +14,17 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
     """Return the peak of each rank along pp by category, with the measured peak if there is one."""
-    held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
+    categories = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
     tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
     host = ["on the host"] if hosts or "cpu" in tiers else []
-    titles = ("pp", *held, "peak", "during", *host, *(["on disk"] if "disk" in tiers else []))
+    titles = ("pp", *categories, "peak", "during", *host, *(["on disk"] if "disk" in tiers else []))
     rows: Table = [(*titles, "measured", "error") if measured else titles]
     for rank in ranks:
         peak = rank.peak
         cells = [
             str(rank.index),
-            *(size_text(peak.device.get(category, 0)) for category in held),
+            *(size_text(peak.device.get(category, 0)) for category in categories),
             size_text(peak.bytes),
         ]
         cells.append(peak.label)

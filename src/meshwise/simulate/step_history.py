@@ -154,26 +154,26 @@ class PredictionReplay:
     def history(self, index: int, *, columns: int = 360) -> StepHistory:
         """Return the memory of the rank with this index along pp, in so many parts of the step."""
         seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
-        held = Counter(self.prediction.memory[index].rest)
-        levels = [MemoryLevel(0.0, "begin", dict(held))]
-        most = total = sum(held.values())
+        current = Counter(self.prediction.memory[index].rest)
+        levels = [MemoryLevel(0.0, "begin", dict(current))]
+        most = total = sum(current.values())
         for act, time, entry in self._changes(index):
             if entry.host and apart:
                 continue
             while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
                 levels.append(
                     MemoryLevel(
-                        start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(held)
+                        start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(current)
                     )
                 )
                 most = total
-            held[entry.category] += entry.bytes
+            current[entry.category] += entry.bytes
             total += entry.bytes
             if total > most:
-                levels[-1] = MemoryLevel(levels[-1].seconds, str(act.activity), dict(held))
+                levels[-1] = MemoryLevel(levels[-1].seconds, str(act.activity), dict(current))
                 most = total
         end = str(self._acts[index][-1].activity)
-        rest = (MemoryLevel(step * seconds / columns, end, dict(held)) for step in range(len(levels), columns))
+        rest = (MemoryLevel(step * seconds / columns, end, dict(current)) for step in range(len(levels), columns))
         return StepHistory(index, seconds, (*levels, *rest))
 
     def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:

@@ -27,7 +27,7 @@ _HEIGHT = 8
 
 
 def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) -> Text:
-    """Return the drawing of one rank's memory over time; `width` characters stand for `seconds`."""
+    """Return the drawing of one rank's memory over time; `seconds` fill `width` characters."""
     peak = history.peak
     heads = [size_text(peak.bytes), *[""] * (_HEIGHT - 1)]
     left = max(map(len, heads))

@@ -53,7 +53,7 @@ def picture(timeline: Timeline, *, width: int) -> Text:
 
 
 def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
-    """Return the drawing to scale with a legend, a row per rank; `width` characters stand for `seconds`.
+    """Return the drawing to scale with a legend, a row per rank; `seconds` fill `width` characters.
 
     Events shorter than a character are not shown. `rows`: names of the ranks.
     """
