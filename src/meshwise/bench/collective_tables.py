@@ -7,7 +7,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
-from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.simulation_tables import size_text
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
