@@ -91,18 +91,3 @@ def _gather_unequal(world: World) -> None:
 def test_ranks_that_pass_parts_of_other_sizes_are_told(processes: Processes) -> None:
     with pytest.raises(RanksDisagree, match="passes memory that the ranks hold together"):
         run(2, _gather_unequal, on=processes)
-
-
-def _ask(world: World, sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    world.shared_empty(sizes[world.rank], dtype=dtypes[world.rank], axes="rank")
-
-
-@pytest.mark.parametrize(
-    "sizes, dtypes",
-    [((1_000_000, 2_000_000), (torch.float32,) * 2), ((100_000, 100_000), (torch.float64, torch.float32))],
-)
-def test_ranks_that_ask_for_different_memory_are_told(
-    sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], processes: Processes
-) -> None:
-    with pytest.raises(RanksDisagree, match=f"rank 1 asks for {sizes[1]} elements of 4 bytes where rank 0 asks for"):
-        run(2, _ask, on=processes, args=(sizes, dtypes))

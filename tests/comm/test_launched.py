@@ -35,12 +35,8 @@ def test_a_rank_is_one_that_was_told_so(told: dict[str, str], expected: Launched
         ({"RANK": "0"}, "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; .* or unset RANK$"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR, MASTER_PORT; start"),
         ({**ALL, "RANK": ""}, "WORLD_SIZE is set, but not RANK; start the ranks with torchrun"),
-        ({**ALL, "RANK": "first"}, "not a whole number: RANK=first; start the ranks with torchrun"),
-        ({**ALL, "RANK": "-1"}, "not a whole number: RANK=-1"),
-        ({**ALL, "WORLD_SIZE": "9" * 5000}, "not a whole number: WORLD_SIZE=999"),
         ({**ALL, "RANK": "2"}, "RANK=2 in a world of WORLD_SIZE=2; number the ranks 0 to 1"),
         ({**ALL, "WORLD_SIZE": "0"}, "RANK=1 in a world of WORLD_SIZE=0"),
-        ({**ALL, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
     ],
 )
 def test_a_part_of_it_or_nonsense_is_refused(told: dict[str, str], said: str) -> None:

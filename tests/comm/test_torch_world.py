@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from joined import joined
 from meshwise.base.mesh import Mesh
-from meshwise.comm import RanksDisagree, World
+from meshwise.comm import World
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -48,19 +46,6 @@ def one_order(world: World) -> tuple[Tensor, ...]:
     return reduced, whole, small, target
 
 
-def disagreeing(world: World, name: str, how: str) -> str:
-    """What is said to this rank. It is refused before anything moves, so that the ranks can go on."""
-    other = joined(world, name, how)
-    other.check = True
-    x = torch.zeros(7 if world.rank == 2 else 8)
-    other.all_reduce(torch.zeros(3), axes="rank").wait()
-    with pytest.raises(RanksDisagree) as caught:
-        other.over(world.mesh).all_reduce(x, axes="rank")
-    assert len(set(world.exchange(other.digest("rank")))) == 1, "what was refused is not part of what they called"
-    other.close()
-    return str(caught.value)
-
-
 def test_only_the_ranks_of_a_group_have_to_call(processes: Processes) -> None:
     assert run(SIZE, only_some, on=processes) == [2.0, 2.0, None, None]
 
@@ -74,12 +59,3 @@ def test_all_routes_to_a_sum_give_the_same_bits_on_every_rank(processes: Process
         same(whole, expected)
         same(small, expected[:4096])
     same(results[0][3], expected)
-
-
-@pytest.mark.parametrize("how", ["shared memory", "gloo"])
-def test_check_mode_names_who_differs_before_anything_hangs(how: str, processes: Processes) -> None:
-    for report in run(SIZE, disagreeing, on=processes, args=(uuid.uuid4().hex, how)):
-        assert "rank 2 " in report
-        assert "ranks 0,1,3" in report
-        assert "all_reduce[rank] sum 7 float32" in report
-        assert "test_torch_world.py" in report

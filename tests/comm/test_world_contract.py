@@ -289,8 +289,9 @@ def digests_agree_and_the_stamps_say_what_was_called(world: World) -> None:
     assert [stamp.bytes for stamp in stamps] == [24, 12]
     assert all("test_world_contract.py" in stamp.site for stamp in stamps)
     for axes in ("dp", "tp"):
-        assert len(set(view.exchange(view.digest(axes), axes=("dp", "tp")))) in (1, 2)
-        assert len(set(view.exchange(view.digest(axes), axes=axes))) == 1
+        digest = view.journal.digests[view.group(axes).ranks]
+        assert len(set(view.exchange(digest, axes=("dp", "tp")))) in (1, 2)
+        assert len(set(view.exchange(digest, axes=axes))) == 1
 
 
 def tensors_are_what_they_read_as(world: World) -> None:
@@ -339,8 +340,6 @@ def inference_leaves_nothing_that_cannot_be_written_to(world: World) -> None:
         world.all_reduce(x, axes="rank").wait()
         equal(x, made)
         world.all_gather(made[:3], into=torch.empty(12, dtype=dtype), axes="rank").wait()
-        with pytest.raises(ValueError, match=r"outside torch\.inference_mode"):
-            world.all_reduce(made, axes="rank")
 
 
 MAINS = (

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import memmove
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,20 +10,12 @@ from torch import Tensor
 
 Parts: TypeAlias = Tensor | Sequence[Tensor]
 
-_BITS = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in range(1, 8))
-_QUANTIZED = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")
-NOT_COPIED = frozenset(vars(torch)[name] for name in _BITS + _QUANTIZED if name in vars(torch))
-"""Dtypes that torch has names for and cannot copy. A list: a rehearsal would take a trial for a part of its step. torch
-says that it will let the quantized ones go.
-"""
-
 
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
     """Return a view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
 
     Of one that is `given`, to be read alone, and that torch conjugates or negates when it is read, a copy as it reads.
-    Raises ValueError if a tensor overlaps another one, is not contiguous, is read-only, or has a dtype that torch
-    cannot copy.
+    Raises ValueError if it is not contiguous, or is to be written to and conjugated or negated when it is read.
     """
     if x.is_conj() or x.is_neg():
         if not given:
@@ -35,10 +26,6 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():
         raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
-    if not given and x.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError("outside torch.inference_mode a collective cannot write to a tensor that was made in it")
-    if x.dtype in NOT_COPIED:
-        raise ValueError(f"torch does not copy {x.dtype}; pass x.view(torch.uint8)")
     data = x.data
     return data if data.dim() == 1 else data.view(-1)
 
@@ -78,40 +65,6 @@ def fit(x: Tensor, *, part: Tensor) -> None:
         raise ValueError(
             f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
         )
-
-
-def apart(given: Sequence[Tensor], *, into: Sequence[Tensor], own: tuple[int, int], of: Parts | None = None) -> None:
-    """Raise ValueError when some of `into` lies on what is given: others read that while results are written there.
-
-    `own`: which of them are this rank's own, of both. These two may be one and the same memory. `of`: what the several
-    parts are of, when either side is one: slices of one tensor lie apart, and need no look where the one is its slice.
-    """
-    if into[0].is_meta or (
-        isinstance(of, Tensor) and given[own[0]].data_ptr() == into[own[1]].data_ptr() and given[own[0]].numel()
-    ):
-        return
-    if isinstance(of, Tensor):  # as most calls are: one tensor beside a whole, and a look at the whole's ends is enough
-        [(begin, end)] = _ranges(given if len(given) == 1 else into)
-        if end <= of.data_ptr() or of.data_ptr() + of.nbytes <= begin:
-            return
-    read, written = _ranges(given), _ranges(into)
-    if max(map(itemgetter(1), read)) <= min(written)[0] or max(map(itemgetter(1), written)) <= min(read)[0]:
-        return
-    if read[own[0]][0] == written[own[1]][0]:
-        del read[own[0]]
-    stops = [0, 0]
-    for start, stop, kind in sorted([(*each, 0) for each in read] + [(*each, 1) for each in written]):
-        if start < min(stop, stops[1 - kind]):
-            raise ValueError(
-                "what is given and `into` overlap, so that results would be put where others still read; only this "
-                "rank's own part may lie where it belongs"
-            )
-        stops[kind] = max(stops[kind], stop)
-
-
-def _ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """From which address to which each of the flat tensors lies."""
-    return [(start := x.data_ptr(), start + x.nbytes) for x in tensors]
 
 
 def put(x: Tensor, *, into: Tensor) -> None:

@@ -136,7 +136,6 @@ class FlightRecorder:
         self._doing: Activity = StepPhase.OUTSIDE
         self._stopwatch: ActivityStopwatch | None = None
         self.digests: dict[tuple[int, ...], int] = {}
-        self._before: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[CallRecord]] = []
 
     @property
@@ -166,15 +165,9 @@ class FlightRecorder:
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         if not stamp.point_to_point:
-            before = self.digests.get(ranks, 0)
-            self._before = {ranks: before}
-            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), before)
+            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:
             recording.append(stamp)
-
-    def refused(self, ranks: tuple[int, ...]) -> None:
-        """Take back the last call among `ranks`, which all of them refused: it does not count as made."""
-        self.digests[ranks] = self._before[ranks]
 
     def waiting(self, stamp: CallRecord) -> "_Waiting":
         """Mark this rank as waiting for `stamp` inside the block; one may stand in another.

@@ -11,7 +11,6 @@ a stamp, a recording, a count and a hang report mean the same under every implem
 
 import abc
 import copy
-import dataclasses
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, require_op, split
+from meshwise.comm.api.flat_parts import Parts, fit, flat, passed, put, require_op, split
 from meshwise.comm.api.flight_recorder import (
     CallLine,
     CallRecord,
@@ -32,7 +31,6 @@ from meshwise.comm.api.flight_recorder import (
     Position,
     RanksDisagree,
     call_site,
-    disagreement,
     parted,
     ranks_text,
 )
@@ -138,7 +136,6 @@ class World(abc.ABC):
         self.mesh = mesh
         self.device = device
         self.journal = journal or FlightRecorder()
-        self.check = False
         self._groups: dict[tuple[str, ...], Group] = {}
 
     @property
@@ -215,12 +212,6 @@ class World(abc.ABC):
         """Note what this rank does inside the block, on any view of this world, and what it waits for, and when."""
         return self.journal.timed(self.device)
 
-    def digest(self, axes: Axes) -> int:
-        """Return a 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its
-        ranks.
-        """
-        return self.journal.digests.get(self.group(axes).ranks, 0)
-
     @property
     def dissent(self) -> int:
         """A number whose sum over all ranks is 0 when every group has called the same collectives on all its ranks."""
@@ -266,7 +257,6 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(x, given=True), split(into, group.size)
         fit(x, part=parts[group.index])
-        apart([data], into=parts, own=(0, group.index), of=into)
         return self._all_gather(self._stamp("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
@@ -277,7 +267,6 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(into), split(x, group.size, given=True)
         fit(into, part=parts[group.index])
-        apart(parts, into=[data], own=(group.index, 0), of=x)
         return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
@@ -287,7 +276,6 @@ class World(abc.ABC):
             return _copy(x, into)
         parts, targets = split(x, group.size, given=True), split(into, group.size)
         fit(parts[group.index], part=targets[group.index])
-        apart(parts, into=targets, own=(group.index, group.index))
         return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
@@ -299,7 +287,6 @@ class World(abc.ABC):
         if group.index == target:
             parts = split(passed(into, who="the target of a gather", name="into"), group.size)
             fit(x, part=parts[target])
-            apart([data], into=parts, own=(0, target), of=into)
         return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
@@ -311,7 +298,6 @@ class World(abc.ABC):
         if group.index == source:
             parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
             fit(into, part=parts[source])
-            apart(parts, into=[data], own=(source, 0), of=x)
         return self._scatter(self._stamp("scatter", group, into, how=f"from {source}"), group, (parts, source), data)
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
@@ -437,18 +423,7 @@ class World(abc.ABC):
         size = 0 if first is None else math.prod(shape) * first.element_size()
         stamp = CallRecord(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
         self.journal.write(stamp, ranks=group.ranks)
-        if self.check and not stamp.point_to_point:
-            self._require_agreement(stamp, group)
         return stamp
-
-    def _require_agreement(self, stamp: CallRecord, group: Group) -> None:
-        """Raise RanksDisagree unless every rank of the group has called the same."""
-        own = as_tensor(stamp).to(self.device)
-        parts = list(own.new_empty(group.size, own.numel()))
-        question = CallRecord(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site)
-        with self.journal.waiting(stamp):
-            self._all_gather(question, dataclasses.replace(group, purpose="check"), own, parts)._finish()
-        require_alike(dict(zip(group.ranks, parts, strict=True)), journal=self.journal)
 
 
 def _copy(x: Parts, into: Parts) -> Work:
@@ -457,27 +432,6 @@ def _copy(x: Parts, into: Parts) -> Work:
     fit(source, part=target)
     put(source, into=target)
     return Work()
-
-
-_BYTES = 4096
-_SITE = 1000
-
-
-def as_tensor(stamp: CallRecord) -> Tensor:
-    """Return a stamp as bytes, as many for any stamp."""
-    text = pickle.dumps(stamp._replace(site=stamp.site[-_SITE:]))
-    return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def require_alike(found: Mapping[int, Tensor], *, journal: FlightRecorder) -> None:
-    """Raise RanksDisagree, with a table of the calls, unless these records (in group order by rank) are equal.
-
-    They are the records of the last call in the flight recorder, which then does not count.
-    """
-    stamps = {rank: pickle.loads(bytes(row.tolist())) for rank, row in found.items()}
-    if table := disagreement(stamps):
-        journal.refused(tuple(sorted(stamps)))
-        raise RanksDisagree(f"the ranks disagree about what to do together:\n{table}")
 
 
 def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:

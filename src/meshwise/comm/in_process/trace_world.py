@@ -45,9 +45,6 @@ class TraceWorld(World):
         """Return this rank's value once per rank of the group. Records nothing."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
-    def _require_agreement(self, stamp: CallRecord, group: Group) -> None:
-        """There is no other rank that could disagree."""
-
     def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
         """Return the sums as any world does; on meta every sum is 1."""
         if not x.is_meta:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
-from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Axes, Group, Work, World, as_called, line
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
@@ -60,16 +60,10 @@ class LocalWorld(World):
             return None
         size = max(1, numel * dtype.itemsize)
         segment = room.slabs.make(size) if group.index == 0 else None
-        told = torch.tensor([segment.place if segment else 0, numel, dtype.itemsize])
-        self.broadcast(told, axes=axes).wait()
-        place, *asked = told.tolist()
-        if asked != [numel, dtype.itemsize]:
-            raise RanksDisagree(
-                f"rank {self.rank} asks for {numel} elements of {dtype.itemsize} bytes where rank {group.ranks[0]} "
-                f"asks for {asked[0]} of {asked[1]}. Call World.shared_empty with one size and dtype on all ranks"
-            )
+        place = torch.tensor([segment.place if segment else 0])
+        self.broadcast(place, axes=axes).wait()
         try:
-            memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(place)
+            memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(int(place))
         except OSError as error:
             if (gone := room.lost_by(group.ranks, error=error)) is not None:
                 raise lost(gone, about="World.shared_empty", error=error) from error
