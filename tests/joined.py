@@ -22,8 +22,8 @@ def joined(world: World, name: str, how: str) -> World:
     if how == "shared memory":
         return torch_world(world.device, store=store, comm="local")
     if how == "borrowed memory":
-        room = HostRanks.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
-        return LocalWorld(rank=world.rank, mesh=world.mesh, lanes=GroupQueues(room))
+        host = HostRanks.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
+        return LocalWorld(rank=world.rank, mesh=world.mesh, queues=GroupQueues(host))
     return torch_world(world.device, store=store, comm="gloo")
 
 

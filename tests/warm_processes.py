@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import warm_worker as worker
-from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.loopback import LOOPBACK, loopback_store
 from worker_job import WorkerAnswer, WorkerJob
 
@@ -165,7 +165,7 @@ class _Rank:
         self._read = 0
         self.pipe, theirs = connection.Pipe()
         with theirs:
-            self.process = starting().Process(
+            self.process = start_context().Process(
                 target=worker.main,
                 args=(theirs,),
                 kwargs={"log": self.log.name, "environment": _environment(number, size, port)},

@@ -74,7 +74,7 @@ def _gather(world: World, size: int, odd: str) -> list[float]:
 @pytest.mark.parametrize("size", [8, 20_000])
 @pytest.mark.parametrize("odd", ["its own", "other", "a shift"])
 def test_ranks_that_pass_different_memory_are_told(odd: str, size: int, processes: Processes) -> None:
-    with pytest.raises(RanksDisagree, match=r"passes memory that the ranks hold together, and rank \d other"):
+    with pytest.raises(RanksDisagree, match=r"passes a joint tensor, and rank \d other"):
         run(2, _gather, on=processes, args=(size, odd))
     assert run(2, _gather, on=processes, args=(size, "the same")) == [[1.0, 2.0]] * 2
 
@@ -89,5 +89,5 @@ def _gather_unequal(world: World) -> None:
 
 
 def test_ranks_that_pass_parts_of_other_sizes_are_told(processes: Processes) -> None:
-    with pytest.raises(RanksDisagree, match="passes memory that the ranks hold together"):
+    with pytest.raises(RanksDisagree, match="passes a joint tensor"):
         run(2, _gather_unequal, on=processes)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.fork_server import start_context
 
 pytestmark = pytest.mark.processes
 
 ASKING = """
 import json, os, sys
 from multiprocessing import Pipe, get_context
-from meshwise.comm.launch.fork_server import copied, starting
+from meshwise.comm.launch.fork_server import fork_server_from_here, start_context
 
 def look_again(pipe):
     pipe.send("stringprep" in sys.modules)
@@ -33,11 +33,11 @@ if __name__ == "__main__":
     held = open(sys.argv[1], "w")
     import stringprep
     if sys.argv[2] == "copied":
-        copied()
+        fork_server_from_here()
     answers = []
     for _ in range(2):
         mine, theirs = Pipe()
-        process = starting().Process(target=look, args=(theirs, held.name, os.getpid()))
+        process = start_context().Process(target=look, args=(theirs, held.name, os.getpid()))
         process.start()
         theirs.close()
         answers.append(mine.recv())
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open_and_copies_no_more(
     how: str, tmp_path: Path
 ) -> None:
-    if starting().get_start_method() != "forkserver" or not Path("/proc/self/fd").is_dir():
+    if start_context().get_start_method() != "forkserver" or not Path("/proc/self/fd").is_dir():
         pytest.skip("ranks are started one by one, or what a process has open is not told")
     script = tmp_path / "asking.py"
     script.write_text(ASKING)

@@ -115,7 +115,7 @@ def gathers_twice(world: World, name: str, how: str) -> list[float]:
 
 
 def _take(call: Any, index: int, **options: Any) -> None:
-    call.lane.take(call, index=index, **options)
+    call.queue.take(call, index=index, **options)
 
 
 @pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])

@@ -24,7 +24,7 @@ from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.launch import joining
 from meshwise.comm.launch.agent import NoSemaphoresError
 from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.fork_server import start_context
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
@@ -283,7 +283,7 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
 
 def test_the_server_of_the_ranks_is_deaf_to_ctrl_c() -> None:
     """It would tell where in its imports it was."""
-    if starting().get_start_method() != "forkserver":
+    if start_context().get_start_method() != "forkserver":
         pytest.skip("ranks are started one by one")
     status = Path(f"/proc/{vars(forkserver._forkserver)['_forkserver_pid']}/status").read_text()
     blocked = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 from joined import joined
 from meshwise.comm import World
 from meshwise.comm.api.process_life import ProcessLife, has_ended
-from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.torch_world import meeting_place, torch_world
 from meshwise.comm.shared_memory.board import Board
@@ -190,7 +190,7 @@ def test_a_process_that_waits_to_be_asked_has_ended() -> None:
 
 def test_nothing_is_forked_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert starting().get_start_method() == "spawn"
+    assert start_context().get_start_method() == "spawn"
 
 
 IMPORTS = """

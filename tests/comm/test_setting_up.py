@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import os, signal, sys, time, torch
 from meshwise.comm import run
-from meshwise.comm.shared_memory import host_ranks as room
+from meshwise.comm.shared_memory import host_ranks as host
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.process_life import ProcessLife
@@ -60,14 +60,14 @@ def exits_alone(world):
         os._exit(0)
     world.barrier()
 
-def lost(*args, ordinary=room.lost, **named):
+def lost(*args, ordinary=host.lost, **named):
     time.sleep(0.3)
     return ordinary(*args, **named)
 
 def dies_beside_a_slow_one(world):
     if world.rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    room.lost = lost
+    host.lost = lost
     world.barrier()
 
 class Later(ProcessLife):
@@ -86,7 +86,7 @@ def dies_once_it_has_given(world):
     if world.rank:
         world.all_reduce(x, axes="rank")
         os.kill(os.getpid(), signal.SIGKILL)
-    life = world._lanes.room.peer(1).life
+    life = world._queues.host.peer(1).life
     while not life.ended:
         time.sleep(0.01)
     life.__class__ = Later
@@ -96,7 +96,7 @@ def dies_once_it_has_told(world):
     if not world.rank:
         world.barrier = lambda **named: os.kill(os.getpid(), signal.SIGKILL)
     else:
-        teller = world._lanes.room.peer(0)
+        teller = world._queues.host.peer(0)
         mapped = teller.slabs.map
         def late(place):
             while not teller.life.ended:
@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_leave_its_result_ends_the_run_and_says_why(tmp_path:
 def test_a_result_that_cannot_travel_is_named(tmp_path: Path) -> None:
     said = ended(tmp_path, "gives", "1", "--notes").stdout
     assert said.startswith("raised TypeError\ncannot pickle 'generator' object\n")
-    assert "it is of what main has returned, a generator, which is to travel by pickle\n" in said
+    assert "main returned a generator; a result of main travels by pickle\n" in said
 
 
 def test_a_rank_that_fails_and_cannot_leave_its_words_ends_the_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.memory.malloc_settings import APART, KEPT, keep_freed_memory, set_malloc
 
 SIZE = 64 << 20
@@ -85,8 +85,8 @@ def bytes_apart(asked: bool, answers: "multiprocessing.SimpleQueue[int]") -> Non
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("asked", [False, True])
 def test_large_blocks_have_their_own_mappings_on_request(asked: bool) -> None:
-    answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
-    finished(starting().Process(target=bytes_apart, args=(asked, answers)))
+    answers: multiprocessing.SimpleQueue[int] = start_context().SimpleQueue()
+    finished(start_context().Process(target=bytes_apart, args=(asked, answers)))
     assert (answers.get() >= SIZE // 8) == asked
 
 
@@ -96,14 +96,14 @@ def test_large_blocks_have_their_own_mappings_on_request(asked: bool) -> None:
 def test_freed_memory_is_kept_on_request_unless_the_environment_configures_malloc(
     environment: dict[str, str], keep: bool, comes_again: bool
 ) -> None:
-    answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
-    finished(starting().Process(target=pages_of_one_more, args=(environment, keep, answers)))
+    answers: multiprocessing.SimpleQueue[int] = start_context().SimpleQueue()
+    finished(start_context().Process(target=pages_of_one_more, args=(environment, keep, answers)))
     assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again
 
 
 def test_freed_memory_is_kept_inside_the_block() -> None:
-    answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
-    finished(starting().Process(target=pages_inside_and_after, args=(answers,)))
+    answers: multiprocessing.SimpleQueue[int] = start_context().SimpleQueue()
+    finished(start_context().Process(target=pages_inside_and_after, args=(answers,)))
     most = SIZE // resource.getpagesize() // 2
     assert answers.get() < most < answers.get()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import BLOCK, PIECE, SwapFile, SwapTransfer, TierError, aligned, whole_blocks
 
@@ -172,7 +172,7 @@ def is_killed(folder: Path) -> None:
 
 
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    process = starting().Process(target=is_killed, args=(tmp_path,))
+    process = start_context().Process(target=is_killed, args=(tmp_path,))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

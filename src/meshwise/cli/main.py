@@ -30,7 +30,7 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.launch.agent import NoSemaphoresError
-from meshwise.comm.launch.fork_server import copied
+from meshwise.comm.launch.fork_server import fork_server_from_here
 from meshwise.comm.launch.joining import leave_undone
 from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
 from meshwise.engine.step_result import NonFiniteError
@@ -111,7 +111,7 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
     try:
         if fork:
             with contextlib.suppress(OSError):  # forking only saves time; an error comes again when ranks start
-                copied()
+                fork_server_from_here()
         try:
             return COMMANDS[name].main(words)
         except BaseException:

@@ -101,7 +101,7 @@ class TrainingSteps:
         self._world.journal.doing = StepPhase.OUTSIDE
         seconds = time.perf_counter() - started
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
-        self._world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
+        self._world.journal.add_background((piece.kind, piece.started, piece.ended) for piece in moved)
         loss_scale = 1.0 if scale is None else scale.value
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale)
 
@@ -177,7 +177,7 @@ class TrainingSteps:
         """
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()]
-        (loss, count, squared), mismatch = world.totals(torch.stack(own), said=inputs.batch)
+        (loss, count, squared), mismatch = world.totals(torch.stack(own), digest=inputs.batch)
         if mismatch:
             raise RanksDisagree(mismatch_text(world.mesh, found=dict(world.exchange((world.rank, inputs)))))
         return StepTotals(loss, count, squared / self._factor**2)

@@ -2,24 +2,24 @@
 
 c10d's collectives end the autograd graph, and their gradient depends on what the ranks do next. The sum of a tensor
 that all ranks use in the same way has another gradient than a sum that each rank uses differently. Here a tensor is one
-of four things, and each collective says which it takes and which it gives:
+of four kinds, and each collective takes one kind and gives another:
 
-    | split     every rank holds its part along a dim
-    | partial   every rank holds a summand
-    | alike     every rank holds all of it and goes on alike: its gradient is alike too
-    | whole     every rank holds all of it and goes on with something of its own: its gradient is partial
+    | split        every rank has its part along a dim
+    | partial      every rank has one term of a sum
+    | replicated   every rank has all of it and computes the same from it: its gradient is replicated too
+    | whole        every rank has all of it and computes something else from it: its gradient is partial
 
-    | collective       from       to         backward
-    | all_gather       split      whole      reduce_scatter
-    | reduce_scatter   partial    split      all_gather
-    | all_reduce       partial    alike      nothing to do
-    | copy             alike      whole      all_reduce
-    | replicate        split      alike      take
-    | take             alike      split      replicate
-    | all_to_all       split      split      all_to_all
+    | collective       from         to           backward
+    | all_gather       split        whole        reduce_scatter
+    | reduce_scatter   partial      split        all_gather
+    | all_reduce       partial      replicated   nothing to do
+    | copy             replicated   whole        all_reduce
+    | replicate        split        replicated   take
+    | take             replicated   split        replicate
+    | all_to_all       split        split        all_to_all
 
-A call starts the collective; `.wait()` on what it returns is the tensor. What the program computes between the two
-runs beside the collective, and its backward runs beside the conjugate: autograd goes back through the same order.
+A call starts the collective; `.wait()` returns the tensor. The program computes between the two while the collective
+runs. Its backward runs during the conjugate, because autograd goes back through the same order.
 """
 
 import abc
@@ -55,18 +55,19 @@ class PendingResult:
 
 
 def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Return the parts of all ranks along `axes`, one after the other along `dim`: (…, sizes[i], …) → (…, sum(sizes),
-    …).
+    """Gather the parts of all ranks along `axes`, one after the other along `dim`.
 
-    `sizes`: of each rank's part along `dim`, in group order; all like `x` by default. Backward: reduce_scatter.
+    (…, sizes[i], …) → (…, sum(sizes), …).
+
+    `sizes`: of each rank's part along `dim`, in group order; as large as `x` by default. Backward: reduce_scatter.
     Raises ValueError when `sizes` does not describe `x`.
     """
-    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=False))
+    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=False))
 
 
 def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Gather like `all_gather`, for a result that every rank uses in the same way. Backward: take."""
-    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=True))
+    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=True))
 
 
 def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
@@ -131,7 +132,7 @@ class CollectiveSource:
     """
 
     whole: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
 
 
@@ -144,10 +145,10 @@ def source_of_output(node: Node) -> CollectiveSource | None:
     if isinstance(collective, _Copy):
         return CollectiveSource(whole=_named(collective.axes))
     if isinstance(collective, _AllReduce):
-        return CollectiveSource(alike=_named(collective.axes))
+        return CollectiveSource(replicated=_named(collective.axes))
     if isinstance(collective, _Gather):
         axes = _named(collective.along.axes)
-        return CollectiveSource(alike=axes) if collective.alike else CollectiveSource(whole=axes)
+        return CollectiveSource(replicated=axes) if collective.replicated else CollectiveSource(whole=axes)
     assert isinstance(collective, _ReduceScatter | _Take | _AllToAll)
     return CollectiveSource(
         split=_named((collective.split if isinstance(collective, _AllToAll) else collective.along).axes)
@@ -176,7 +177,7 @@ class _Map(abc.ABC):
 @dataclass(frozen=True)
 class _Gather(_Map):
     along: "_Along"
-    alike: bool
+    replicated: bool
 
     def start(self, x: Tensor) -> Finish:
         along, dim = self.along, self.along.dim
@@ -194,7 +195,7 @@ class _Gather(_Map):
         return finish
 
     def conjugate(self) -> _Map:
-        return _Take(self.along) if self.alike else _ReduceScatter(self.along)
+        return _Take(self.along) if self.replicated else _ReduceScatter(self.along)
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class _ReduceScatter(_Map):
         return _after(work, into)
 
     def conjugate(self) -> _Map:
-        return _Gather(self.along, alike=False)
+        return _Gather(self.along, replicated=False)
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class _Take(_Map):
         return lambda: part
 
     def conjugate(self) -> _Map:
-        return _Gather(self.along, alike=True)
+        return _Gather(self.along, replicated=True)
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ class _Along:
 
     @classmethod
     def of(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """For `x` as the whole, cut evenly unless `sizes` says how."""
+        """Return the cut of a whole `x`, even unless `sizes` is given."""
         size, ranks = x.size(dim), world.group(axes).size
         even = [stop - start for start, stop in even_split(size, ranks)]
         along = cls(world, axes, dim % x.dim(), tuple(even if sizes is None else sizes))
@@ -298,7 +299,7 @@ class _Along:
 
     @classmethod
     def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """For `x` as this rank's part, the others like it unless `sizes` says how large."""
+        """Return the cut of which `x` is this rank's part; all parts are equal unless `sizes` is given."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
         if len(along.sizes) != group.size or along.sizes[group.index] != size:

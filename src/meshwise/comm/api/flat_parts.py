@@ -1,4 +1,4 @@
-"""The tensors of a collective as flat parts, one for each rank of a group, and what has to fit."""
+"""Turn the tensors of a collective into flat parts, one for each rank of a group; check, copy and reduce them."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import memmove
@@ -14,7 +14,7 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
     """Return a view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
 
-    Of one that is `given`, to be read alone, and that torch conjugates or negates when it is read, a copy as it reads.
+    given: the tensor is only read; where torch conjugates or negates it when it is read, the result is a copy.
     Raises ValueError if it is not contiguous, or is to be written to and conjugated or negated when it is read.
     """
     if x.is_conj() or x.is_neg():
@@ -31,9 +31,10 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
 
 
 def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
-    """`x` as `size` flat parts: equal slices (views) of one tensor, or those passed. Raises ValueError otherwise.
+    """Return `x` as `size` flat parts: equal slices (views) of one tensor, or the tensors passed.
 
-    On the meta device one view serves for all equal parts.
+    Raises ValueError when the tensor does not divide, or the number of tensors is wrong. On the meta
+    device one view serves for all equal parts.
     """
     if isinstance(x, Tensor):
         if x.numel() % size:
@@ -53,7 +54,7 @@ def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
 
 
 def passed(x: Parts | None, *, who: str, name: str) -> Parts:
-    """`x`, which only one rank of a group has. Raises ValueError when that one, `who`, has passed None."""
+    """Return `x`, which only the rank `who` of a group passes. Raises ValueError when that rank has passed None."""
     if x is None:
         raise ValueError(f"{who} passes `{name}`; here it is None")
     return x
@@ -74,7 +75,9 @@ def put(x: Tensor, *, into: Tensor) -> None:
 
 
 Elements: TypeAlias = Any
-"""A tensor, or an array of numpy's of the same memory: both are cut and added alike. A sum's are all of one kind."""
+"""A tensor, or an array of numpy's of the same memory: both are cut and added in the same way. All operands of
+a sum are of one kind.
+"""
 
 _ADDED = (torch.float32, torch.float64)
 

@@ -152,8 +152,8 @@ class FlightRecorder:
     def write(self, stamp: CallRecord, *, ranks: tuple[int, ...]) -> None:
         """Keep a call that is about to be made among `ranks` (of a message: its source and target).
 
-        Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own. And where
-        another thread of it waits: both would do what is there to do.
+        Raises RuntimeError in a forked copy of the process, which is not the rank, and while another thread of the rank
+        waits in a collective.
         """
         self._require_own(stamp)
         line = CallLine(ranks, stamp.point_to_point)
@@ -199,13 +199,11 @@ class FlightRecorder:
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not stamps]
 
-    def went_on(self, events: Iterable[tuple[str, float, float]]) -> None:
-        """Note events that ran beside the rank's activity, as (what, start, stop) by `time.monotonic`, inside
-        `timed`.
-        """
+    def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
+        """Note activities of other threads of this rank inside `timed`, as (what, start, stop) by `time.monotonic`."""
         if self._stopwatch is not None:
             for what, start, stop in events:
-                self._stopwatch.went_on(what, start=start, stop=stop)
+                self._stopwatch.add_background(what, start=start, stop=stop)
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[ActivityStopwatch]:
@@ -264,16 +262,16 @@ def disagreement(stamps: Mapping[int, CallRecord]) -> str | None:
     return "\n".join(lines)
 
 
-def parted(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
-    """Return where the last calls of the ranks first differ: a message and the ranks involved, or None."""
+def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the first difference between the last calls of the ranks: a message and the ranks involved, or None."""
     places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
     for rank, calls in recent.items():
         for call in calls:
             places.setdefault((call.ordinal, call.line), {})[rank] = call.stamp
     for (_, line), stamps in sorted(places.items(), key=lambda item: item[0][0]):
         if table := disagreement(stamps):
-            told = f"{ranks_text(line.ranks)} called different collectives where they have to call the same:\n{table}"
-            return told, tuple(stamps)
+            ranks = ranks_text(line.ranks)
+            return f"{ranks} called different collectives where they have to call the same:\n{table}", tuple(stamps)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Whether ranks are on one host."""
+"""Find out whether ranks are on one host."""
 
 import socket
 from pathlib import Path
@@ -9,7 +9,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """Return a name that processes have in common when they run on one machine, in one container.
+    """Return a name that is equal for processes of one machine and one container.
 
     Containers have their own host names, and names may repeat; a boot id is unique.
     """

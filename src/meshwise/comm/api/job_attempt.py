@@ -1,10 +1,10 @@
-"""Which start of a job this is, when a launcher starts its ranks again.
+"""Find out which start of a job this is, when a launcher starts its ranks again.
 
 A launcher that restarts ranks may keep its store, with everything that the earlier ranks wrote. It also numbers its
 restarts on its own, so launchers of several machines may count differently. So the ranks agree on a name that no
 earlier start had, with a ticket each:
 
-    | every rank      takes a ticket, a number nobody has had, and writes beside it who it is
+    | every rank      takes a ticket, a number nobody has had, and writes its rank under it
     | rank 0          offers the name made of its own ticket to every ticket it finds
     | the others      accept what is offered to their own ticket
     | rank 0          goes on when every rank has accepted

@@ -1,4 +1,4 @@
-"""A rank that is no longer there."""
+"""Errors of a rank whose collective failed because another rank ended."""
 
 import re
 

@@ -1,7 +1,7 @@
-"""When a rank began what, and how long it waited within it: noted while it runs, read when it is over.
+"""Note when a rank begins each activity of a step, and how long it waits; read the notes afterwards.
 
-A note is one reading of a clock: of the host's, or on a CUDA device of the device's, by an event on the current stream.
-So what is measured is when the device did it, and nothing waits for anything before `read`.
+A note is one reading of a clock: the host's, or on CUDA the device's, by an event on the current stream. So the times
+are those of the device, and nothing waits before `read`.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from meshwise.comm.api.streams import StreamEvent, streams_of
 
 
 class StepPhase(StrEnum):
-    """What a rank is at in a step beside the actions of its schedule."""
+    """Phase of a step outside the actions of the pipeline's schedule."""
 
     OUTSIDE = ""
     """No step runs."""
@@ -34,14 +34,14 @@ Activity: TypeAlias = Hashable
 class TimedSpan:
     """Time span of an activity (as `FlightRecorder.doing`), or of a wait or a move with its name.
 
-    `beside`: it went on beside what the rank was at, on other threads.
+    in_background: other threads of the rank did it meanwhile.
     """
 
     what: Activity
     start: float
     stop: float
     waits: bool = False
-    beside: bool = False
+    in_background: bool = False
 
 
 class ActivityStopwatch:
@@ -52,23 +52,23 @@ class ActivityStopwatch:
         self._origin = self._streams.origin()
         self._marks: list[tuple[Activity, StreamEvent]] = []
         self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []
-        self._beside: list[TimedSpan] = []
+        self._background: list[TimedSpan] = []
 
     def now(self) -> StreamEvent:
         """Return an event at the current place of the current stream."""
         return self._streams.mark(timing=True)
 
     def begins(self, what: Activity) -> None:
-        """End the current activity and begin `what`; the one outside of a step is none."""
+        """End the current activity and begin `what`, which may be `StepPhase.OUTSIDE`."""
         self._marks.append((what, self.now()))
 
     def waited(self, what: str, *, since: StreamEvent) -> None:
         """Note a wait for `what` that began at `since` and ends now."""
         self._waits.append((what, since, self.now()))
 
-    def went_on(self, what: str, *, start: float, stop: float) -> None:
-        """Something went on beside what the rank was at, by the host's clock."""
-        self._beside.append(TimedSpan(what, start, stop, beside=True))
+    def add_background(self, what: str, *, start: float, stop: float) -> None:
+        """Note an activity of another thread of this rank, by the host's clock."""
+        self._background.append(TimedSpan(what, start, stop, in_background=True))
 
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """Return this rank's activities in order, then its waits; `offset` is how far its clock is ahead, in
@@ -81,5 +81,5 @@ class ActivityStopwatch:
         for what, since, until in self._waits:
             start, stop = (self._origin.at(moment) - offset for moment in (since, until))
             spans.append(TimedSpan(what, start, stop, waits=True))
-        beside = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._beside)
-        return [*spans, *beside]
+        background = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._background)
+        return [*spans, *background]

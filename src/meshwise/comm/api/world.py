@@ -1,7 +1,7 @@
 """The World: what joins the ranks.
 
 A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh.
-`torch_world` chooses the implementation for real processes. `thread_world` has ranks as threads of one process;
+`torch_world` chooses the implementation for processes. `thread_world` has ranks as threads of one process;
 `trace_world` has one rank of a world of any size that moves nothing and records everything.
 
 The public methods are defined here, once. They resolve axes to a group, answer a group of one without communication,
@@ -31,7 +31,7 @@ from meshwise.comm.api.flight_recorder import (
     Position,
     RanksDisagree,
     call_site,
-    parted,
+    first_difference,
     ranks_text,
 )
 from meshwise.comm.api.stopwatch import ActivityStopwatch
@@ -213,7 +213,7 @@ class World(abc.ABC):
         return self.journal.timed(self.device)
 
     @property
-    def dissent(self) -> int:
+    def rank_mismatch(self) -> int:
         """A number whose sum over all ranks is 0 when every group has called the same collectives on all its ranks."""
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1) for ranks, digest in self.journal.digests.items()
@@ -248,7 +248,7 @@ class World(abc.ABC):
         return self._all_reduce(self._stamp("all_reduce", group, x, how=op), group, data, op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
-        """Return every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
+        """Gather every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
 
         `x` may be the very slice of `into` where it belongs.
         """
@@ -270,7 +270,7 @@ class World(abc.ABC):
         return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
-        """Part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
+        """Exchange parts: part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
@@ -279,7 +279,7 @@ class World(abc.ABC):
         return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
-        """Return every rank's `x` on the target; `into` is None elsewhere."""
+        """Gather every rank's `x` into the target's `into`; `into` is None elsewhere."""
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
             return _copy(x, passed(into, who="the target of a gather", name="into"))
@@ -290,7 +290,7 @@ class World(abc.ABC):
         return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
-        """Return the source's parts, one to each rank; `x` is None elsewhere."""
+        """Give each rank its part of the source's `x`; `x` is None elsewhere."""
         group = rooted(self.group(axes), root=source)
         if group.size == 1:
             return _copy(passed(x, who="the source of a scatter", name="x"), into)
@@ -335,17 +335,18 @@ class World(abc.ABC):
         self.all_gather(data, into=parts, axes=group.axes).wait()
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
-    def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
-        """Return the sums over all ranks of a few fp64 numbers and of their `dissent`, on the host: one all-reduce.
+    def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
+        """Return the sums over all ranks of a few fp64 numbers and of their `rank_mismatch`, on the host: one
+        all-reduce.
 
-        The dissent is 0 when all ranks also say the same number, of 32 bits.
+        digest: 32 bits that have to be equal on all ranks; otherwise the sum of the mismatches is not 0.
         """
-        whole = self.dissent + said * (self.size - 1 if self.rank == 0 else -1)
-        dissent = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)
-        numbers = torch.cat([x, dissent])
+        whole = self.rank_mismatch + digest * (self.size - 1 if self.rank == 0 else -1)
+        mismatch = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)
+        numbers = torch.cat([x, mismatch])
         self.all_reduce(numbers, axes=self.mesh.names).wait()
-        *sums, dissents = numbers.tolist()
-        return sums, dissents
+        *sums, mismatches = numbers.tolist()
+        return sums, mismatches
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
         """Send a small Python value to group index `to` along one axis, in two messages: its length, and itself."""
@@ -436,16 +437,16 @@ def _copy(x: Parts, into: Parts) -> Work:
 
 def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
     """Raise RanksDisagree with what differs first. `found`: of each rank its last calls, and how many on each line."""
-    if apart := parted({rank: recent for rank, (recent, _) in found.items()}):
-        raise RanksDisagree(apart[0])
+    if difference := first_difference({rank: recent for rank, (recent, _) in found.items()}):
+        raise RanksDisagree(difference[0])
     for line in {line: None for _, counts in found.values() for line in counts if not line.point_to_point}:
         counts = {rank: found[rank][1].get(line, 0) for rank in line.ranks}
         most = max(counts, key=counts.__getitem__)
         if counts[most] != min(counts.values()):
             last = next((str(call.stamp) for call in reversed(found[most][0]) if call.line == line), "long ago")
-            told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+            numbers = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
             raise RanksDisagree(
-                f"{ranks_text(line.ranks)} have made different numbers of calls together: {told}; the last of rank "
+                f"{ranks_text(line.ranks)} have made different numbers of calls together: {numbers}; the last of rank "
                 f"{most} is {last}"
             )
     raise RanksDisagree("the ranks of a group have called different collectives, longer ago than calls are kept")

@@ -1,9 +1,9 @@
-"""Why the ranks stand still, from what each says about itself.
+"""Find out why the ranks stand still, from the answers of all ranks.
 
 A rank that waits is no proof of anything: another may compile, load data or write a checkpoint. So the answers of all
 ranks are put together and the reason is looked for in this order:
 
-    | they disagree     calls with equal places (the same line, the same ordinal) that are not alike
+    | they disagree     calls with equal places (the same line, the same ordinal) that differ
     | one is lost       it does not answer: stopped, killed, or its machine is gone
     | one has finished  and the others wait for it
     | a circle          every rank that somebody waits for waits itself
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwise.comm.api.flight_recorder import CallLine, PlacedCall, parted, ranks_text
+from meshwise.comm.api.flight_recorder import CallLine, PlacedCall, first_difference, ranks_text
 
 _MOST_LINES = 16
 _MOST_STACKS = 4
@@ -58,7 +58,7 @@ class AbsentRank:
 
 @dataclass(frozen=True)
 class HangFinding:
-    """Why the ranks stand still: a headline, the ranks whose stacks tell more, and whether waiting cannot help."""
+    """Why the ranks stand still: a headline, the ranks whose stacks are shown, and whether waiting cannot help."""
 
     headline: str
     ranks: tuple[int, ...]
@@ -78,30 +78,30 @@ class RankSurvey:
         return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
 
     def report(self, finding: HangFinding) -> str:
-        """Return the whole story: the finding, where each rank is, and the stacks that matter."""
+        """Return the report: the finding, the position of each rank, and the stacks that matter."""
         ranks = list(range(self.size))
         if self.size > _MOST_LINES:
             waiting = {rank for rank, answer in self.answers.items() if answer.waiting}
             ranks = sorted(ranks, key=lambda rank: rank in waiting)[:_MOST_LINES]
         more = [f"  … and {self.size - len(ranks)} more ranks"] if len(ranks) < self.size else []
-        told = [self.answers[rank] for rank in finding.ranks if rank in self.answers and self.answers[rank].stack]
-        stacks = [f"  rank {answer.rank} is here:\n{answer.stack}" for answer in told]
+        shown = [self.answers[rank] for rank in finding.ranks if rank in self.answers and self.answers[rank].stack]
+        stacks = [f"  rank {answer.rank} is here:\n{answer.stack}" for answer in shown]
         last_seen = [absent.stack for absent in self.absent.values() if absent.stack]
-        told_stacks = [*last_seen, *stacks][:_MOST_STACKS]
-        return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *told_stacks])
+        last_seen = [*last_seen, *stacks][:_MOST_STACKS]
+        return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *last_seen])
 
     def _disagreement(self) -> HangFinding | None:
-        apart = parted({rank: answer.recent for rank, answer in self.answers.items()})
-        return apart and HangFinding(*apart, certain=True)
+        difference = first_difference({rank: answer.recent for rank, answer in self.answers.items()})
+        return difference and HangFinding(*difference, certain=True)
 
     def _lost(self) -> HangFinding | None:
         silent = sorted(rank for rank, absent in self.absent.items() if not absent.finished)
-        told = sorted({answer.lost for answer in self.answers.values() if answer.lost})
-        missed = silent if told else sorted(set(silent).intersection(rank for _, rank in self._waits))
+        reported = sorted({answer.lost for answer in self.answers.values() if answer.lost})
+        missed = silent if reported else sorted(set(silent).intersection(rank for _, rank in self._waits))
         if missed:
             return HangFinding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
-        if told and not self.absent:
-            return HangFinding(f"ranks have lost each other though all are alive: {told[0]}", (), certain=False)
+        if reported and not self.absent:
+            return HangFinding(f"ranks have lost each other though all are alive: {reported[0]}", (), certain=False)
         return None
 
     def _finished(self) -> HangFinding | None:
@@ -146,8 +146,8 @@ class RankSurvey:
         for rank, answer in sorted(self.answers.items()):
             for call in answer.pending():
                 for other in call.line.ranks:
-                    told = self.answers.get(other) or self.absent[other]
-                    if other != rank and told.counts.get(call.line, 0) <= call.ordinal:
+                    known = self.answers.get(other) or self.absent[other]
+                    if other != rank and known.counts.get(call.line, 0) <= call.ordinal:
                         waits[rank, other] = None
         return list(waits)
 
@@ -158,12 +158,12 @@ class RankSurvey:
         if answer.lost:
             return f"  rank {rank} ({answer.process}): {answer.lost}"
         missed = [other for waiting, other in self._waits if waiting == rank]
-        whom = f" for {ranks_text(missed)}" if missed else ""
+        missing = f" for {ranks_text(missed)}" if missed else ""
         if answer.waiting is None:
             last = f"; its last call was {answer.recent[-1].stamp}" if answer.recent else ""
-            state = f"has called nothing for {answer.waited:.1f} s and may wait{whom}" if missed else "is busy"
+            state = f"has called nothing for {answer.waited:.1f} s and may wait{missing}" if missed else "is busy"
             return f"  rank {rank} ({answer.process}) {state}{last}"
-        return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{whom} in {answer.waiting.stamp}"
+        return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{missing} in {answer.waiting.stamp}"
 
 
 def _verb(ranks: Sequence[int], one: str, many: str) -> str:

@@ -1,9 +1,9 @@
-"""The watch: one report instead of a hang.
+"""Watch over a rank and end a job that hangs, with one report.
 
 Each rank has a thread that looks at the rank's journal and talks to the others through the job's store, a channel that
 works when collectives do not. It needs no help from the rank's main thread, which may be blocked for good in C++.
 
-    | every beat       say that this rank is alive; see whether anyone asks or the end has been declared
+    | every beat       record that this rank is alive; see whether a rank asks or the end has been declared
     | a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `rank_survey`)
     | it is certain    that waiting is in vain: the lowest rank that answers prints the report and all ranks end
     | it is not        because a rank is only slow: one warning at half of `stall_seconds`, the end at `stall_seconds`
@@ -38,7 +38,7 @@ from meshwise.comm.health.rank_survey import AbsentRank, RankAnswer, RankSurvey
 
 STALL_SECONDS = 300.0
 _VARIABLE = "MESHWISE_STALL_SECONDS"
-_CALLS_TOLD = 64
+_CALLS_SENT = 64
 _RANKS_PER_BEAT = 500
 _STORE_SECONDS = 20
 _FLUSH_SECONDS = 2.0
@@ -72,11 +72,12 @@ def report_to_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - bot
 
 
 class Watchdog:
-    """Watches over one rank. Every rank of the job starts one, over the same store.
+    """Thread that watches over one rank. Every rank of the job starts one, over the same store.
 
-    stall_seconds: how long a rank may wait in one collective while the others live; by default what the environment
-    variable MESHWISE_STALL_SECONDS says, else 300. tell: receiver of a report, called on the one rank that reports.
-    launcher: the process whose end is the end of this rank. Raises ValueError when stall_seconds is not positive.
+    stall_seconds: how long a rank may wait in one collective while the others live; by default the value of the
+    environment variable MESHWISE_STALL_SECONDS, else 300. sink: receiver of a report, called on the one rank that
+    reports. launcher: the process whose end is the end of this rank. Raises ValueError unless stall_seconds is
+    positive.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Watchdog:
         *,
         store: c10d.Store,
         stall_seconds: float | None = None,
-        tell: ReportSink = report_to_stderr,
+        sink: ReportSink = report_to_stderr,
         launcher: LauncherProcess | None = None,
     ) -> None:
         stall = stall_seconds_from_environment() if stall_seconds is None else stall_seconds
@@ -95,7 +96,7 @@ class Watchdog:
         self._store = c10d.PrefixStore("meshwise/watch", store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._world = world
-        self._tell = tell
+        self._sink = sink
         self._launcher = launcher
         self._process = f"process {os.getpid()} on {socket.gethostname()}"
         self._main = threading.get_ident()
@@ -130,7 +131,7 @@ class Watchdog:
             self._store.add("finished", 1)
 
     def _leave_to_the_rank(self) -> None:
-        """In a copy of the process, which no one watches: what ends it ends no rank."""
+        """Stop watching in a forked copy of the process, which is no rank."""
         self._stopped = True
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
@@ -172,7 +173,7 @@ class Watchdog:
             self._wake.clear()
 
     def _beat(self) -> None:
-        """Say that this rank is alive, answer who asks, and end when the end has been declared."""
+        """Record that this rank is alive, answer a survey, and end when the end has been declared."""
         self._require_launcher()
         place = "\n".join(self._stacks())
         self._store.set(f"alive/{self._world.rank}", pickle.dumps((time.time(), place)))  # type: ignore[arg-type]
@@ -213,7 +214,7 @@ class Watchdog:
             process=self._process,
             waiting=waiting,
             waited=waited,
-            recent=list(recent)[-_CALLS_TOLD:],
+            recent=list(recent)[-_CALLS_SENT:],
             counts=dict(journal.counts),
             stack="\n".join(self._stacks()),
             lost=self._lost,
@@ -227,7 +228,7 @@ class Watchdog:
     # ---- the rank that asks ------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Ask all ranks where they are; declare the end when the answers say that waiting is in vain."""
+        """Ask all ranks for their positions; declare the end when waiting longer cannot help."""
         survey = self._survey(self._store.add("asked", 1))
         finding = survey.finding() if survey else None
         if survey is None or finding is None:
@@ -238,12 +239,12 @@ class Watchdog:
             self._declare(min(survey.answers), report)
         if longest >= self._pace.stall / 2 and self._store.add("warned", 1) == 1:
             left = self._pace.stall - longest
-            self._tell(
+            self._sink(
                 f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})", final=False
             )
 
     def _survey(self, number: int) -> RankSurvey | None:
-        """Everyone's answer; None when this rank finishes meanwhile.
+        """Return the answers of all ranks; None when this rank finishes meanwhile.
 
         Ranks that do not answer get `silent` seconds; after a broken connection a few beats.
         """
@@ -288,11 +289,11 @@ class Watchdog:
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def _declare(self, teller: int, report: str) -> NoReturn:
-        """Let `teller` tell the report and all ranks end, unless the end has been declared."""
+    def _declare(self, reporter: int, report: str) -> NoReturn:
+        """Let the rank `reporter` print the report and all ranks end, unless the end has been declared."""
         try:
             if self._store.add("declared", 1) == 1:
-                self._store.set("end", pickle.dumps((teller, report)))  # type: ignore[arg-type]
+                self._store.set("end", pickle.dumps((reporter, report)))  # type: ignore[arg-type]
             self._end()
         except RuntimeError:
             self._leave(report)
@@ -300,13 +301,13 @@ class Watchdog:
     def _end(self) -> NoReturn:
         """End as announced: one rank prints the report, the others end silently."""
         with self._ending:
-            teller, report = pickle.loads(self._store.get("end"))
-            if teller == self._world.rank:
-                self._tell(report, final=True)
-                self._store.set("told", "")
+            reporter, report = pickle.loads(self._store.get("end"))
+            if reporter == self._world.rank:
+                self._sink(report, final=True)
+                self._store.set("reported", "")
             else:
-                with contextlib.suppress(RuntimeError):  # whoever should have told it died: then it stays untold here
-                    self._store.wait(["told"], timedelta(seconds=8 * self._pace.beat))
+                with contextlib.suppress(RuntimeError):  # the reporter may have died
+                    self._store.wait(["reported"], timedelta(seconds=8 * self._pace.beat))
             self._leave()
 
     def _require_launcher(self) -> None:
@@ -314,9 +315,7 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """Handle the loss of the store: a computing rank may finish, a waiting one ends. A rank that computes may still
-        finish; one that waits in a collective never will.
-        """
+        """Go on without a store: a rank that computes may still finish; a rank that waits in a collective is ended."""
         while not self._stopped:
             self._require_launcher()
             since = self._world.position.waiting_since
@@ -330,7 +329,7 @@ class Watchdog:
     def _leave(self, report: str | None = None) -> NoReturn:
         """End this process, whatever its other threads do. Flushing must not hold it up: a pipe may be full."""
         if report is not None:
-            self._tell(report, final=True)
+            self._sink(report, final=True)
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
@@ -343,7 +342,7 @@ def _flush() -> None:
 
 
 def _state(process: str) -> str:
-    """Return what this machine knows of one of its processes."""
+    """Return the state of a process of this machine, for a report; "" for other machines."""
     _, pid, _, host = process.split(maxsplit=3)
     if host != socket.gethostname():
         return ""
@@ -354,7 +353,7 @@ def _state(process: str) -> str:
 
 
 def stall_seconds_from_environment() -> float:
-    """`stall_seconds` by the environment. Raises ValueError when it says no number above 0."""
+    """Return the `stall_seconds` of MESHWISE_STALL_SECONDS, or the default. Raises ValueError unless it is above 0."""
     text = os.environ.get(_VARIABLE, str(STALL_SECONDS))
     with contextlib.suppress(ValueError):
         if float(text) > 0:

@@ -1,1 +1,1 @@
-"""In process."""
+"""Worlds inside one process: ranks as threads, or one rank alone whose calls are recorded."""

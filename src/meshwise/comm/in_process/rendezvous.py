@@ -14,7 +14,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 class TurnTaking:
-    """The turn of one thread to compute. Threads that have not entered are not held up."""
+    """The turn of one thread to compute. Threads that have not entered are not guarded up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,11 +69,11 @@ class PendingCollective:
         return len(self.stamps) == len(self.ranks)
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not."""
+        """Return the ranks that have not called it."""
         return [rank for rank in self.ranks if rank not in self.stamps]
 
     def reduced(self, op: str) -> Tensor:
-        """Return the reduction of what the ranks left; the first rank that asks computes it for all."""
+        """Return the reduction of the ranks' tensors; the first rank that asks computes it for all."""
         with self._reducing:
             if self._reduced is None:
                 self._reduced = torch.empty_like(self._deposits[self.ranks[0]][0])
@@ -81,16 +81,16 @@ class PendingCollective:
             return self._reduced
 
     def reduce(self, op: str, *, into: Tensor, part: int = 0) -> None:
-        """Reduce one part of what the ranks left into `into`, in the order of the ranks."""
+        """Reduce one part of every rank's tensors into `into`, in the order of the ranks."""
         parts = [self._fitting(index, part, into) for index in range(len(self.ranks))]
         reduce_in_order(parts, into=into, scratch=torch.empty_like(into), op=op)
 
     def place(self, target: Tensor, *, index: int, part: int = 0) -> None:
-        """Copy one part of what the rank with this group index left into `target`."""
+        """Copy one part of the tensors of the rank with this group index into `target`."""
         target.copy_(self._fitting(index, part, target))
 
     def place_all(self, targets: list[Tensor], *, part: int = 0) -> None:
-        """Copy one part of what every rank left into `targets`, in group order."""
+        """Copy one part of every rank's tensors into `targets`, in group order."""
         for index, target in enumerate(targets):
             self.place(target, index=index, part=part)
 
@@ -105,7 +105,7 @@ class PendingCollective:
 
 
 class Rendezvous:
-    """All meetings of a run, guarded by one lock. Who waits is woken by what it waits for, and by nothing else."""
+    """The pending collectives of a run, guarded by one lock. Only the collective that a rank waits for wakes it."""
 
     def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
@@ -115,13 +115,13 @@ class Rendezvous:
         self.failure: BaseException | None = None
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
-        self._meetings: dict[tuple[bool, tuple[int, ...], int], PendingCollective] = {}
+        self._pending: dict[tuple[bool, tuple[int, ...], int], PendingCollective] = {}
         self._calls: dict[tuple[int, bool, tuple[int, ...]], int] = {}
         self._waiting: dict[int, PendingCollective] = {}
         self._finished: set[int] = set()
 
     def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: CallRecord, deposit: list[Tensor]) -> PendingCollective:
-        """Return the meeting that this rank's calls among `ranks` have come to, with its call noted.
+        """Note this rank's next call among `ranks`, and return the collective that it is part of.
 
         For a message, `ranks` are its source and target; both count the messages of that line.
         """
@@ -130,33 +130,33 @@ class Rendezvous:
             self._end_if_failed()
             ordinal = self._calls.get((rank, line, ranks), 0)
             self._calls[rank, line, ranks] = ordinal + 1
-            meeting = self._meetings.get((line, ranks, ordinal))
-            if meeting is None:
-                meeting = PendingCollective(ranks, changed=threading.Condition(self._lock))
-                self._meetings[line, ranks, ordinal] = meeting
-            meeting.arrive(rank, stamp=stamp, deposit=deposit)
-            if table := disagreement(meeting.stamps):
+            pending = self._pending.get((line, ranks, ordinal))
+            if pending is None:
+                pending = PendingCollective(ranks, changed=threading.Condition(self._lock))
+                self._pending[line, ranks, ordinal] = pending
+            pending.arrive(rank, stamp=stamp, deposit=deposit)
+            if table := disagreement(pending.stamps):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
                 raise RunEnded
-            if meeting.complete():
-                del self._meetings[line, ranks, ordinal]
+            if pending.complete():
+                del self._pending[line, ranks, ordinal]
                 for other in ranks:
-                    if self._waiting.get(other) is meeting:
+                    if self._waiting.get(other) is pending:
                         del self._waiting[other]
-                meeting.changed.notify_all()
-            return meeting
+                pending.changed.notify_all()
+            return pending
 
-    def wait(self, meeting: PendingCollective, *, rank: int) -> None:
-        """Block until the meeting is complete."""
+    def wait(self, pending: PendingCollective, *, rank: int) -> None:
+        """Block until every rank has called the collective."""
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._lock:
             self._end_if_failed()
-            if meeting.complete():
+            if pending.complete():
                 return
-            self._waiting[rank] = meeting
+            self._waiting[rank] = pending
             self._look_for_the_impossible()
             self.turn.give()
-            if not meeting.changed.wait_for(lambda: meeting.complete() or self.failure, _left(ends)):
+            if not pending.changed.wait_for(lambda: pending.complete() or self.failure, _left(ends)):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
             self._end_if_failed()
         self.turn.take()
@@ -192,8 +192,8 @@ class Rendezvous:
         if self.failure is None:
             self.failure = error
             self._ended.notify_all()
-            for meeting in self._waiting.values():
-                meeting.changed.notify_all()
+            for pending in self._waiting.values():
+                pending.changed.notify_all()
 
     def _end_if_failed(self) -> None:
         if self.failure is not None:
@@ -201,8 +201,8 @@ class Rendezvous:
 
     def _look_for_the_impossible(self) -> None:
         """Fail the run when a rank waits for a call that cannot come."""
-        for meeting in self._waiting.values() if self._finished else ():
-            if gone := self._finished.intersection(meeting.missing()):
+        for pending in self._waiting.values() if self._finished else ():
+            if gone := self._finished.intersection(pending.missing()):
                 finished = f"{ranks_text(sorted(gone))} {'have' if len(gone) > 1 else 'has'} finished"
                 self._fail(RanksDisagree(f"{finished} while others wait:\n{self._report()}"))
                 return
@@ -213,14 +213,14 @@ class Rendezvous:
         """Return where each rank is, with the Python stacks of those that have not finished."""
         lines = []
         for rank in range(self.size):
-            meeting = self._waiting.get(rank)
+            pending = self._waiting.get(rank)
             if rank in self._finished:
                 lines.append(f"  rank {rank} has finished")
                 continue
-            if meeting is None:
+            if pending is None:
                 lines.append(f"  rank {rank} is running")
             else:
-                lines.append(f"  rank {rank} waits for {ranks_text(meeting.missing())} in {meeting.stamps[rank]}")
+                lines.append(f"  rank {rank} waits for {ranks_text(pending.missing())} in {pending.stamps[rank]}")
             lines.append(stack_of(self.threads[rank].ident))
         return "\n".join(filter(None, lines))
 

@@ -5,13 +5,13 @@ Processes make a test slow to start, hard to debug and able to hang. Here the ra
 
     rank 0   all_reduce(x) ──┐ leaves a copy of x                 wait() ── until all have arrived,
     rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
-    rank 2             all_reduce(x) ──┴─ a Meeting: the stamp and the copy of each rank
+    rank 2             all_reduce(x) ──┴─ a PendingCollective: the stamp and the copy of each rank
 
 Sums run once, in the order of the ranks, so that all ranks get the same bits. The place of every rank is known, so
 nothing has to time out. A call that disagrees with another rank's, a wait for a finished rank and a circle of waiting
 ranks are each reported at once.
 
-It is stricter than the real thing about what c10d leaves undefined. A tensor that a collective will fill holds 0xFF
+It is stricter than other worlds about what c10d leaves undefined. A tensor that a collective will fill holds 0xFF
 bytes (not-a-number) until `wait`. Writing to a collective's tensors before `wait` is an error. The tensor of a `reduce`
 stays not-a-number on ranks other than the target, and `send` waits for its `recv`.
 
@@ -50,35 +50,35 @@ def run_threads(
     rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running as a daemon
     thread.
     """
-    hub = Rendezvous(size, timeout=timeout)
+    rendezvous = Rendezvous(size, timeout=timeout)
     results: dict[int, Result] = {}
 
     def rank_main(rank: int) -> None:
         try:
-            with hub.turn:
-                results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(rank=size)), *args)
-            hub.finish(rank)
+            with rendezvous.turn:
+                results[rank] = main(ThreadWorld(rendezvous, rank=rank, mesh=Mesh.of(rank=size)), *args)
+            rendezvous.finish(rank)
         except RunEnded:
             pass
         except BaseException as error:  # noqa: BLE001 — whatever ends one rank ends the run, and is raised below
-            hub.fail(error, rank=rank)
+            rendezvous.fail(error, rank=rank)
 
-    hub.threads = [
+    rendezvous.threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
     ]
     try:
-        for thread in hub.threads:
+        for thread in rendezvous.threads:
             thread.start()
-        hub.join()
+        rendezvous.join()
     except BaseException:  # Ctrl-C
-        hub.abandon()
+        rendezvous.abandon()
         raise
-    if hub.failure is not None:
-        raise hub.failure
+    if rendezvous.failure is not None:
+        raise rendezvous.failure
     return [results[rank] for rank in range(size)]
 
 
-class _Held:
+class _GuardedTensors:
     """The tensors of one call until its `wait`: inputs keep their values, outputs hold no number."""
 
     def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
@@ -100,22 +100,23 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
-class _ThreadWork(Work):
-    """A rank's part in a meeting: `take` fetches the results once all have arrived."""
+_Part: TypeAlias = tuple[PendingCollective, _GuardedTensors, Callable[[], None]]
 
-    def __init__(
-        self, world: "ThreadWorld", stamp: CallRecord, part: tuple[PendingCollective, _Held, Callable[[], None]]
-    ) -> None:
+
+class _ThreadWork(Work):
+    """A rank's part in a pending collective, whose results are taken once all ranks have called it."""
+
+    def __init__(self, world: "ThreadWorld", stamp: CallRecord, part: _Part) -> None:
         super().__init__(world, stamp=stamp)
-        self._hub = world.hub
+        self._rendezvous = world.rendezvous
         self._rank = world.rank
-        self._part: tuple[PendingCollective, _Held, Callable[[], None]] | None = part
+        self._part: _Part | None = part
 
     def _finish(self) -> None:
         assert self._part is not None
-        meeting, held, take = self._part
-        held.check(self._stamp)
-        self._hub.wait(meeting, rank=self._rank)
+        pending, guarded, take = self._part
+        guarded.check(self._stamp)
+        self._rendezvous.wait(pending, rank=self._rank)
         take()
         self._part = None
 
@@ -125,9 +126,9 @@ class ThreadWorld(World):
 
     medium = "threads"
 
-    def __init__(self, hub: Rendezvous, *, rank: int, mesh: Mesh, journal: FlightRecorder | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh, journal: FlightRecorder | None = None) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
-        self.hub = hub
+        self.rendezvous = rendezvous
 
     def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:
@@ -190,10 +191,10 @@ class ThreadWorld(World):
     ) -> Work:
         """Post copies of `give` and return; at `wait`, `take` puts the results into `fill`."""
         copies = [x.clone() for x in give]
-        held = _Held(inputs=list(zip(give, copies, strict=True)), outputs=fill)
-        meeting = self.hub.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)
-        return _ThreadWork(self, stamp, (meeting, held, as_called(partial(take, meeting))))
+        guarded = _GuardedTensors(inputs=list(zip(give, copies, strict=True)), outputs=fill)
+        pending = self.rendezvous.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)
+        return _ThreadWork(self, stamp, (pending, guarded, as_called(partial(take, pending))))
 
 
 def _nothing(met: PendingCollective) -> None:
-    """Return None: the take of a rank that only gives."""
+    """Take nothing: the rank only gives."""

@@ -1,16 +1,16 @@
 """A world in which one rank of any number runs alone, moves nothing and records everything.
 
 The communication cost of a plan follows from its calls, and a single rank knows its own: run the step of one rank here
-and read the records. Kinds, axes, bytes and order equal the real ones, for 8 ranks or 65,536, on meta tensors without
+and read the records. Kinds, axes, bytes and order equal those of a job with 8 ranks or 65,536, on meta tensors without
 any memory.
 
     with world.record() as stamps:
         trainer.step(batch)
 
-On real tensors every other rank counts as zeros. A sum is this rank's own term, a gather fills only its own part, and
-received, broadcast or scattered values are zero. `exchange` returns this rank's value for all of them.
+On tensors with values every other rank counts as zeros. A sum is this rank's own term, a gather fills only its own
+part, and received, broadcast or scattered values are zero. `exchange` returns this rank's value for all of them.
 """
-# ruff: noqa: ARG002 — it answers calls without looking at all they say
+# ruff: noqa: ARG002 — it answers calls without looking at all their arguments
 
 from typing import Any
 
@@ -45,7 +45,7 @@ class TraceWorld(World):
         """Return this rank's value once per rank of the group. Records nothing."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
-    def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
+    def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
         """Return the sums as any world does; on meta every sum is 1."""
         if not x.is_meta:
             return super().totals(x)

@@ -1,1 +1,1 @@
-"""Launch."""
+"""Start ranks, join them to a world, and collect their results."""

@@ -10,8 +10,8 @@ libraries may run threads once they are imported.
 A forked rank inherits the environment of the server, as it was when the server started. So the launcher sends its own
 environment along (`LauncherEnvironment`). A rank asks multiprocessing whether its launcher lives (`LauncherProcess`).
 
-The server itself starts afresh. A command that has only imported modules may be copied instead (`copied`), which saves
-the seconds.
+The server itself starts afresh. A command that has only imported modules may be copied instead
+(`fork_server_from_here`), which saves the seconds.
 """
 
 import atexit
@@ -35,33 +35,35 @@ _PRELOADED = ("torch._dynamo", "meshwise.comm.launch.launch")  # an optimizer im
 _OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STREAMS = (1, 2)
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end a process, beside Ctrl-C."""
-_TOLD_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
+"""Signals other than Ctrl-C that end a process."""
+_SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
 
-def starting() -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context that starts ranks here. Their server runs then, until this process ends. It is
-    deaf to Ctrl-C and the end of the terminal: an import that is interrupted would only tell where it was.
+def start_context() -> ForkServerContext | SpawnContext:
+    """Return the multiprocessing context that starts ranks here, with its server running until this process ends.
+
+    The server ignores Ctrl-C and the end of the terminal: an interrupted import would print a useless traceback.
     """
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if gpu_count() or not forks:
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))
-    with _deaf():
+    with _terminal_signals_blocked():
         resource_tracker.ensure_running()  # which lets Ctrl-C through again
-    with _deaf():
+    with _terminal_signals_blocked():
         forkserver.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server)
     return forking
 
 
-def copied() -> None:
-    """Make the server that `starting` finds a copy of this process, whose modules need not be imported again. This
-    process has to have done nothing else yet: what else it had, every rank would have.
+def fork_server_from_here() -> None:
+    """Make the server of `start_context` a copy of this process, whose modules need not be imported again.
+
+    This process must only have imported modules so far: each rank inherits the rest of its state.
     """
-    with _deaf():
+    with _terminal_signals_blocked():
         resource_tracker.ensure_running()
     ordinary = util.spawnv_passfds
 
@@ -75,19 +77,19 @@ def copied() -> None:
 
     util.spawnv_passfds = copy  # by which multiprocessing starts the server; were it by another, it would start afresh
     try:
-        starting()
+        start_context()
     finally:
         util.spawnv_passfds = ordinary
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Let the processes started in the block not hear of Ctrl-C and the end of the terminal."""
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
+def _terminal_signals_blocked() -> Iterator[None]:
+    """Block the signals of the terminal for the processes started in the block."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _fork() -> int:
@@ -106,7 +108,7 @@ def _serve(line: str, kept: Sequence[int]) -> NoReturn:
                 os.close(number)
         vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
         exec(line, {})  # noqa: S102 - multiprocessing's own line, which ends when the launcher has ended
-    except Exception:  # noqa: BLE001 - as a process of its own would tell it
+    except Exception:  # noqa: BLE001 - printed as by any process
         traceback.print_exc()
     finally:
         os._exit(1)
@@ -121,13 +123,11 @@ def _end_server() -> None:
 
 
 class LauncherEnvironment:
-    """The environment, the folder and the output of the process that makes it, and how it would start others, for a
-    process that it starts.
-    """
+    """Environment, folder, output and start method of the launcher, for a rank that it starts."""
 
     def __init__(self) -> None:
         self._method = multiprocessing.get_start_method(allow_none=True)
-        self._environment = {name: value for name, value in os.environ.items() if not name.endswith(_TOLD_BY_TORCH)}
+        self._environment = {name: value for name, value in os.environ.items() if not name.endswith(_SET_BY_TORCH)}
         self._folder = Path.cwd()
         self._streams: Sequence[Any] = ()
 
@@ -138,10 +138,10 @@ class LauncherEnvironment:
         return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}
 
     def enter(self) -> None:
-        """Apply the environment in the process that received it, where the process does not have it by inheritance."""
+        """Take over the launcher's environment where this process has not inherited it."""
         # Or its workers would be started as it was, later than by a fork, and a server would keep them when it is gone.
         multiprocessing.set_start_method(self._method, force=True)
-        util.register_after_fork(LauncherEnvironment, _watch_for_the_end)
+        util.register_after_fork(LauncherEnvironment, _end_workers_with_job)
         if not self._streams:
             return
         for number, stream in zip(_STREAMS, self._streams, strict=True):
@@ -157,12 +157,12 @@ class LauncherEnvironment:
         util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
 
 
-def _watch_for_the_end(_: object) -> None:
-    """In a process that multiprocessing has forked from a rank."""
-    util.Finalize(None, _end_with_the_job, exitpriority=100)
+def _end_workers_with_job(_: object) -> None:
+    """Let a process that multiprocessing has forked from a rank end with the job."""
+    util.Finalize(None, _end_if_job_is_over, exitpriority=100)
 
 
-def _end_with_the_job() -> None:
+def _end_if_job_is_over() -> None:
     """End silently when the job is over: a data worker notices that seconds later, and would report each file that it
     cannot remove.
     """

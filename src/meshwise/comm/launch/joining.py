@@ -1,4 +1,4 @@
-"""Joining ranks that were started, by torchrun or by `run`: one world for each device, watched and closed at exit."""
+"""Join the ranks that torchrun or `run` has started: one world for each device, watched and closed at exit."""
 
 import atexit
 import contextlib
@@ -31,19 +31,19 @@ def connect(
     `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
     the same world again. It is watched (see `watchdog`, also for `stall_seconds`) and closed at exit at the latest;
     once closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or
-    `auto`; by default what the environment variable MESHWISE_COMM says, else `auto`.
+    `auto`; by default the environment variable MESHWISE_COMM, else `auto`.
 
     Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible, when a requested GPU is
     missing, or when the environment is incomplete. Raises torch's DistError when ranks stay away for ten minutes.
     """
     with joined_by(comm):
-        return joined(device, stall_seconds=stall_seconds, tell=report_to_stderr)
+        return joined(device, stall_seconds=stall_seconds, sink=report_to_stderr)
 
 
 def joined(
-    device: torch.device | str | None, *, stall_seconds: float | None = None, tell: ReportSink = report_to_stderr
+    device: torch.device | str | None, *, stall_seconds: float | None = None, sink: ReportSink = report_to_stderr
 ) -> World:
-    """`connect`, with its own way to tell what the watch has found."""
+    """Connect as `connect` does; `sink` receives the reports of the watchdog."""
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
         if not gpu_count():
@@ -52,7 +52,7 @@ def joined(
         streams_of(wanted).select()
     worlds = _worlds()
     if wanted not in worlds:
-        worlds[wanted] = _join(wanted, stall_seconds, tell)
+        worlds[wanted] = _join(wanted, stall_seconds, sink)
     return worlds[wanted]
 
 
@@ -62,14 +62,14 @@ def _worlds() -> dict[torch.device, World]:
     return {}
 
 
-def _join(device: torch.device, stall_seconds: float | None, tell: ReportSink) -> World:
+def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -> World:
     store = meeting_place()
     world = torch_world(device, store=store, comm=asked_comm())
     watch = None
     if store is not None:
         launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
-        watch = Watchdog(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
+        watch = Watchdog(world, store=own, stall_seconds=stall_seconds, sink=sink, launcher=launcher)
         watch.start()
         if not is_opened_by_launcher():
             atexit.register(_leave_store, own, rank=world.rank, size=world.size)
@@ -85,8 +85,8 @@ def leave_undone() -> None:
 
 
 def _close(world: World, watch: Watchdog | None) -> None:
-    """Close at exit. That another rank is lost has been said by then, or it does not matter any more. That the ranks
-    disagree has not, and what is raised at exit would end the process with status 0.
+    """Close at exit. A lost rank has been reported by then, or does not matter any more. A disagreement has not been
+    reported, and an exception at exit would end the process with status 0.
     """
     try:
         with contextlib.suppress(RankLostError):
@@ -97,25 +97,25 @@ def _close(world: World, watch: Watchdog | None) -> None:
 
 
 def asked_comm() -> Comm:
-    """Return how the environment asks to join ranks. Raises ValueError when that says nothing we know."""
+    """Return how the environment asks to join ranks. Raises ValueError for an unknown way."""
     named = os.environ.get(COMM_VARIABLE) or "auto"
-    return _known(named, told=f"{COMM_VARIABLE}={named}")
+    return _known(named, source=f"{COMM_VARIABLE}={named}")
 
 
-def _known(named: str, *, told: str) -> Comm:
+def _known(named: str, *, source: str) -> Comm:
     for comm in get_args(Comm):
         if named == comm:
             return cast(Comm, comm)
-    raise ValueError(f"{told}: ranks of one host are joined by {', '.join(get_args(Comm))}")
+    raise ValueError(f"{source}: ranks of one host are joined by {', '.join(get_args(Comm))}")
 
 
 @contextlib.contextmanager
 def joined_by(comm: Comm | None) -> Iterator[None]:
-    """Let the environment, which the processes started here inherit, say how ranks are joined. Raises ValueError when
-    it says nothing we know.
+    """Set `comm` in the environment inside the block, for the processes started there. Raises ValueError for an unknown
+    way.
     """
     kept = os.environ.get(COMM_VARIABLE)
-    asked_comm() if comm is None else _known(comm, told=f"comm={comm!r}")
+    asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
     if comm is not None:
         os.environ[COMM_VARIABLE] = comm
     try:
@@ -128,7 +128,7 @@ def joined_by(comm: Comm | None) -> Iterator[None]:
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Without a launcher's store rank 0's process holds it: it goes last, or the others' last words fail loudly."""
+    """Leave a store that rank 0's process opened: rank 0 leaves last, or the last messages of the others would fail."""
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == size:
             store.set("all left", "")

@@ -1,4 +1,4 @@
-"""Starting ranks.
+"""Start the ranks of a job, or connect the ranks that torchrun has started.
 
 `connect` is for a program that torchrun (or srun torchrun) has started. `run` is for a script or a notebook: it starts
 the ranks of one machine through the elastic launcher that torchrun uses. Under torchrun it only connects. So the same
@@ -32,7 +32,7 @@ from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.agent import launch
 from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.fork_server import LauncherEnvironment, starting
+from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
 from meshwise.comm.launch.joining import connect, joined_by, leave_undone
 from meshwise.comm.launch.rank_outcome import first_error, job_folder, last_start, results
 from meshwise.comm.launch.rank_process import SIGNALS, asked_threads, rank_main
@@ -135,7 +135,7 @@ def _start_method(main: Callable[..., Any]) -> str:
             raise ValueError(
                 f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
             )
-        return starting().get_start_method()
+        return start_context().get_start_method()
     if "fork" not in multiprocessing.get_all_start_methods() or cuda_in_use():
         why = "CUDA is already in use here" if cuda_in_use() else "this system cannot copy processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")

@@ -54,8 +54,8 @@ class RankOutcome:
     @classmethod
     def of(cls, error: BaseException) -> "RankOutcome":
         """Return the outcome for a rank that `error` ended just now."""
-        told, words = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
-        return cls(error=_picklable(error), trace=told.removesuffix(words), seconds=time.time())
+        text, message = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
+        return cls(error=_picklable(error), trace=text.removesuffix(message), seconds=time.time())
 
     @property
     def is_consequence(self) -> bool:
@@ -68,7 +68,7 @@ class RankOutcome:
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take.
+        """Write the outcome into the folder that the launcher reads. Raises the error of pickle where it refuses.
 
         An outcome that the watchdog wrote stays: the rank may notice the loss of another one before it ends itself.
         """
@@ -78,14 +78,14 @@ class RankOutcome:
             data = pickle.dumps(self)
         except Exception as error:
             kind = type(self.result).__name__
-            error.add_note(f"it is of what main has returned, a {kind}, which is to travel by pickle")
+            error.add_note(f"main returned a {kind}; a result of main travels by pickle")
             raise
         (folder / f"{rank}.writing").write_bytes(data)
         (folder / f"{rank}.writing").rename(folder / str(rank))
 
     @staticmethod
     def is_there(folder: Path, *, rank: int) -> bool:
-        """Return whether that rank has written one."""
+        """Return whether `rank` has written an outcome."""
         return (folder / str(rank)).exists()
 
     @classmethod
@@ -109,7 +109,7 @@ def results(folder: Path, *, size: int) -> list[Any]:
 
 
 def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
-    """Store the exit statuses of failed ranks beside their outcomes."""
+    """Store the exit codes of failed ranks in the folder of their outcomes."""
     with contextlib.suppress(OSError):  # it only serves to say why others are started
         (folder / _STATUSES).write_text(json.dumps(list(statuses.items())), encoding="utf-8")
 
@@ -146,7 +146,7 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     error = _with_notes(kind(_ended(silent, size=size, status=status)), raised)
     if kind is RankKilledError:
         error.add_note(
-            "the system does that when memory runs out; what a plan needs, and a change that fits, is told by "
+            "the system does that when memory runs out; what a plan needs, and a change that fits: "
             "print(mw.needs(model, plan, loss=loss, batch=batch))"
         )
     return error
@@ -168,14 +168,14 @@ def _with_notes(error: BaseException, others: Mapping[int, RankOutcome]) -> Base
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Return the exception itself, or when it cannot travel between processes a RuntimeError of the same words."""
+    """Return the exception itself, or when it cannot travel between processes a RuntimeError with the same message."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
         copy = None
     if isinstance(copy, type(error)) and str(copy) == str(error):
         return error
-    told = RuntimeError(f"{type(error).__name__}: {error}")
+    replacement = RuntimeError(f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", []):
-        told.add_note(note)
-    return told
+        replacement.add_note(note)
+    return replacement

@@ -1,4 +1,4 @@
-"""Run one rank from start to end, in a process that `run` has started. What it leaves is an `RankOutcome`.
+"""Run one rank from start to end, in a process that `run` has started; it leaves a `RankOutcome`.
 
 A rank that blocks in a collective cannot handle Ctrl-C or the signal of a lost launcher: both end it at once. A rank
 that worked cannot fail at interpreter exit, where threads of torch may abort the process.
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.1
 """How often the launcher looks at its ranks."""
 
 SIGNALS = (signal.SIGINT, *ENDING)
-"""What a launcher passes on to its ranks."""
+"""Signals that a launcher passes on to its ranks."""
 
 CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
 """Longer than a launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
@@ -41,11 +41,11 @@ the others then.
 
 
 def rank_main(
-    folder: Path, surroundings: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
+    folder: Path, environment: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
     """Run one rank from start to end; `folder` is the folder of the job."""
     _die_of(SIGNALS)
-    surroundings.enter()
+    environment.enter()
     _keep_lines_whole()
     if LauncherProcess().is_gone():
         _leave(1)
@@ -55,7 +55,7 @@ def rank_main(
     assert attempt is not None, "torch's launcher names the start"
     starts, folder = folder, start_folder(folder, number=attempt.number)
 
-    def tell(report: str, *, final: bool) -> None:
+    def take_report(report: str, *, final: bool) -> None:
         if final:
             RankOutcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
         else:
@@ -64,18 +64,18 @@ def rank_main(
     try:
         folder.mkdir(exist_ok=True)
         if rank == 0 and attempt.number:
-            _tell_restart(starts, attempt)
+            _print_restart_reason(starts, attempt)
         torch.set_num_threads(asked_threads() or torch.get_num_threads())
-        world = joined(device, tell=tell)
+        world = joined(device, sink=take_report)
         outcome = _outcome(functools.partial(main, world, *args))
         world.close()
         outcome.save(folder, rank=rank)
-    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
+    except BaseException as error:  # noqa: BLE001 - the launcher reports whatever ended this rank
         try:
             outcome = RankOutcome.of(error)
             try:
                 outcome.save(folder, rank=rank)
-            except OSError:  # a full disk, say: then it is told here, or nowhere
+            except OSError:  # a full disk, for example: then it is printed here
                 traceback.print_exc()
             if outcome.is_consequence:
                 time.sleep(CONSEQUENCE_SECONDS)
@@ -84,7 +84,7 @@ def rank_main(
 
 
 def _end_workers() -> None:
-    """Let what loads data end with this process: as multiprocessing does when it comes to its end."""
+    """End the data workers with this process, as multiprocessing does at the end of a process."""
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()
@@ -98,9 +98,8 @@ def _die_of(numbers: Collection[signal.Signals]) -> None:
 
 
 def _keep_lines_whole() -> None:
-    """Have what is printed leave this process a line at a time. Ranks write to the same place, where pieces of lines
-    would mix: those that a full buffer cuts off, or every word with PYTHONUNBUFFERED. It also keeps output when the
-    rank is killed.
+    """Print whole lines at a time. Ranks write to the same place, where pieces of lines would mix: those that a full
+    buffer cuts off, or every word with PYTHONUNBUFFERED. Printed lines also survive when the rank is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -119,14 +118,14 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 
 def asked_threads() -> int | None:
-    """Return the threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes
-    over what is none, with a word.
+    """Return the threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; None for a
+    value that is no number above 0, which OpenMP ignores too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
 
 
-def _tell_restart(folder: Path, attempt: JobAttempt) -> None:
+def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
     """Print why the ranks are started again, from the outcomes of the last start."""
     previous = start_folder(folder, number=attempt.number - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
@@ -135,7 +134,7 @@ def _tell_restart(folder: Path, attempt: JobAttempt) -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process with this status, whatever threads still run in it; not with 0 where its output found no room."""
+    """End the process with this status, whatever threads still run in it; with 1 when its output cannot be written."""
     _end_workers()
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed

@@ -1,1 +1,1 @@
-"""Network."""
+"""Worlds over gloo and NCCL, and the stores and threads that they need."""

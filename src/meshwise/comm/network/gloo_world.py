@@ -11,7 +11,7 @@ The first messages leave before the call returns. Messages that proceed without 
 waits for them. What would stand still until then, because it has a second phase, is carried on by a thread: one for
 each group, in the order of the calls. Messages go straight between every two ranks, which suits a small number of them.
 
-Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the carrier
+Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the worker
 waits for it and exchanges, and `wait` puts the copy back on the current stream. Pinned memory comes from the caching
 host allocator, which does not hand it out again while a copy that reads it is under way.
 """
@@ -48,21 +48,21 @@ class GlooTransport:
         self.mailbox = mailbox
         self.scratch = ScratchMemory()
         self.unfinished: set[Work] = set()
-        self._carriers: dict[str, WorkerThread] = {}
+        self._workers: dict[str, WorkerThread] = {}
 
-    def carrier(self, lane: str) -> WorkerThread:
-        """Return the thread that carries on, in order, what was called on this lane."""
-        if lane not in self._carriers:
-            self._carriers[lane] = WorkerThread(f"meshwise {lane}")
-        return self._carriers[lane]
+    def worker(self, queue: str) -> WorkerThread:
+        """Return the thread that completes the calls of this queue, in order."""
+        if queue not in self._workers:
+            self._workers[queue] = WorkerThread(f"meshwise {queue}")
+        return self._workers[queue]
 
     def close(self) -> None:
         """Wait for everything under way, end the threads and close the connections."""
         for work in list(self.unfinished):
             work.wait()
-        for carrier in self._carriers.values():
-            carrier.close()
-        self._carriers.clear()
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
         self.mailbox.close()
 
 
@@ -70,7 +70,7 @@ class GlooTransport:
 class _Call:
     stamp: CallRecord
     group: Group
-    lane: str = ""
+    queue: str = ""
 
     @property
     def label(self) -> str:
@@ -285,14 +285,14 @@ class GlooWorld(World):
         """Start `program` on CPU tensors that hold `reads` and will hold `writes`."""
         assert self._transport is not None
         transport = self._transport
-        lane = f"{call.group.purpose} {call.group.ranks} {call.lane}"
+        queue = f"{call.group.purpose} {call.group.ranks} {call.queue}"
         if self.device.type == "cuda":
-            return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.carrier(lane)))
+            return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.worker(queue)))
         steps = program(reads, writes)
         rest = as_called(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried:
             return _Started(self, call.stamp, transport, rest)
-        ticket = transport.carrier(lane).carry(rest)
+        ticket = transport.worker(queue).carry(rest)
         return _Started(self, call.stamp, transport, ticket.wait, ticket)
 
     def _post(
@@ -356,7 +356,7 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
     return do
 
 
-def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier: WorkerThread) -> Callable[[], None]:
+def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker: WorkerThread) -> Callable[[], None]:
     """Carry `program` out on pinned copies of CUDA tensors; what it returns puts the results back."""
     streams = streams_of(next(x.device for x in (*reads, *writes)))
     copies = [streams.host_empty(x.shape, dtype=x.dtype) for x in (*reads, *writes)]
@@ -368,7 +368,7 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier
         copied.synchronize()
         _complete(program(copies[: len(reads)], copies[len(reads) :]))
 
-    ticket = carrier.carry(as_called(carry))
+    ticket = worker.carry(as_called(carry))
 
     def finish() -> None:
         ticket.wait()

@@ -1,4 +1,4 @@
-"""Meeting on one machine where no other machine can listen in.
+"""Open the stores of a job so that no other machine can reach them unless it has to.
 
 torch's stores listen on every interface of a machine, and any process that reaches one can write into it. A job whose
 ranks are all here needs none of that: its stores are given a socket that is bound to the loopback interface already. A
@@ -33,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine by which it reaches that host. Raises OSError when it has no way there."""
+    """Return the address of this machine on the route to `host`. Raises OSError when there is no route."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing: it only chooses the interface
@@ -63,8 +63,10 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 
 @functools.cache
 def _opened() -> weakref.WeakSet[TCPStore]:
-    """Return the stores of this process. A store that is collected ends a thread, which a forked copy of the process
-    does not have. The copy died of a segmentation fault in its garbage collection. There they stay.
+    """Return the stores of this process.
+
+    A store that is collected ends a thread, which a forked copy of the process does not have. So the copy, a data
+    worker for example, died of a segmentation fault. In a copy the stores are never collected.
     """
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 

@@ -54,30 +54,30 @@ class Communicators:
         self._store = store
         self._backend = backend
         self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
-        self._carriers: dict[tuple[int, int], WorkerThread] = {}
+        self._workers: dict[tuple[int, int], WorkerThread] = {}
         self.closed = False
 
-    def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
+    def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
         """Return the process group of `ranks`, among which `rank` is this one."""
         assert not self.closed, "the world was closed"
-        if (lane, ranks) not in self._made:
-            # A connection of its own: one that waits for a key is locked, and two carriers that wait for each other's
+        if (purpose, ranks) not in self._made:
+            # A connection of its own: one that waits for a key is locked, and two workers that wait for each other's
             # ranks through the same connection would wait forever.
             own = self._store.clone()  # type: ignore[attr-defined]
-            store = c10d.PrefixStore(f"{lane}{'-'.join(map(str, ranks))}", own)
-            self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
-        return self._made[lane, ranks]
+            store = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", own)
+            self._made[purpose, ranks] = self._backend(store, ranks.index(rank), len(ranks))
+        return self._made[purpose, ranks]
 
-    def carrier(self, ends: tuple[int, int]) -> WorkerThread:
+    def worker(self, ends: tuple[int, int]) -> WorkerThread:
         """Return the thread that posts the messages from one rank to another."""
-        if ends not in self._carriers:
-            self._carriers[ends] = WorkerThread(f"meshwise messages from {ends[0]} to {ends[1]}")
-        return self._carriers[ends]
+        if ends not in self._workers:
+            self._workers[ends] = WorkerThread(f"meshwise messages from {ends[0]} to {ends[1]}")
+        return self._workers[ends]
 
     def close(self) -> None:
         """Finish and release all of them."""
-        for carrier in self._carriers.values():
-            carrier.close()
+        for worker in self._workers.values():
+            worker.close()
         self.closed = True
         for group in self._made.values():
             group.shutdown()
@@ -179,13 +179,13 @@ class NcclWorld(World):
         posted: list[c10d.Work] = []
 
         def job() -> None:
-            between = self._communicators.of(ends, rank=self.rank, lane="from ")
+            between = self._communicators.of(ends, rank=self.rank, purpose="from ")
             stream = self.streams.create()
             with self.streams.guard(), self.streams.use(stream):
                 stream.wait_event(behind)
                 posted.append(post(between))
 
-        ticket = self._communicators.carrier(ends).carry(job)
+        ticket = self._communicators.worker(ends).carry(job)
 
         def finish() -> None:
             ticket.wait()

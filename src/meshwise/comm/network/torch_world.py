@@ -1,7 +1,7 @@
-"""The world that torch.distributed joins: real processes, on one machine or many.
+"""The world of processes, on one machine or many, chosen by their devices and hosts.
 
     | device           joined by
-    | CPU              shared memory on one host, messages over gloo on several, or when told so
+    | CPU              shared memory on one host; messages over gloo on several hosts, or with comm=gloo
     | CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
     | a world of one   nothing
 
@@ -72,29 +72,29 @@ def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: 
     devices = _devices(own, rank, size, device, comm)
     if device.type == "cuda" and len(set(devices)) == size:
         return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
-    room = _enter(own, rank, size, comm) if device.type == "cpu" and comm != "gloo" else None
-    if room is not None:
-        return LocalWorld(rank=rank, mesh=mesh, lanes=GroupQueues(room))
+    host = _share_memory(own, rank, size, comm) if device.type == "cpu" and comm != "gloo" else None
+    if host is not None:
+        return LocalWorld(rank=rank, mesh=mesh, queues=GroupQueues(host))
     mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
     return GlooWorld(rank=rank, mesh=mesh, device=device, transport=GlooTransport(mailbox))
 
 
-def _enter(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | None:
+def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | None:
     """Return the shared memory of the ranks, or None on all ranks when one of them cannot share.
 
     Raises ValueError when `comm` requires sharing.
     """
-    room, reason = None, ""
+    host, reason = None, ""
     if not on_one_host(store, rank=rank, size=size):
         reason = "they are on several hosts"
     else:
         memory = ProcessMemory(c10d.PrefixStore("memory", store), rank=rank, size=size)
         try:
-            room = HostRanks.enter(c10d.PrefixStore("room", store), rank=rank, ranks=range(size), memory=memory)
+            host = HostRanks.enter(c10d.PrefixStore("boards", store), rank=rank, ranks=range(size), memory=memory)
         except OSError as error:
             reason = str(error)
-        store.set(f"room/{rank}", reason)
-        reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(size)])]
+        store.set(f"unshared/{rank}", reason)
+        reasons = [text.decode() for text in store.multi_get([f"unshared/{other}" for other in range(size)])]
         reason = next(filter(None, reasons), "")
         if reason and rank == 0 and comm == "auto":
             mend = f"{_remedy(reason)}set {COMM_VARIABLE}=gloo to hear no more of it"
@@ -104,7 +104,7 @@ def _enter(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | N
             )
     if reason and comm == "local":
         raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")
-    return None if reason else room
+    return None if reason else host
 
 
 def _remedy(reason: str) -> str:
@@ -125,14 +125,14 @@ def default_device() -> torch.device:
 
 def _numbers() -> tuple[int, int]:
     """Return this process's rank and the size of its world."""
-    told = launched()
-    return (0, 1) if told is None else (told.rank, told.size)
+    own = launched()
+    return (0, 1) if own is None else (own.rank, own.size)
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
     """Return every rank's device: a name of its GPU that no other GPU has, or `cpu` and how it wants to be joined.
 
-    Raises ValueError where ranks differ in what they have to have in common: they would wait for each other.
+    Raises ValueError where the ranks differ in the kind of device or in `comm`: they would wait for each other.
     """
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     store.set(f"device/{rank}", own)

@@ -1,7 +1,7 @@
 """A thread that carries work out in the order it was given.
 
 Daemon threads that are still inside torch when the interpreter exits end the process with "terminate called without an
-active exception", whatever its exit status should be. So a carrier is joined before that, by `close`.
+active exception", whatever its exit status should be. So a worker is joined before that, by `close`.
 """
 
 import threading

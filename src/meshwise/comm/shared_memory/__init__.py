@@ -1,1 +1,1 @@
-"""Shared memory."""
+"""The world of CPU ranks on one host, which read and write each other's memory."""

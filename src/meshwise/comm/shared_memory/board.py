@@ -3,16 +3,16 @@
 A number of 8 aligned bytes is written at once, so a rank that counts up what it has done needs no lock:
 
     | words   0     the bell: changes with everything else, and is what the others sleep on (a futex)
-    |         8     how many lanes there are
-    |         16…   for each lane: its key, and where it begins
-    |         …     the lanes, in pages (what stands there, `side` says)
+    |         8     how many queues there are
+    |         16…   for each queue: its key, and where it begins
+    |         …     the queues, in pages (`queue_state` describes them)
 
 A waiting rank first polls a few times, for a rank that is about to arrive. Then it yields the core between polls, for a
 rank that needs the same core. Then it sleeps until the other rank's bell rings. No core is kept busy, with any number
 of ranks: a barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us. Spinning takes 1 ms and 3 ms.
 
-A rank that has read a count sees everything written before that count. x86 keeps that order without help. Elsewhere a
-lock is let go and taken again in between, which nothing may be moved across from either side.
+A rank that has read a count sees everything written before that count. x86 keeps that order without help. On other
+machines a lock is taken and released in between: the processor moves no reads or writes across it.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ PAYLOAD_BYTES = 64 << 10
 
 PAGE_WORDS = PAYLOAD_BYTES // 8
 
-# Bytes of addresses, some 2 MB a lane; memory is taken page by page, as lanes are used. Where addresses are limited
-# (`ulimit -v`), every rank of a host takes so many from every other.
+# Bytes of addresses, about 2 MB for each queue; memory is taken page by page, as queues are used. Every rank maps the
+# board of every other rank, so boards are smaller where addresses are limited (`ulimit -v`).
 _BYTES, _BYTES_OF_FEW = 1 << 32, 1 << 30
-_NUM_LANES, _TABLE, _MOST_LANES = 8, 16, 2000
-_FIRST_LANE = _TABLE + 2 * _MOST_LANES
+_NUM_QUEUES, _TABLE, _MOST_QUEUES = 8, 16, 2000
+_FIRST_QUEUE = _TABLE + 2 * _MOST_QUEUES
 
 _MOST_VIEWS = 4096
 
@@ -64,11 +64,11 @@ class Board:
         self.words = words_of(memory)
         self.address = memory.data_ptr()
         self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
-        """What stands at an offset, of so many bytes and that dtype: of payloads that come again and again."""
+        """Tensor of `size` bytes at an offset, in a dtype; cached, because payloads use the same places often."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
-        self._lanes: dict[int, int] = {}
-        self._end = _FIRST_LANE
+        self._queues: dict[int, int] = {}
+        self._end = _FIRST_QUEUE
 
     @classmethod
     def make(cls) -> "Board":
@@ -79,7 +79,7 @@ class Board:
 
     @classmethod
     def open(cls, process: int, *, place: int) -> "Board":
-        """Return another rank's. Raises OSError when it cannot be mapped."""
+        """Map the board of another rank. Raises OSError when it cannot be mapped."""
         return cls(open_segment(process, place=place), place=place)
 
     def hide(self) -> None:
@@ -88,26 +88,26 @@ class Board:
             self._segment.close()
             self._segment = None
 
-    # ---- lanes -------------------------------------------------------------------------------------------------
+    # ---- queues -------------------------------------------------------------------------------------------------
 
-    def add_lane(self, key: int, *, words: int) -> int:
-        """Make room for a lane of so many words; where it begins."""
-        count, start = self.words[_NUM_LANES], _round(self._end)
-        assert count < _MOST_LANES, "the board is full of lanes"
-        assert start + words <= len(self.words), "the board is full of lanes"
+    def add_queue(self, key: int, *, words: int) -> int:
+        """Add a queue of `words` words, and return the word at which it begins."""
+        count, start = self.words[_NUM_QUEUES], _round(self._end)
+        assert count < _MOST_QUEUES, "the board is full of queues"
+        assert start + words <= len(self.words), "the board is full of queues"
         self._end = start + words
         self.words[_TABLE + 2 * count] = key
         self.words[_TABLE + 2 * count + 1] = start
-        self.publish(_NUM_LANES, value=count + 1)
-        self._lanes[key] = start
+        self.publish(_NUM_QUEUES, value=count + 1)
+        self._queues[key] = start
         return start
 
-    def lane(self, key: int) -> int | None:
+    def queue_start(self, key: int) -> int | None:
         """Return the word at which a queue begins, or None before its owner's first call in it."""
-        if key not in self._lanes:
-            for at in range(len(self._lanes), self.read(_NUM_LANES)):
-                self._lanes[self.words[_TABLE + 2 * at]] = self.words[_TABLE + 2 * at + 1]
-        return self._lanes.get(key)
+        if key not in self._queues:
+            for at in range(len(self._queues), self.read(_NUM_QUEUES)):
+                self._queues[self.words[_TABLE + 2 * at]] = self.words[_TABLE + 2 * at + 1]
+        return self._queues.get(key)
 
     # ---- numbers -----------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Board:
         self.words[word] = value
 
     def read(self, word: int) -> int:
-        """Read a number; what its owner wrote before it is then to be seen."""
+        """Read a number; everything that its owner wrote before it is visible afterwards."""
         value = self.words[word]
         if not _KEEPS_ORDER:
             self._order()
@@ -137,13 +137,13 @@ class Board:
         return self.words[0]
 
     def ring(self) -> None:
-        """Wake those that sleep on this board."""
+        """Wake the ranks that sleep on this board."""
         self.words[0] = (self.words[0] + 1) & 0x7FFFFFFF
         if _FUTEX is not None:
             _syscall(_FUTEX, self._bell, _WAKE, _EVERYBODY)
 
     def sleep(self, seen: int, *, seconds: float) -> None:
-        """Sleep until the bell is no longer what was seen, for a time at most (it may also end for no reason)."""
+        """Sleep until the bell differs from `seen`, at most for `seconds`; the sleep may also end earlier."""
         if _FUTEX is None:
             time.sleep(min(_NAP_SECONDS, seconds))
         elif self.words[0] == seen:

@@ -1,6 +1,6 @@
-"""Lanes: the calls of one group of ranks, in the order in which all of them make these.
+"""Queue the calls of one group of ranks, in the order in which all ranks of the group make them.
 
-A rank that makes a call posts it: where its tensors lie, or if they are small what they hold. Nothing happens in the
+A rank that makes a call posts it: the places of its tensors, or the contents of small ones. Nothing happens in the
 background; no thread competes with the one that computes. A rank does its part of a call, reading from the others and
 adding up, when it waits for that call, makes another one, or makes progress (`World.progress`) and finds that the
 others have posted:
@@ -8,11 +8,11 @@ others have posted:
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-The parts of a lane are done in the order of its calls; lanes do not wait for each other. A disagreement may be found
+The parts of a queue are done in the order of its calls; queues do not wait for each other. A disagreement may be found
 late: not every rank of a broadcast needs every other. A rank that called something else is found at the next call that
 needs it.
 
-A board has room for some calls of a lane. One more record is kept until every rank has done the oldest call. No call
+A board has room for some calls of a queue. One more record is kept until every rank has done the oldest call. No call
 waits for that, because this rank may be about to make the call that the others need.
 """
 
@@ -30,56 +30,57 @@ from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.host_ranks import HostRanks, Progress
-from meshwise.comm.shared_memory.queue_state import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
+from meshwise.comm.shared_memory.queue_state import IN_JOINT, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
 from meshwise.comm.shared_memory.remote_span import MappedSpan, RemoteSpan, Span
 
-_PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # that of the FNV hash, and what a word of a board holds
+_PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, and the largest number of a word
 
 
 class QueuedCall(Work):
     """Part of one rank in a collective.
 
     | gives   its tensors: the others read them, and in some collectives write them
-    | brings  whether the call brings their contents; they are the caller's again once it is known to the others
+    | brings  True if the board carries their contents; the caller may reuse the tensors once the call is posted
     | needs   the indices of the ranks that must have posted before `act` can be called
     | users   the indices of the ranks that use this rank's tensors in their `act`
-    | common  where it gives nothing because it has written to what the ranks hold together, the name of that; else 0
-    | after   what is done when all of them have
+    | joint   the name of the joint tensor that the rank has written to, when the call gives no tensors; else 0
+    | act     this rank's part of the call
+    | after   called when all ranks have done their part
     """
 
     gives: Sequence[Tensor] = ()
     brings = True
     needs: Sequence[int] = ()
     users: Sequence[int] = ()
-    common = 0
+    joint = 0
     act: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     number = -1
     acted = False
-    adds = False  # it has begun to write to what it reads: done again, it would add up twice
+    adds = False  # it has begun to overwrite its inputs: a second `act` would add them twice
 
-    def __init__(self, world: World, *, stamp: CallRecord, lane: "GroupQueue") -> None:
+    def __init__(self, world: World, *, stamp: CallRecord, queue: "GroupQueue") -> None:
         super().__init__(world, stamp=stamp)
         self.stamp = stamp
         self.tag = stamp.tag
-        self.lane = lane
-        self.others = lane.others
+        self.queue = queue
+        self.others = queue.others
 
     @property
     def ready(self) -> bool:
         """True if its results are in place and no rank uses its tensors any more."""
-        return self._done or self.lane.is_over(self)
+        return self._done or self.queue.is_over(self)
 
     def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
-        """Copy what a rank gave to it."""
-        self.lane.take(self, index=index, into=into, which=which)
+        """Copy tensor `which` that the rank of this index gave."""
+        self.queue.take(self, index=index, into=into, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """Return the tensor that every rank gave, each of the size of this rank's."""
-        lane = self.lane
+        queue = self.queue
         return [
-            MappedSpan(own) if index == lane.index else lane.span(self, index=index, like=own, which=which)
-            for index in range(len(lane.ranks))
+            MappedSpan(own) if index == queue.index else queue.span(self, index=index, like=own, which=which)
+            for index in range(len(queue.ranks))
         ]
 
     def end(self) -> None:
@@ -89,57 +90,57 @@ class QueuedCall(Work):
         self.gives, self.act, self.after = (), None, None
 
     def _finish(self) -> None:
-        self.lane.finish(self)
+        self.queue.finish(self)
 
 
 class GroupQueue:
     """Queue of one group's calls, as this rank sees it."""
 
     def __init__(
-        self, room: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
+        self, host: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
         self.ranks = ranks
-        self.index = ranks.index(room.rank)
+        self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
         """The indices after this one and around, so that not everyone begins with the same rank."""
         self.lacks: int | None = None
         """The rank that has not made the call whose part comes next, when `advance` last looked."""
-        self._room = room
+        self._host = host
         self._meanwhile = meanwhile
         self._key = key
-        self._own = QueueState.make(room.board, key=key, ranks=len(ranks))
-        self._sides: list[QueueState | None] = [self._own if rank == room.rank else None for rank in ranks]
-        self._told = 0
-        """All calls so far as a number."""
+        self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
+        self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
+        self._digest = 0
+        """Hash of all calls so far."""
         self._posted = 0
         self._done = 0
         self._free = RING
         """Calls up to this number overwrite nothing that somebody may still read."""
-        self._kept: deque[QueuedCall] = deque()
-        """Calls that are not known to the others yet."""
+        self._unposted: deque[QueuedCall] = deque()
+        """Calls that are not posted yet."""
         self._due: deque[QueuedCall] = deque()
-        self._held: deque[QueuedCall] = deque()
+        self._lent: deque[QueuedCall] = deque()
         self._is_awaited = False
         self._is_acting = False
 
     # ---- what this rank does -----------------------------------------------------------------------------------
 
     def post(self, call: QueuedCall) -> None:
-        """Make the call known to the others, as soon as there is room."""
-        call.number = self._posted + len(self._kept)
-        call.tag = self._told = (_PRIME * self._told + call.tag) & _WORD
-        self._kept.append(call)
+        """Post the call to the other ranks as soon as the board has a free record."""
+        call.number = self._posted + len(self._unposted)
+        call.tag = self._digest = (_PRIME * self._digest + call.tag) & _WORD
+        self._unposted.append(call)
         self._publish()
 
     def _publish(self) -> bool:
-        """Make the calls known for which there is room; whether there was one."""
+        """Post the calls for which the board has a free record, and return whether there was one."""
         before = self._posted
-        while self._kept and self._has_room(self._posted):
-            self._write(self._kept.popleft())
+        while self._unposted and self._has_room(self._posted):
+            self._write(self._unposted.popleft())
         return self._posted > before
 
     def _has_room(self, number: int) -> bool:
-        """Return whether everyone has done the call that this one overwrites."""
+        """Return whether every rank has done the call whose record this one overwrites."""
         if number >= self._free:
             self._free = RING + min(self._done, *map(self._count_done, self.others))
         return number < self._free
@@ -147,17 +148,17 @@ class GroupQueue:
     def _write(self, call: QueuedCall) -> None:
         number = call.number
         if call.brings:
-            places = [(IN_COMMON, call.common, 0)] if call.common else self._own.bring(number, gives=call.gives)
+            places = [(IN_JOINT, call.joint, 0)] if call.joint else self._own.bring(number, gives=call.gives)
         else:
             places = [self._place(x) for x in call.gives]
-            self._held.append(call)
+            self._lent.append(call)
         self._own.note(number, tag=call.tag, places=places)
         self._posted = number + 1
         self._due.append(call)
         self._own.publish_posted(number + 1)
 
     def advance(self) -> bool:
-        """Do this rank's part of every call whose turn it is; whether there was one."""
+        """Do this rank's part of every call that is due, and return whether there was one."""
         self.lacks = None
         acted = self._publish()
         while self._due:
@@ -179,36 +180,36 @@ class GroupQueue:
             call.end()
 
     def tidy(self) -> None:
-        """Let go of the tensors of calls that everyone has done."""
-        while self._held and self.is_over(self._held[0]):
-            self._held.popleft().end()
+        """Release the tensors of calls that every rank has done."""
+        while self._lent and self.is_over(self._lent[0]):
+            self._lent.popleft().end()
 
     def is_over(self, call: QueuedCall) -> bool:
-        """Return whether its results are in place and no rank uses its tensors any more."""
+        """Return whether the results of `call` are in place and no rank uses its tensors any more."""
         if not call.acted:
             return False
         return not call.users or all(self._count_done(index) > call.number for index in call.users)
 
     def close(self) -> None:
         """Wait for every call under way."""
-        for call in (*self._held, *self._due, *self._kept):
+        for call in (*self._lent, *self._due, *self._unposted):
             self.finish(call)
 
     @property
     def busy(self) -> bool:
         """True if this rank has a part left to do."""
-        return bool(self._due or self._kept)
+        return bool(self._due or self._unposted)
 
     def _place(self, x: Tensor) -> Place:
         """Return where a tensor is: in shared memory, or at an address of this process."""
-        where = self._room.slabs.locate(x)
+        where = self._host.slabs.locate(x)
         return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
 
     def _catch_up(self, number: int) -> None:
         """Do this rank's part of every call up to that number."""
         while self._done <= number:
             if not self._due:
-                self._make_room(self._kept[0])
+                self._make_room(self._unposted[0])
                 continue
             call = self._due[0]
             for index in call.needs:
@@ -218,23 +219,23 @@ class GroupQueue:
                 self._act(call)
 
     def _make_room(self, call: QueuedCall) -> None:
-        """Wait until everyone has done what the call overwrites, and make it known."""
+        """Wait until every rank has done the call whose record this one overwrites, and post it."""
         for index in self.others:
             self._await_done(call, index, call.number - RING)
         self._publish()
 
     def _act(self, call: QueuedCall) -> None:
-        """Do this rank's part of the call that comes next. Raises RuntimeError when another thread is at it."""
+        """Do this rank's part of the next call. Raises RuntimeError while another thread does it."""
         if self._is_acting:
-            raise RuntimeError(f"two threads of rank {self._room.rank} are at {call.stamp}; a rank has one at a time")
+            raise RuntimeError(f"two threads of rank {self._host.rank} are at {call.stamp}; a rank has one at a time")
         self._is_acting = True
         try:
             if call.act is not None:
                 call.act()
         except OSError as error:
-            if (gone := self._room.lost_by(self.ranks, error=error)) is not None:
+            if (gone := self._host.lost_by(self.ranks, error=error)) is not None:
                 raise lost(gone, about=call.stamp, error=error) from error
-            error.add_note(f"while rank {self._room.rank} did its part of {call.stamp}")
+            error.add_note(f"while rank {self._host.rank} did its part of {call.stamp}")
             raise
         finally:
             self._is_acting = False
@@ -242,12 +243,12 @@ class GroupQueue:
         self._due.popleft()
         self._done += 1
         self._own.publish_done(self._done)
-        if self._is_awaited:  # by a rank whose tensor this one used; a payload belongs to nobody
+        if self._is_awaited:  # by a rank whose tensor this one used; nobody waits for a payload
             self._is_awaited = False
             self._own.board.ring()
         if call.brings:
             call.end()
-        if self._kept:
+        if self._unposted:
             self._publish()
 
     # ---- what the others have done -----------------------------------------------------------------------------
@@ -278,42 +279,41 @@ class GroupQueue:
         side = self._side(index)
         assert side is not None, "the rank has called it"
         found = side.given(call.number, which=which)
-        if found[0] == IN_COMMON:
-            raise self._apart(index, self._room.rank, call)
+        if found[0] == IN_JOINT:
+            raise self._apart(index, self._host.rank, call)
         if found[2] != like.nbytes:
             raise RanksDisagree(
-                f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._room.rank} takes {like.nbytes} "
+                f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._host.rank} takes {like.nbytes} "
                 f"in {call.stamp}"
             )
         return found
 
-    def require_common(self, call: QueuedCall) -> None:
-        """Raise RanksDisagree unless every rank has written to the memory that this rank names, and all ranks hold
-        it.
-        """
+    def require_joint(self, call: QueuedCall) -> None:
+        """Raise RanksDisagree unless every rank has written to the joint tensor that this rank names."""
         for index in self.others:
             side = self._side(index)
-            if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
+            if side is None or side.given(call.number, which=0)[:2] != (IN_JOINT, call.joint):
                 raise self._apart(self.index, self.ranks[index], call)
 
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
         return RanksDisagree(
-            f"rank {self.ranks[index]} passes memory that the ranks hold together, and rank {other} other memory, in "
-            f"{call.stamp}; all of them pass the same of what one call of World.shared_empty has returned, or none does"
+            f"rank {self.ranks[index]} passes a joint tensor, and rank {other} other memory, in "
+            f"{call.stamp}; pass on all ranks the result of one call of World.shared_empty"
         )
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
-        """Return a tensor that the call did not bring: its owner waits until it has been used."""
+        """Return a tensor whose contents are not on the board: its owner waits until it has been used."""
         rank = self.ranks[index]
         self._is_awaited = True
         if place == IN_PRIVATE:
-            assert self._room.memory is not None
-            return RemoteSpan(self._room.memory, rank, offset, like.numel(), like.element_size())
-        return MappedSpan(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
+            assert self._host.memory is not None
+            return RemoteSpan(self._host.memory, rank, offset, like.numel(), like.element_size())
+        return MappedSpan(self._host.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether that rank has made the same call. A rank that made another call is waited for: the hang report
-        shows it.
+        """Return whether that rank has made the same call.
+
+        A rank that made another call is waited for; the watchdog then reports the difference.
         """
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
@@ -335,7 +335,7 @@ class GroupQueue:
         return self._sides[index]
 
     def _board(self, index: int) -> Board:
-        return self._room.peer(self.ranks[index]).board
+        return self._host.peer(self.ranks[index]).board
 
     def _await_done(self, call: QueuedCall, index: int, number: int) -> None:
         self._await(call, index, lambda: self._count_done(index) > number)
@@ -343,54 +343,55 @@ class GroupQueue:
     def _await(self, call: QueuedCall, index: int, condition: Callable[[], bool]) -> None:
         if not condition():
             rank, stamp, meanwhile = self.ranks[index], call.stamp, self._meanwhile
-            self._room.wait_for(
+            self._host.wait_for(
                 rank, condition=condition, among=self.ranks, about=stamp, meanwhile=lambda: meanwhile(rank)
             )
 
 
 class GroupQueues:
-    """All lanes of one rank."""
+    """The queues of all groups of one rank."""
 
-    def __init__(self, room: HostRanks) -> None:
-        self.room = room
+    def __init__(self, host: HostRanks) -> None:
+        self.host = host
         self.closed = False
         self._process = os.getpid()
-        self._lanes: dict[tuple[tuple[int, ...], str], GroupQueue] = {}
+        self._queues: dict[tuple[tuple[int, ...], str], GroupQueue] = {}
 
     def of(self, group: Group) -> GroupQueue:
-        """Return the lane of these ranks for their purpose."""
+        """Return the queue of these ranks for their purpose."""
         assert not self.closed, "the world was closed"
         name = group.ranks, group.purpose
-        if name not in self._lanes:
-            self._lanes[name] = GroupQueue(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.progress)
-        return self._lanes[name]
+        if name not in self._queues:
+            self._queues[name] = GroupQueue(self.host, key=_key(*name), ranks=group.ranks, meanwhile=self.progress)
+        return self._queues[name]
 
     def progress(self, bell: int | None = None) -> Progress:
-        """Do what has become due in any lane. What that rank's bell will tell of is no outlook.
+        """Do this rank's part of the calls that are due in any queue.
 
-        A copy of the process has nothing to do: its rank does it.
+        bell: a rank whose bell wakes the caller, so calls that only lack this rank do not count as `LATER`. A forked
+        copy of the process does nothing.
         """
         outlook = Progress.NOTHING
         if os.getpid() != self._process:
             return outlook
-        for lane in self._lanes.values():
-            if lane.busy:
-                if lane.advance():
+        for queue in self._queues.values():
+            if queue.busy:
+                if queue.advance():
                     outlook = Progress.DID
-                elif lane.lacks != bell:
+                elif queue.lacks != bell:
                     outlook = max(outlook, Progress.LATER)
         return outlook
 
     def close(self) -> None:
         """Wait for every call under way; there will be no other."""
         if not self.closed:
-            for lane in self._lanes.values():
-                lane.close()
+            for queue in self._queues.values():
+                queue.close()
             self.closed = True
-            self.room.leave()
+            self.host.leave()
 
 
 def _key(ranks: tuple[int, ...], purpose: str) -> int:
-    """Return the name of a lane as a number."""
+    """Return the name of a queue as a number."""
     text = f"{purpose} {ranks}".encode()
     return zlib.crc32(text) << 31 | zlib.crc32(text[::-1]) >> 1

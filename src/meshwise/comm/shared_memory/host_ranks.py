@@ -27,12 +27,12 @@ _YIELDS = 30
 # have something to say), and when other work may become due meanwhile.
 _SLEEP_SECONDS = 0.005
 _NAP_SECONDS = 0.001
-# How often to be woken in vain by a rank that is busy with others: it has to wake whoever sleeps on it at every call.
-# From then on a rank dozes for so long, which costs nobody else anything.
-_IN_VAIN = 16
-_DOZE_SECONDS = 0.0002
-# How long a process may take to end once its memory has gone, and what others meet then: no process, no file of it, or
-# another one in its place.
+# A rank rings at every call and wakes all ranks that sleep on its board, also those that wait for another call. A rank
+# that was woken in vain this often sleeps for a fixed time instead, which costs the ringing rank nothing.
+_MOST_VAIN_WAKES = 16
+_BACK_OFF_SECONDS = 0.0002
+# How long a process may take to end once its memory has gone, and the errors that other ranks get then: no process, no
+# file of it, or another process in its place.
 _ENDING_SECONDS = 10.0
 _OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
 
@@ -56,15 +56,15 @@ class HostPeer:
 
 
 class HostRanks:
-    """State that a rank shares with the others of its host. `memory`: who can read whose private memory, if anyone
-    may.
+    """State that a rank shares with the other ranks of its host. memory: which ranks can read each other's private
+    memory; None if none can.
     """
 
     def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
         self.rank = rank
         self.board = board
         self.slabs = TensorSlabs()
-        self.commons = JointTensors()
+        self.joint_tensors = JointTensors()
         self.memory = memory
         self.scratch = ScratchMemory()
         self._peers = {peer.rank: peer for peer in peers}
@@ -88,7 +88,7 @@ class HostRanks:
         return cls(rank, board=board, peers=peers, memory=memory)
 
     def peer(self, rank: int) -> HostPeer:
-        """Return another rank of the room."""
+        """Return the peer of this rank number."""
         return self._peers[rank]
 
     def wait_for(
@@ -100,9 +100,9 @@ class HostRanks:
         about: CallRecord,
         meanwhile: Callable[[], Progress],
     ) -> None:
-        """Return when what another rank has to bring about is so.
+        """Return when `condition`, which depends on another rank, is true.
 
-        Raises RankLostError when one of the ranks has ended and it is still not so.
+        Raises RankLostError when a rank of `among` has ended and `condition` is still false.
         """
         for _ in range(_LOOKS):
             if condition():
@@ -111,25 +111,25 @@ class HostRanks:
             os.sched_yield()
             if condition():
                 return
-        board, rung = self._peers[rank].board, 0
+        board, wakes = self._peers[rank].board, 0
         while True:
             seen = board.bell
             if condition():
                 return
             outlook = meanwhile()
             if outlook is not Progress.DID:
-                if rung < _IN_VAIN:
+                if wakes < _MOST_VAIN_WAKES:
                     board.sleep(seen, seconds=_NAP_SECONDS if outlook is Progress.LATER else _SLEEP_SECONDS)
                 else:
-                    time.sleep(_DOZE_SECONDS)
-            rung = 0 if board.bell == seen else rung + 1
+                    time.sleep(_BACK_OFF_SECONDS)
+            wakes = 0 if board.bell == seen else wakes + 1
             if board.bell == seen:
                 gone = self.missing(among)
                 if gone is not None and not condition():
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Let go of what a process has only so many of. End the sharing: no rank waits any more and none joins."""
+        """Close the file descriptors of the sharing. No rank waits any more, and none joins."""
         self.board.hide()
         self.slabs.keep_none()
         for peer in self._peers.values():
@@ -140,9 +140,10 @@ class HostRanks:
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
-        """Return the lost ranks of `ranks`, or those whose memory could not be read. The memory of a process goes
-        before its end is visible, seconds before when it is large. Where the error may come from that, this waits for
-        the end.
+        """Return the first of `ranks` that has ended, or None.
+
+        The memory of a process goes before its end is visible, seconds before when it is large. Where `error` may come
+        from that, this waits for the end.
         """
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
@@ -152,10 +153,10 @@ class HostRanks:
 
 def _peer(rank: int, text: str) -> HostPeer:
     """Return the peer of a rank. Raises OSError when that rank has no board, or this rank cannot map it."""
-    told = json.loads(text)
-    if isinstance(told, str):
-        raise OSError(f"rank {rank}: {told}")
-    process, place, proof = told
+    entry = json.loads(text)
+    if isinstance(entry, str):
+        raise OSError(f"rank {rank}: {entry}")
+    process, place, proof = entry
     board = Board.open(process, place=place)
     if board.words[_PROOF_WORD] != proof:
         raise OSError(f"process {process} is another one here than for rank {rank}")

@@ -1,12 +1,12 @@
 """Collectives in shared memory: the World of CPU ranks of one host.
 
-Every rank says where its tensors lie (see `group_queue`), and then each takes what it wants:
+Every rank posts the places of its tensors (see `group_queue`), and then reads what it needs from the others:
 
     | all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
     | reduce-scatter                         every rank adds up its own part, straight from the others' tensors
     | all-reduce                             every rank adds up its slice, block by block, and writes each block of the
     |                                        sum into everybody's tensor: nothing is read twice, nothing copied between
-    | up to 64 KB                            the call brings the contents, and every rank has what it needs at once
+    | up to 64 KB                            the board carries the contents, so no rank waits for the tensors of another
 
     | tensors               how the others reach them
     | of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
@@ -40,55 +40,55 @@ class LocalWorld(World):
 
     medium = "shared memory"
 
-    def __init__(self, *, rank: int, mesh: Mesh, lanes: GroupQueues) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, queues: GroupQueues) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"))
-        self._lanes = lanes
+        self._queues = queues
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return a tensor in memory that the other ranks can map; one whose contents travel in a call needs none."""
         if numel * dtype.itemsize <= PAYLOAD_BYTES:
             return super().empty(numel, dtype=dtype)
-        return self._lanes.room.slabs.empty(numel, dtype=dtype)
+        return self._queues.host.slabs.empty(numel, dtype=dtype)
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return a tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
 
         It has no owner: once all ranks have mapped it, it lives as long as the last of them.
         """
-        group, room = self.group(axes), self._lanes.room
+        group, host = self.group(axes), self._queues.host
         if group.size == 1:
             return None
         size = max(1, numel * dtype.itemsize)
-        segment = room.slabs.make(size) if group.index == 0 else None
+        segment = host.slabs.make(size) if group.index == 0 else None
         place = torch.tensor([segment.place if segment else 0])
         self.broadcast(place, axes=axes).wait()
         try:
-            memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(int(place))
+            memory = segment.memory if segment else host.peer(group.ranks[0]).slabs.map(int(place))
         except OSError as error:
-            if (gone := room.lost_by(group.ranks, error=error)) is not None:
+            if (gone := host.lost_by(group.ranks, error=error)) is not None:
                 raise lost(gone, about="World.shared_empty", error=error) from error
             raise
         self.barrier(axes=axes)
         if segment:
             segment.close()
-        held = room.commons.add(memory, ranks=group.ranks)
-        return held[: numel * dtype.itemsize].view(dtype)
+        joint = host.joint_tensors.add(memory, ranks=group.ranks)
+        return joint[: numel * dtype.itemsize].view(dtype)
 
     def progress(self) -> None:
         """Do this rank's part in calls that the other ranks have made by now."""
-        self._lanes.progress()
+        self._queues.progress()
 
     def close(self) -> None:
         """Wait until all ranks call it and nothing is under way."""
-        if not self._lanes.closed:
+        if not self._queues.closed:
             self._meet_to_close()
-            self._lanes.close()
+            self._queues.close()
 
     def leave(self) -> None:
-        """Wait for what is under way. The ranks have agreed to close."""
-        self._lanes.close()
+        """Wait for the calls under way, after the ranks have agreed to close."""
+        self._queues.close()
 
-    # ---- everyone takes what it wants --------------------------------------------------------------------------
+    # ---- every rank reads what it needs --------------------------------------------------------------------------
 
     def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         call = self._call(stamp, group)
@@ -98,10 +98,10 @@ class LocalWorld(World):
 
     def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         call = self._call(stamp, group)
-        call.common = self._lanes.room.commons.name(parts, ranks=group.ranks)
-        if call.common:
+        call.joint = self._queues.host.joint_tensors.name(parts, ranks=group.ranks)
+        if call.joint:
             put(x, into=parts[group.index])
-            return self._begin(call, needs=call.others, act=lambda: call.lane.require_common(call))
+            return self._begin(call, needs=call.others, act=lambda: call.queue.require_joint(call))
 
         def act() -> None:
             put(x, into=parts[group.index])
@@ -191,19 +191,19 @@ class LocalWorld(World):
         """
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
-        [held] = self._reachable([x], group.ranks)
+        [reachable] = self._reachable([x], group.ranks)
 
         def act() -> None:
-            spans = call.spans(held)
+            spans = call.spans(reachable)
             slices = [span.cut(start, stop=stop) for span in spans]
             copies = [slices[index] for index in targets if index != group.index]
-            self._sum(call, slices, held[start:stop], op, copies=copies)
+            self._sum(call, slices, reachable[start:stop], op, copies=copies)
 
         def after() -> None:
-            if held is not x and group.index in targets:
-                put(held, into=x)
+            if reachable is not x and group.index in targets:
+                put(reachable, into=x)
 
-        return self._begin(call, gives=[held], needs=call.others, users=call.others, act=act, after=after)
+        return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
 
     def _sum(self, call: QueuedCall, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
         if call.adds:
@@ -212,14 +212,14 @@ class LocalWorld(World):
                 "overwritten. End the ranks, and start them again from a checkpoint"
             )
         call.adds = True
-        reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._lanes.room.scratch)
+        reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._queues.host.scratch)
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 
     def _call(self, stamp: CallRecord, group: Group) -> QueuedCall:
-        lane = self._lanes.of(group)
-        lane.tidy()
-        return QueuedCall(self, stamp=stamp, lane=lane)
+        queue = self._queues.of(group)
+        queue.tidy()
+        return QueuedCall(self, stamp=stamp, queue=queue)
 
     def _begin(
         self,
@@ -231,26 +231,26 @@ class LocalWorld(World):
         act: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> QueuedCall:
-        """Post the call, and do what is due."""
+        """Post the call, and do this rank's part of the calls that are due."""
         call.needs = needs
         call.act, call.after = (None if job is None else as_called(job) for job in (act, after))
         if travels_in_payload(gives):
             call.gives = gives
         else:
-            call.gives, call.users, call.brings = self._reachable(gives, call.lane.ranks), users, False
-        call.lane.post(call)
-        self._lanes.progress()
+            call.gives, call.users, call.brings = self._reachable(gives, call.queue.ranks), users, False
+        call.queue.post(call)
+        self._queues.progress()
         return call
 
     def _reachable(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
-        """`tensors`, or copies in shared memory when some lie where a rank of the group cannot read and write them."""
-        room = self._lanes.room
-        if room.memory is not None and all(room.memory.read_by(rank) for rank in ranks if rank != self.rank):
+        """Return `tensors`, or copies in shared memory when a rank of the group cannot read and write some of them."""
+        host = self._queues.host
+        if host.memory is not None and all(host.memory.read_by(rank) for rank in ranks if rank != self.rank):
             return tensors
-        if all(room.slabs.locate(x) is not None for x in tensors):
+        if all(host.slabs.locate(x) is not None for x in tensors):
             return tensors
         sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
-        memory = room.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
+        memory = host.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
         copies = [lent[: x.nbytes].view(x.dtype) for lent, x in zip(memory, tensors, strict=True)]
         for copy, x in zip(copies, tensors, strict=True):
             put(x, into=copy)

@@ -1,4 +1,4 @@
-"""Reading another process's memory.
+"""Read and write the memory of other processes of this host.
 
 Between processes of one machine a message through a socket is copied into the kernel and out again, packet by packet.
 Linux can copy it once, straight from one process's memory into another's (process_vm_readv, as MPI libraries use it):
@@ -50,11 +50,11 @@ class ProcessMemory:
         self._readers = {other for other, text in enumerate(reads) if rank in json.loads(text)}
 
     def read_by(self, rank: int) -> bool:
-        """Return whether that rank can read this one's memory."""
+        """Return whether `rank` can read this rank's memory."""
         return rank in self._readers
 
     def readable(self, rank: int) -> bool:
-        """Return whether this rank can read that one's memory."""
+        """Return whether this rank can read the memory of `rank`."""
         return rank in self._processes
 
     def read(self, rank: int, *, address: int, into: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""A rank's side of a lane, where it stands on that rank's board: what the rank has called, and how far it is.
+"""Read and write one rank's state of a queue on its board: the calls it has made, and how many it has done.
 
     | words   +0    calls posted
     |         +8    calls done
     |         +16…  a ring of records: the call's tag, then place, offset and bytes of each tensor that the rank gives
     |         …     a ring of payloads, one for each record: what small tensors hold
 
-What a lane is, `lane` says. One rank writes here, all others read.
+`group_queue` explains queues. One rank writes here, all others read.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from torch import Tensor
 from meshwise.comm.shared_memory.board import PAGE_WORDS, PAYLOAD_BYTES, Board
 
 RING = 32
-"""Calls of a lane that a board has room for; one that is further ahead is kept until there is room."""
+"""Calls of a queue that a board has records for; further calls wait until a record is free."""
 
-IN_PAYLOAD, IN_PRIVATE, IN_COMMON = 0, -1, -2
-"""Places that are no segment of the rank that gives: the payload of the call, the rank's own memory, and the memory
-that all ranks of the lane hold together, where nobody has to look for it.
+IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
+"""Places other than a shared segment: the payload of the call, private memory of the rank, and a joint tensor, which
+all ranks of the queue have mapped.
 """
 
 Place: TypeAlias = tuple[int, int, int]
@@ -33,9 +33,7 @@ _ALIGNMENT = 16
 
 
 def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
-    """Return whether they are so small that a call brings their contents; they are the caller's again once it is
-    known.
-    """
+    """Return whether tensors are so small that the board carries their contents, up to 64 KB in total."""
     size = 0
     for x in tensors:
         size += _aligned(x.nbytes)
@@ -43,7 +41,7 @@ def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
 
 
 class QueueState:
-    """The side of one rank in a lane of so many."""
+    """State of one rank in a queue of `ranks` ranks."""
 
     def __init__(self, board: Board, *, start: int, ranks: int) -> None:
         self.board = board
@@ -54,13 +52,13 @@ class QueueState:
     @classmethod
     def make(cls, board: Board, *, key: int, ranks: int) -> "QueueState":
         """Return this rank's own state, on its board."""
-        start = board.add_lane(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
+        start = board.add_queue(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
         return cls(board, start=start, ranks=ranks)
 
     @classmethod
     def find(cls, board: Board, *, key: int, ranks: int) -> "QueueState | None":
-        """Return another rank's; None as long as it has not called anything in the lane."""
-        start = board.lane(key)
+        """Return another rank's state; None before its first call in the queue."""
+        start = board.queue_start(key)
         return None if start is None else cls(board, start=start, ranks=ranks)
 
     # ---- read ----------------------------------------------------------------------------------------------------
@@ -76,7 +74,7 @@ class QueueState:
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
-        """Return whether the rank has made the call of that number, and it was that."""
+        """Return whether the rank has made call `number` with this tag."""
         return self.posted > number and self.board.words[self._record(number)] == tag
 
     def given(self, number: int, *, which: int) -> Place:
@@ -88,7 +86,7 @@ class QueueState:
     # ---- written by the rank itself --------------------------------------------------------------------------------
 
     def note(self, number: int, *, tag: int, places: Sequence[Place]) -> None:
-        """Write down a call and where its tensors are."""
+        """Write the record of a call: its tag and the places of its tensors."""
         words, at = self.board.words, self._record(number)
         words[at] = tag
         for place, offset, size in places:
@@ -96,7 +94,7 @@ class QueueState:
             at += _PART
 
     def bring(self, number: int, *, gives: Sequence[Tensor]) -> list[Place]:
-        """Copy small tensors into the payload of a call; where they are."""
+        """Copy small tensors into the payload of a call, and return their places."""
         address, offset, places = self.board.address + self._payload(number), 0, []
         for x in gives:
             size = x.nbytes
@@ -106,12 +104,12 @@ class QueueState:
         return places
 
     def publish_posted(self, count: int) -> None:
-        """Let the others see so many calls, and wake who waits for one."""
+        """Publish the number of calls made, and wake the ranks that wait for one."""
         self.board.publish(self._posted, value=count)
         self.board.ring()
 
     def publish_done(self, count: int) -> None:
-        """Let the others see that so many are done."""
+        """Publish the number of calls done."""
         self.board.publish(self._done, value=count)
 
     def _record(self, number: int) -> int:

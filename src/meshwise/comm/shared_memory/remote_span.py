@@ -1,4 +1,4 @@
-"""A part of another rank's tensor, and sums of such parts.
+"""Read parts of other ranks' tensors, and reduce them block by block.
 
 Such a span lies in memory that this process maps, and is used like any tensor. Or the system copies it from and to the
 other process's own memory, a block at a time. A sum reads a block of every part, adds them while they are in the cache,
@@ -18,8 +18,8 @@ from meshwise.comm.api.flat_parts import Elements, copy, elements, reduce_block
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
-# Bytes of all ranks' blocks, which stay in a core's own cache; the least of one, which pays for its calls; and what one
-# is a multiple of, as vectors are added sooner that begin where a line of the cache does.
+# Bytes of all ranks' blocks together, which fit the cache of a core; the least bytes of one block, for which its calls
+# pay; and the alignment of a block, because aligned vectors are added faster.
 _CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
 
 
@@ -106,7 +106,7 @@ def reduce_spans(
     readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
     writers = [span.writer(step) for span in copies]
     sums = elements(total, op=op)
-    with np.errstate(all="ignore"):  # torch says nothing of an overflow, nor do sums that numpy makes here
+    with np.errstate(all="ignore"):  # as torch, which does not warn of an overflow
         for number, part in enumerate(parts):
             shown = [read(number) for read in readers]
             reduce_block(shown, into=elements(part, op=op), scratch=sums[: part.numel()], op=op)

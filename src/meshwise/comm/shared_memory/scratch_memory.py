@@ -1,4 +1,4 @@
-"""Memory for what is in transit.
+"""Lend buffers for data in transit.
 
 A fresh buffer of some megabytes comes from the operating system page by page, each zeroed when first touched. For a
 received part that costs about as much as adding it. So buffers are used again, and there are never more of them than

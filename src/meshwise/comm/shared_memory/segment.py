@@ -1,8 +1,8 @@
-"""Memory that the processes of one host share.
+"""Create and map memory that the processes of one host share.
 
 Memory with a name (/dev/shm, System V) outlives a process that is killed, and containers often give 64 MB of it. A
-memfd has no name: the machine's memory is its only limit, and it ends with the last process that holds it. Others reach
-it through /proc/PID/fd, and see by its label that they got what they wanted.
+memfd has no name: the machine's memory is its only limit, and it ends with the last process that maps it. Others reach
+it through /proc/PID/fd, and check its label.
 
     owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
@@ -30,10 +30,10 @@ _PAGE = mmap.PAGESIZE
 _LABEL = "meshwise-"
 _FD_BITS = 20
 KEPT = 2
-"""How many slabs that nobody uses are kept."""
+"""Number of free slabs that are kept for reuse."""
 _MOST = 256
 _CLOSED_ON_EXEC = 1
-_NAMES = 2**63 - 1  # what a word of a board holds
+_NAMES = 2**63 - 1  # the largest number of a word on a board
 # madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
 _C = ctypes.CDLL(None, use_errno=True)
@@ -81,7 +81,7 @@ def _memfd(label: str) -> int:
 
 
 def open_segment(process: int, *, place: int) -> Tensor:
-    """Map what a process made, as bytes. Raises OSError when it is not there, or not to be opened."""
+    """Map a segment of another process, as bytes. Raises OSError when it is not there, or cannot be opened."""
     path = _path(process, place)
     if not _is_there(process, place):
         raise OSError(f"{path} is not the memory that was announced")
@@ -104,7 +104,7 @@ def _is_there(process: int, place: int) -> bool:
 
 
 def words_of(memory: Tensor) -> memoryview:
-    """Return the same memory as numbers of 8 bytes, each read and written at once."""
+    """Return a view of `memory` as numbers of 8 bytes, each read and written at once."""
     return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
 
 
@@ -124,10 +124,10 @@ class TensorSlabs:
         self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
+        """Return a tensor in shared memory with unspecified contents; its memory is reused after its last view.
 
-        Each has a file descriptor, and a process has about a thousand. When too many are in use the tensor lies in
-        ordinary memory. So is what a copy of the process makes: what is free here is the rank's to lend again.
+        Each slab needs a file descriptor, of which a process has about a thousand. So with 256 slabs in use the tensor
+        lies in ordinary memory. A forked copy of the process gets ordinary memory too: the slabs are the rank's.
         """
         if len(self._lent) < _MOST and os.getpid() == self._process:
             with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ class TensorSlabs:
         return torch.empty(numel, dtype=dtype)
 
     def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return the same, in shared memory whatever else is lent. Raises OSError when the system refuses."""
+        """Return a tensor in shared memory, however many slabs are in use. Raises OSError when the system refuses."""
         size = max(1, numel * dtype.itemsize)
         slab = self._fitting(size)
         if slab is None:
@@ -152,14 +152,14 @@ class TensorSlabs:
         return SharedSegment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
 
     def locate(self, x: Tensor) -> tuple[int, int] | None:
-        """(place, offset in bytes) of a tensor in this memory; None for one that is elsewhere."""
+        """Return the place and the offset in bytes of a tensor in this memory; None for any other tensor."""
         start = x.untyped_storage().data_ptr()
         slab = self._lent.get(start)
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
-        """Return the smallest free slab for so many bytes, no longer free. Where Python collects garbage meanwhile,
-        tensors go, and what is free may be discarded.
+        """Take the smallest free slab that fits `size` bytes, or return None. Garbage collection may discard free slabs
+        meanwhile.
         """
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
             if fits(size, slab=slab.memory.numel()):
@@ -170,60 +170,60 @@ class TensorSlabs:
 
     def _give_back(self, address: int) -> None:
         if os.getpid() != self._process:
-            return  # a copy of the process that made it: what it lets go of is still in use there
+            return  # a forked copy: the rank still uses the memory
         self._free.append(self._lent.pop(address))
         self._discard(self._kept)
 
     def keep_none(self) -> None:
-        """Whatever is free goes back to the system, now and later."""
+        """Return free slabs to the system, now and later."""
         self._kept = 0
         self._discard(0)
 
     def _discard(self, most: int) -> None:
-        with contextlib.suppress(IndexError):  # tensors may go meanwhile, and come here before this is done
+        with contextlib.suppress(IndexError):  # garbage collection may call this function again meanwhile
             while len(self._free) > most:
                 self._free.pop(0).discard()
 
 
 class JointTensors:
-    """Memory that this rank holds together with others: which of its tensors lie in it."""
+    """The joint tensors of this rank, and the ranks that share each of them."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[tuple[int, ...], int]] = {}
-        """By address, the ranks that hold it and which of theirs it is."""
+        self._known: dict[int, tuple[tuple[int, ...], int]] = {}
+        """By address: the ranks that share the tensor, and its number among the joint tensors of these ranks."""
         self._leases: dict[int, weakref.ref[memoryview]] = {}
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
-        """`memory`: bytes whose last view releases the entry."""
+        """Register a joint tensor of `ranks`, and return a view of it; the entry goes with the last view."""
         lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = memory.data_ptr()
         self._counts[ranks] += 1
-        self._held[address] = ranks, self._counts[ranks]
+        self._known[address] = ranks, self._counts[ranks]
         self._leases[address] = weakref.ref(lease, lambda _: self._forget(address))
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a number that names these tensors' memory equally on all ranks; 0 unless all of them lie in memory
-        that exactly these ranks hold together.
+        """Return a number that names the memory of these tensors on every rank; 0 unless all of it is joint tensors of
+        exactly these ranks.
         """
-        if not self._held:
+        if not self._known:
             return 0
         where: list[int] = []
         for x in tensors:
             start = x.untyped_storage().data_ptr()
-            holders, number = self._held.get(start, ((), 0))
+            holders, number = self._known.get(start, ((), 0))
             if holders != ranks:
                 return 0
             where += number, x.data_ptr() - start, x.nbytes
         return hash(tuple(where)) & _NAMES | 1  # integers have the same hash in every process
 
     def _forget(self, address: int) -> None:
-        del self._held[address], self._leases[address]
+        del self._known[address], self._leases[address]
 
 
 class PeerMappings:
-    """Another process's slabs, as far as this one has seen them."""
+    """The mapped slabs of another process."""
 
     def __init__(self, process: int) -> None:
         self._process = process

@@ -227,9 +227,9 @@ def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule)
 
 def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
     """Yield the events of each step of a rank, from its begin to its update."""
-    others = [span for span in spans if span.waits or span.beside]
+    others = [span for span in spans if span.waits or span.in_background]
     step: list[Event] = []
-    for span in (span for span in spans if not (span.waits or span.beside)):
+    for span in (span for span in spans if not (span.waits or span.in_background)):
         if span.what is StepPhase.BEGIN or step:
             step.append(_event(rank, span))
         if span.what is StepPhase.UPDATE and step:

@@ -73,6 +73,6 @@ def _summed_by(node: Node, *, axes: Axes) -> Axes | None:
         replicated = operation.y.axes if operation.y.dim is None else ()
         return tuple(axis for axis in axes if axis not in replicated)
     source = gradient.source_of_output(node)
-    if source is None or not {*source.whole, *source.alike, *source.split}.intersection(axes):
+    if source is None or not {*source.whole, *source.replicated, *source.split}.intersection(axes):
         return None
     return source.whole
