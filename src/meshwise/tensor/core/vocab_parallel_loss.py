@@ -77,6 +77,10 @@ def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit,
             f"{tuple(local.shape[:-1])}, not {tuple(target.shape)}"
         )
     weight = options.weight
+    if options.reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction={options.reduction!r}; there are none, mean, sum")
+    if weight is not None and weight.shape != (vocabulary.size,):
+        raise ValueError(f"weight of shape {tuple(weight.shape)} for {vocabulary.size} classes")
     counted = target != options.ignore_index
     _require_classes(target, counted, vocabulary.size)
     classes = target.masked_fill(~counted, 0)
