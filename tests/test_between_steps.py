@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from joined import holds_together
+from joined_worlds import holds_together
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from joined import holds_together
+from joined_worlds import holds_together
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.testing import agree, run

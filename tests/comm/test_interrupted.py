@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from joined import joined
+from joined_worlds import joined
 from meshwise.comm import World
 from meshwise.comm.api.flat_parts import reduce_block
 from meshwise.comm.network.mailbox import PendingMessages

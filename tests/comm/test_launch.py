@@ -157,7 +157,7 @@ def test_run_returns_what_main_returned_by_rank(monkeypatch: pytest.MonkeyPatch)
     assert dict(os.environ) == environment
 
 
-def test_a_rank_collects_no_garbage_among_what_it_was_born_with() -> None:
+def test_a_rank_does_not_garbage_collect_what_the_server_imported() -> None:
     assert min(run(SIZE, kept_from_the_collector)) > 10_000
 
 
@@ -281,7 +281,7 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
     assert bool(list(temporary.iterdir())) == (end == "SIGKILL")
 
 
-def test_the_server_of_the_ranks_is_deaf_to_ctrl_c() -> None:
+def test_the_fork_server_ignores_ctrl_c() -> None:
     """It would tell where in its imports it was."""
     if start_context().get_start_method() != "forkserver":
         pytest.skip("ranks are started one by one")

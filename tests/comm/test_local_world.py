@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from joined import joined
+from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm import run as run_processes
@@ -122,7 +122,7 @@ def one_runs_ahead(world: World) -> None:
 
 
 def waits_crosswise(world: World) -> None:
-    """Along a, ranks wait for each other in one lane while what the other needs stands in another lane."""
+    """Along a, ranks wait for each other in one queue while the call that the other needs stands in another queue."""
     view = world.over(Mesh.of(a=2, b=2))
     first, second = in_shared_memory(world, drawn(0, 5000)), in_shared_memory(world, drawn(1, 5000))
     along_a = view.all_reduce(first, axes="a")
@@ -247,7 +247,7 @@ def is_local(world: World) -> bool:
     return isinstance(world, LocalWorld)
 
 
-def test_ranks_of_one_machine_share_memory_unless_told_otherwise(processes: Processes) -> None:
+def test_ranks_of_one_machine_share_memory_by_default(processes: Processes) -> None:
     assert all(run(SIZE, is_local, on=processes))
 
 
@@ -273,7 +273,7 @@ def test_a_rank_that_comes_by_does_its_part_before_it_waits(processes: Processes
     run(SIZE, parts_are_done_without_waiting, on=processes)
 
 
-def test_lanes_do_not_wait_for_each_other(processes: Processes) -> None:
+def test_queues_do_not_wait_for_each_other(processes: Processes) -> None:
     run(SIZE, waits_crosswise, on=processes)
 
 
@@ -303,7 +303,7 @@ def test_sharing_can_be_insisted_on(processes: Processes) -> None:
 
 
 @pytest.mark.parametrize("last", ["gloo", "local"])
-def test_ranks_that_want_to_be_joined_differently_are_told_so(processes: Processes, last: Comm) -> None:
+def test_ranks_with_different_comm_get_an_error(processes: Processes, last: Comm) -> None:
     [said] = set(run(SIZE, wanted_otherwise, on=processes, args=(uuid.uuid4().hex, last)))
     assert "comm is auto on rank 2 and" in said
     assert f"{last} on rank 3; set MESHWISE_COMM to one value" in said

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from joined import joined
+from joined_worlds import joined
 from meshwise.comm import World
 from meshwise.comm.api.process_life import ProcessLife, has_ended
 from meshwise.comm.launch.fork_server import start_context
@@ -161,7 +161,7 @@ def test_where_there_is_no_memory_to_share_nobody_is_sent_to_look_for_proc(proce
 
 
 @pytest.mark.processes
-def test_where_files_may_not_be_as_large_that_is_said(processes: Processes) -> None:
+def test_a_limit_on_file_sizes_is_reported(processes: Processes) -> None:
     first, *_ = run(SIZE, with_small_files, on=processes, args=(uuid.uuid4().hex,))
     assert "let files be larger (`ulimit -f unlimited`), or set MESHWISE_COMM=gloo to hear no more of it" in first
 

@@ -85,7 +85,7 @@ def test_a_board_takes_fewer_addresses_where_they_are_limited(monkeypatch: pytes
     assert Board.make().bytes.numel() == 1 << 30
 
 
-def test_a_board_has_room_for_the_lanes_of_many_groups() -> None:
+def test_a_board_has_room_for_the_queues_of_many_groups() -> None:
     board = Board.make()
     other = Board.open(os.getpid(), place=board.place)
     for key in range(1900):

@@ -306,7 +306,9 @@ def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_threads(4, main) == [[], [], [], []]
 
 
-def test_a_rank_that_waits_for_another_in_its_own_way_is_not_held_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_without_a_collective_does_not_block_the_others_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("meshwise.comm.in_process.rendezvous._PATIENCE_SECONDS", 0.05)
     told = threading.Event()
 

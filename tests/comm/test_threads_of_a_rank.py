@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from joined import joined
+from joined_worlds import joined
 from meshwise.comm import World
 from meshwise.comm.network.torch_world import meeting_place
 from meshwise.comm.shared_memory.remote_span import reduce_spans

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ahead import no_call_waits_for_one_that_another_rank_has_yet_to_make
-from joined import joined
+from early_calls import no_call_waits_for_one_that_another_rank_has_yet_to_make
+from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.testing import run
-from refused import a_refused_call_was_not_made, bad_calls_are_refused_before_anything_moves
+from refused_calls import a_refused_call_was_not_made, bad_calls_are_refused_before_anything_moves
 from warm_processes import Processes
 
 MESH = Mesh.of(dp=2, one=1, tp=2)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grid import Grid
-from joined import holds_together
+from joined_worlds import holds_together
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.model.parameter_table import ParameterRow, ParameterTable

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from joined import holds_together
+from joined_worlds import holds_together
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer

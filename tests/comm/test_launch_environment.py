@@ -24,7 +24,7 @@ ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}
         ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchedRank(0, 1)),
     ],
 )
-def test_a_rank_is_one_that_was_told_so(told: dict[str, str], expected: LaunchedRank | None) -> None:
+def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expected: LaunchedRank | None) -> None:
     assert launched(told) == expected
 
 

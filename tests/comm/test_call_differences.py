@@ -7,7 +7,7 @@ import uuid
 import pytest
 import torch
 
-from joined import joined
+from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, RanksDisagree
 from meshwise.comm.api.world import World, require_same
@@ -41,12 +41,12 @@ def _call(world: World, name: str, how: str, kind: str) -> None:
         ("one more", r"have made different numbers of calls.*: rank 2 1, rank 3 0; the last of rank 2 is #0 broad"),
     ],
 )
-def test_a_last_call_that_differs_is_told_at_the_end(processes: Processes, kind: str, told: str, how: str) -> None:
+def test_a_last_call_that_differs_is_reported_at_the_end(processes: Processes, kind: str, told: str, how: str) -> None:
     with pytest.raises(RanksDisagree, match=told):
         run(4, _call, on=processes, args=(uuid.uuid4().hex, how, kind))
 
 
-def test_calls_that_are_kept_no_more_are_told_as_such() -> None:
+def test_calls_that_are_no_longer_kept_are_reported() -> None:
     line = CallLine((0, 1))
     last = PlacedCall(CallRecord(5, "barrier", ("rank",), (), "", 0, "here"), line, 5)
     with pytest.raises(RanksDisagree, match="longer ago than calls are kept"):

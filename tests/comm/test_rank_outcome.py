@@ -49,7 +49,7 @@ def test_an_exception_comes_back_as_itself_with_its_traceback(tmp_path: Path) ->
     assert raised(RankLostError("rank 1 was lost")).is_consequence
 
 
-def test_a_consequence_does_not_replace_what_was_told_before_it(tmp_path: Path) -> None:
+def test_a_consequence_does_not_replace_an_earlier_report(tmp_path: Path) -> None:
     RankOutcome(error=RanksDisagree("who waits for whom")).save(tmp_path, rank=0)
     raised(RankLostError("rank 1 was lost")).save(tmp_path, rank=0)
     assert str(first_error(tmp_path, size=2, statuses={1: 1})) == "who waits for whom"

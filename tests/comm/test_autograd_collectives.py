@@ -213,7 +213,7 @@ def test_only_the_axes_named_take_part() -> None:
     assert run_threads(4, main) == [13.0, 13.0, 1102.0, 1102.0]
 
 
-def test_what_is_computed_between_start_and_wait_runs_beside_both_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_between_start_and_wait_runs_during_both_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Compute(torch.autograd.Function):

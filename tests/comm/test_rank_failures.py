@@ -174,19 +174,19 @@ def test_ranks_that_end_well_without_a_result_are_named(
     assert said.stderr == ""
 
 
-def test_a_rank_that_is_slow_to_tell_whom_it_lost_is_heard(tmp_path: Path) -> None:
+def test_the_launcher_waits_for_the_report_of_a_lost_rank(tmp_path: Path) -> None:
     said = ended(tmp_path, "dies_beside_a_slow_one", "1", "--notes").stdout.splitlines()
     assert said[:2] == ["raised RankKilledError", "rank 1 of 2 ended without an exception, killed by SIGKILL"]
     assert said[2].startswith("rank 0 then met: rank 1 was lost in #0 barrier[rank]")
 
 
-def test_a_rank_whose_memory_goes_before_its_end_is_told_is_lost(tmp_path: Path) -> None:
+def test_a_rank_whose_memory_goes_before_its_end_is_visible_is_lost(tmp_path: Path) -> None:
     said = ended(tmp_path, "dies_once_it_has_given", "1", "--notes").stdout.splitlines()
     assert said[:2] == ["raised RankKilledError", "rank 1 of 2 ended without an exception, killed by SIGKILL"]
     assert said[2].startswith("rank 0 then met: rank 1 was lost in #0 all_reduce[rank]")
 
 
-def test_so_is_one_that_had_told_where_memory_for_all_lies(tmp_path: Path) -> None:
+def test_a_rank_that_dies_after_making_a_joint_tensor_is_lost(tmp_path: Path) -> None:
     said = ended(tmp_path, "dies_once_it_has_told", "1", "--notes").stdout.splitlines()
     assert said[:2] == ["raised RankKilledError", "rank 0 of 2 ended without an exception, killed by SIGKILL"]
     assert said[2].startswith("rank 1 then met: rank 0 was lost in World.shared_empty")

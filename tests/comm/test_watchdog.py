@@ -188,12 +188,12 @@ def another_shape(world: World) -> None:
     reduce(world, elements=4 if world.rank == 2 else 3)
 
 
-def test_another_shape_is_told_with_both_parties(start: Callable[..., Ranks]) -> None:
+def test_another_shape_is_reported_with_both_parties(start: Callable[..., Ranks]) -> None:
     ranks = start("another_shape")
     assert ranks.ended() == [1, 1, 1]
     report = ranks.report()
     assert "called different collectives" in report
-    assert re.search(r"ranks 0,1 +#1 all_reduce\[rank\] sum 3 float32 at comm/test_watch.py:\d+ reduce", report)
+    assert re.search(r"ranks 0,1 +#1 all_reduce\[rank\] sum 3 float32 at comm/test_watchdog.py:\d+ reduce", report)
     assert re.search(r"rank 2 +#1 all_reduce\[rank\] sum 4 float32", report)
     assert "another_shape" in report, "the stacks show who called it"
 
@@ -206,7 +206,7 @@ def another_collective(world: World) -> None:
     world.all_reduce(x, axes="rank").wait()
 
 
-def test_another_collective_is_told_with_both_parties(start: Callable[..., Ranks]) -> None:
+def test_another_collective_is_reported_with_both_parties(start: Callable[..., Ranks]) -> None:
     ranks = start("another_collective")
     assert ranks.ended() == [1, 1, 1]
     assert re.search(r"ranks 0,2 +#0 all_reduce\[rank\] sum 3", ranks.report())
@@ -220,7 +220,7 @@ def one_closes_early(world: World) -> None:
         reduce(world)
 
 
-def test_a_rank_that_closes_early_is_told(start: Callable[..., Ranks]) -> None:
+def test_a_rank_that_closes_early_is_reported(start: Callable[..., Ranks]) -> None:
     ranks = start("one_closes_early")
     assert ranks.ended() == [1, 1, 1]
     assert re.search(r"ranks 0,2 +#1 all_reduce\[rank\] sum 3", ranks.report())
@@ -235,7 +235,7 @@ def one_leaves_early(world: World) -> None:
     reduce(world)
 
 
-def test_a_rank_that_left_early_is_told(start: Callable[..., Ranks]) -> None:
+def test_a_rank_that_left_early_is_reported(start: Callable[..., Ranks]) -> None:
     ranks = start("one_leaves_early", pace=IMPATIENT)
     assert ranks.ended() == [1, 0, 1]
     assert "rank 1 has finished while others wait" in ranks.report()
@@ -275,7 +275,7 @@ def one_raises_before_a_slow_terminal(world: World) -> None:
     one_raises(world)
 
 
-def test_an_exception_is_told_once_however_long_telling_takes(start: Callable[..., Ranks]) -> None:
+def test_an_exception_is_reported_once_however_long_the_report_takes(start: Callable[..., Ranks]) -> None:
     ranks = start("one_raises_before_a_slow_terminal")
     assert ranks.ended() == [1, 1, 1]
     assert ranks.report().startswith("rank 2 of 3 (process _) failed:\nTraceback")
@@ -288,7 +288,7 @@ def forever(world: World) -> None:
         print("step", flush=True)
 
 
-def test_a_killed_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -> None:
+def test_a_killed_rank_is_reported_and_the_others_end(start: Callable[..., Ranks]) -> None:
     ranks = start("forever", pace=IMPATIENT)
     ranks.wait_for("step", 1)
     os.kill(ranks.pid(1), signal.SIGKILL)
@@ -297,7 +297,7 @@ def test_a_killed_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -
     assert re.search(r"rank 1 \(process _\).*; the process has ended", ranks.report())
 
 
-def test_a_stopped_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -> None:
+def test_a_stopped_rank_is_reported_and_the_others_end(start: Callable[..., Ranks]) -> None:
     ranks = start("forever", pace=IMPATIENT)
     ranks.wait_for_beat("forever", 0)
     os.kill(ranks.pid(0), signal.SIGSTOP)
@@ -305,7 +305,7 @@ def test_a_stopped_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) 
     report = ranks.report()
     assert "rank 0 does not answer" in report
     assert "the process is stopped or stuck" in report
-    assert re.search(r"  _ s ago rank 0 was here:\n(.*\n)* .*test_watch.py:\d+ forever", report)
+    assert re.search(r"  _ s ago rank 0 was here:\n(.*\n)* .*test_watchdog.py:\d+ forever", report)
     assert re.search(r"rank 1 \(process _\) has waited _ s.* all_reduce\[rank\] sum 3 float32 at", report)
 
 
@@ -337,7 +337,7 @@ def a_circle(world: World) -> None:
     world.recv(torch.empty(3), axis="rank", source=(world.rank + 1) % world.size).wait()
 
 
-def test_a_circle_of_waiting_ranks_is_told(start: Callable[..., Ranks]) -> None:
+def test_a_circle_of_waiting_ranks_is_reported(start: Callable[..., Ranks]) -> None:
     ranks = start("a_circle")
     assert ranks.ended() == [1, 1, 1]
     report = ranks.report()

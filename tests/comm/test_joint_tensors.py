@@ -73,7 +73,7 @@ def _gather(world: World, size: int, odd: str) -> list[float]:
 
 @pytest.mark.parametrize("size", [8, 20_000])
 @pytest.mark.parametrize("odd", ["its own", "other", "a shift"])
-def test_ranks_that_pass_different_memory_are_told(odd: str, size: int, processes: Processes) -> None:
+def test_ranks_that_pass_different_memory_get_an_error(odd: str, size: int, processes: Processes) -> None:
     with pytest.raises(RanksDisagree, match=r"passes a joint tensor, and rank \d other"):
         run(2, _gather, on=processes, args=(size, odd))
     assert run(2, _gather, on=processes, args=(size, "the same")) == [[1.0, 2.0]] * 2
@@ -88,6 +88,6 @@ def _gather_unequal(world: World) -> None:
     world.all_gather(torch.ones_like(parts[world.rank]), into=parts, axes="rank").wait()
 
 
-def test_ranks_that_pass_parts_of_other_sizes_are_told(processes: Processes) -> None:
+def test_ranks_that_pass_parts_of_other_sizes_get_an_error(processes: Processes) -> None:
     with pytest.raises(RanksDisagree, match="passes a joint tensor"):
         run(2, _gather_unequal, on=processes)

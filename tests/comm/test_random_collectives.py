@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from joined import joined
+from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm import Work, World
 from meshwise.testing import run
