@@ -42,7 +42,7 @@ def test_a_parameter_that_is_not_finite_itself_is_named() -> None:
         return model
 
     def main(world: World) -> None:
-        trainer = parallelize(build, "dp=2 zero=3", world=world, loss=squares, lr=1e-2)
+        trainer = parallelize(build(), "dp=2 zero=3", world=world, loss=squares, lr=1e-2)
         with pytest.raises(NonFiniteError, match=r"; parameters that are not finite themselves: first\.weight; the up"):
             trainer.step(good())
 

@@ -54,12 +54,6 @@ def test_the_parameters_in_the_files_are_those_of_the_model(saved: dict[Path, Th
         same_tensors({name: state[f"parameter/{name}"] for name in parameters}, parameters)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "looped virtual_stages=2"])
-def test_stages_that_all_change_a_buffer_save_it_once(schedule: str, saved: dict[Path, Then], tmp_path: Path) -> None:
-    plan = f"pp=2 microbatches=2 partition=params schedule={schedule}"
-    there_and_back(Case(), plan, saved, tmp_path)
-
-
 OTHERS = {
     "bf16 with fp32 masters": NARROW,
     "sgd with momentum": Case(optimizer=torch.optim.SGD, options=(("lr", 1e-2), ("momentum", 0.9))),

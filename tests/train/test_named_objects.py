@@ -79,7 +79,6 @@ def test_a_model_is_built_in_the_type_that_the_job_names() -> None:
         ("gpt", {"layers": "two"}, "model.arguments of gpt: layers: not a whole number: 'two'"),
         ("gpt", {"heads": 3}, "must be a multiple of heads=3"),
         ("mlp", {"layers": 2}, "model.arguments of mlp: unknown key layers; there are widths, "),
-        ("mlp", {"widths": [3]}, "at least an input and an output width"),
         ("missing.py:build", {}, "there is no file missing.py"),
         ("no_such_module:build", {}, "cannot be imported: No module named 'no_such_module'"),
         ("OWN:biuld", {}, "no function 'biuld' in .*; did you mean 'build'"),

@@ -146,18 +146,29 @@ def parallelize(
     setting = ParallelSetting(
         plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), policy
     )
-    with memory_errors_explained(plan):
-        engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
-    if not any(row.trainable for row in engine.table.rows):
-        raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(tiers.close)
+        on_error.callback(policy.close)
+        with memory_errors_explained(plan):
+            engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+        if not any(row.trainable for row in engine.table.rows):
+            raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
+        update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
+        recipe = UpdateRecipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
+        trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
+        on_error.pop_all()
+    return trainer
+
+
+def _optimizer(
+    optimizer: OptimizerClass, *, engine: Engine, plan: Plan, arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Build the optimizer over this rank's slices. Raises PlanError if the plan updates parts of what it needs."""
     if needs_whole(optimizer) and plan.tiers.state_tiers != {"device"}:
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, and offload={plan.offload} updates parts; use offload=none"
         )
-    logical = LogicalSlices(engine)
-    update = flat_optimizer(optimizer, groups=engine.slices(), logical=logical, **optimizer_arguments)
-    recipe = UpdateRecipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
-    return Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
+    return flat_optimizer(optimizer, groups=engine.slices(), logical=LogicalSlices(engine), **arguments)
 
 
 @dataclass(frozen=True)
