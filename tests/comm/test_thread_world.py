@@ -306,7 +306,7 @@ def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_threads(4, main) == [[], [], [], []]
 
 
-def test_a_rank_that_waits_without_a_collective_does_not_block_the_others_for_ever(
+def test_a_rank_that_waits_without_a_collective_does_not_block_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshwise.comm.in_process.rendezvous._PATIENCE_SECONDS", 0.05)

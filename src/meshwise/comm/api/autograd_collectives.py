@@ -299,7 +299,7 @@ class _Along:
 
     @classmethod
     def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """Return the cut of which `x` is this rank's part; all parts are equal unless `sizes` is given."""
+        """Return the cut that gives this rank `x`; all parts are equal unless `sizes` is given."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
         if len(along.sizes) != group.size or along.sizes[group.index] != size:

@@ -1,7 +1,7 @@
 """Note when a rank begins each activity of a step, and how long it waits; read the notes afterwards.
 
 A note is one reading of a clock: the host's, or on CUDA the device's, by an event on the current stream. So the times
-are those of the device, and nothing waits before `read`.
+are the device's own, and nothing waits before `read`.
 """
 
 from collections.abc import Hashable

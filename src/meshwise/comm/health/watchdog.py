@@ -315,7 +315,7 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """Go on without a store: a rank that computes may still finish; a rank that waits in a collective is ended."""
+        """Watch without a store: a rank that computes may still finish; a rank that waits in a collective is ended."""
         while not self._stopped:
             self._require_launcher()
             since = self._world.position.waiting_since

@@ -118,8 +118,9 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 
 def asked_threads() -> int | None:
-    """Return the threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; None for a
-    value that is no number above 0, which OpenMP ignores too.
+    """Return the threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level.
+
+    None for a value that is no number above 0, which OpenMP ignores too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None

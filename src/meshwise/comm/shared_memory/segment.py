@@ -126,7 +126,7 @@ class TensorSlabs:
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return a tensor in shared memory with unspecified contents; its memory is reused after its last view.
 
-        Each slab needs a file descriptor, of which a process has about a thousand. So with 256 slabs in use the tensor
+        Each slab needs a file descriptor, and a process has about a thousand. So with 256 slabs in use the tensor
         lies in ordinary memory. A forked copy of the process gets ordinary memory too: the slabs are the rank's.
         """
         if len(self._lent) < _MOST and os.getpid() == self._process:
