@@ -42,7 +42,7 @@ class ShardGroup:
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients are summed, and what is kept as shards."""
+        """Form of the gradient sum, and the tensors that are kept as shards."""
         return self.storage.reduction
 
     @property

@@ -362,7 +362,7 @@ def _agree(source: ParameterSource, world: World) -> None:
 
 
 def _release(module: nn.Module) -> None:
-    """Free the parameters of the user's module, of which the stages have copies; its values become NaN."""
+    """Free the parameters of the user's module, which the stages hold now; its values become NaN."""
     for parameter in module.parameters():
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)

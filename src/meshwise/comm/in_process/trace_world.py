@@ -1,8 +1,8 @@
 """A world in which one rank of any number runs alone, moves nothing and records everything.
 
 The communication cost of a plan follows from its calls, and a single rank knows its own: run the step of one rank here
-and read the records. Kinds, axes, bytes and order equal the ones of a job with 8 ranks or 65,536, on meta tensors without
-any memory.
+and read the records. Kinds, axes, bytes and order equal the ones of a job with 8 ranks or 65,536. Meta tensors take no
+memory.
 
     with world.record() as stamps:
         trainer.step(batch)
