@@ -45,9 +45,9 @@ def volume(shape: gpt.Shape, plan: str) -> int:
 
     def step(world: World) -> int:
         trainer = mw.parallelize(copy.deepcopy(model), plan, loss=loss, world=world, **gpt.ADAMW)
-        with world.record() as stamps:
+        with world.record() as records:
             trainer.step(gpt.global_batch(shape, step=0))
-        return sum(stamp.bytes for stamp in stamps)
+        return sum(record.bytes for record in records)
 
     model = gpt.build(shape)
     return run_threads(mw.Plan.parse(plan).mesh().size, step)[0]

@@ -58,9 +58,9 @@ def a_refused_call_was_not_made(world: World) -> None:
         lambda: view.send(strided, axis="tp", to=other),
         lambda: view.recv(strided, axis="tp", source=other),
     ]
-    with view.record() as stamps:
+    with view.record() as records:
         for call in refused if world.rank == 0 else ():
             with pytest.raises(ValueError):  # noqa: PT011 -- each has its own words
                 call()
-    assert not stamps
-    assert len(set(view.exchange(view.journal.digests.get(group.ranks), axes="tp"))) == 1
+    assert not records
+    assert len(set(view.exchange(view.flight_recorder.digests.get(group.ranks), axes="tp"))) == 1

@@ -235,8 +235,10 @@ def test_gradients_of_ranks_whose_calls_differed_are_not_applied(plan: str) -> N
         def slip() -> None:
             if world.rank == 1 and slips:
                 slips.pop()
-                stamp = CallRecord(world.journal.calls, "broadcast", ("dp",), (3,), "float32", 12, "model.py:7 forward")
-                world.journal.write(stamp, ranks=(0, 1))
+                record = CallRecord(
+                    world.flight_recorder.calls, "broadcast", ("dp",), (3,), "float32", 12, "model.py:7 forward"
+                )
+                world.flight_recorder.write(record, ranks=(0, 1))
 
         slips: list[int] = []
         trainer = parallelize(Two(slip), plan, world=world, loss=squares, lr=1e-2)

@@ -20,8 +20,8 @@ ALL = tuple(BUS_FACTORS)
 
 
 def measured(world: World, sweep: SizeSweep) -> tuple[list[Measurement], list[CallRecord]]:
-    with world.journal.record() as stamps:
-        return measure(sweep, world=world), stamps
+    with world.flight_recorder.record() as records:
+        return measure(sweep, world=world), records
 
 
 def test_every_collective_is_measured_at_every_size_in_every_group_with_a_copy_beside_it() -> None:
@@ -42,11 +42,11 @@ def test_every_collective_is_measured_at_every_size_in_every_group_with_a_copy_b
 def test_the_bytes_of_each_collective_are_what_its_definition_counts() -> None:
     sweep = SizeSweep(kinds=ALL, sizes=(4096,), groups=(4,), rounds=1, warmup=0)
 
-    [found, stamps], *_ = run_threads(4, measured, args=(sweep,))
+    [found, records], *_ = run_threads(4, measured, args=(sweep,))
 
     assert {one.bytes for one in found} == {4096}
-    called = {(stamp.kind, stamp.bytes) for stamp in stamps if stamp.bytes >= 4096}
-    one_sided = {"gather", "scatter"}  # a rank's stamp only tells its own part
+    called = {(record.kind, record.bytes) for record in records if record.bytes >= 4096}
+    one_sided = {"gather", "scatter"}  # a rank's record only tells its own part
     assert called == {(kind, 4096) for kind in (*ALL[:-2], "send", "recv") if kind not in one_sided}
 
 

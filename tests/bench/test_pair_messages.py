@@ -30,17 +30,17 @@ def test_processes_can_communicate(processes: Processes) -> None:
 class _Adds(ThreadWorld):
     """Counts rank 0 twice."""
 
-    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         if group.index == 0:
             x.mul_(2)
-        return super()._all_reduce(stamp, group, x, op)
+        return super()._all_reduce(record, group, x, op)
 
 
 class _Garbles(ThreadWorld):
     """Rank 1 sends something else."""
 
-    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return super()._send(stamp, group, x + 1 if group.index == 1 else x, to)
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
+        return super()._send(record, group, x + 1 if group.index == 1 else x, to)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,9 @@ class _Garbles(ThreadWorld):
 def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], message: str) -> None:
     def main(world: World) -> PairMessages:
         assert isinstance(world, ThreadWorld)
-        return exchange_messages(kind(world.rendezvous, rank=world.rank, mesh=world.mesh, journal=world.journal))
+        return exchange_messages(
+            kind(world.rendezvous, rank=world.rank, mesh=world.mesh, flight_recorder=world.flight_recorder)
+        )
 
     for exchange in run_threads(3, main):
         assert message in [finding.what for finding in exchange.findings]

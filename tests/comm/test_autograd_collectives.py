@@ -179,9 +179,9 @@ def test_gradients_of_all_uses_are_added_before_they_are_reduced() -> None:
         arriving = gradient.all_gather(x, world=world, axes="rank")
         y = arriving.wait()
         assert arriving.wait() is y
-        with world.record() as stamps:
+        with world.record() as records:
             (y.sum() + (y * y).sum()).backward()
-        assert [stamp.kind for stamp in stamps] == ["reduce_scatter"]
+        assert [record.kind for record in records] == ["reduce_scatter"]
         assert x.grad is not None
         return x.grad
 
@@ -236,14 +236,14 @@ def test_what_is_computed_between_start_and_wait_runs_during_both_collectives(mo
     monkeypatch.setattr(Work, "wait", wait)
     world = TraceWorld(rank=0, mesh=Mesh.of(tp=4))
     x, other = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-    with world.record() as stamps:
+    with world.record() as records:
         arriving = gradient.all_gather(x, world=world, axes="tp", dim=1)
-        events.append(stamps[-1].kind)
+        events.append(records[-1].kind)
         beside = Compute.apply(other)
         y = arriving.wait()
         y.register_hook(lambda _: events.append("gradient of the result"))
         (y.sum() + beside.sum()).backward()
-    assert [stamp.kind for stamp in stamps] == ["all_gather", "reduce_scatter"]
+    assert [record.kind for record in records] == ["all_gather", "reduce_scatter"]
     assert events == ["all_gather", "compute", "wait", "gradient of the result", "compute", "wait"]
 
 

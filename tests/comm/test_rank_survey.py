@@ -93,7 +93,7 @@ def test_ranks_on_a_gpu_that_wait_crosswise_are_no_circle_because_they_may_still
     answers = {}
     for rank, own in enumerate((line, other)):
         made = answer(rank, "A", size=2, on_gpu=True)
-        call = PlacedCall(made.recent[0].stamp, own, 0)
+        call = PlacedCall(made.recent[0].record, own, 0)
         answers[rank] = RankAnswer(rank, made.process, None, 12.0, [call], {own: 1}, "")
     assert not found(RankSurvey(2, answers, {})).certain
 

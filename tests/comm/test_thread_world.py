@@ -40,14 +40,14 @@ def test_sums_are_bit_identical_on_all_ranks_and_in_every_run() -> None:
     assert len(set(run_threads(4, main) + run_threads(4, main))) == 1
 
 
-def test_views_over_other_meshes_share_transport_and_journal() -> None:
+def test_views_over_other_meshes_share_transport_and_recorder() -> None:
     def main(world: World) -> float:
         grid = world.over(Mesh.of(dp=2, tp=2))
         x = torch.tensor([float(world.rank)])
-        with world.record() as stamps:
+        with world.record() as records:
             grid.all_reduce(x, axes="dp").wait()
-        assert [stamp.axes for stamp in stamps] == [("dp",)]
-        assert world.position.stamp == stamps[0]
+        assert [record.axes for record in records] == [("dp",)]
+        assert world.position.record == records[0]
         return float(x)
 
     assert run_threads(4, main) == [2, 4, 2, 4]

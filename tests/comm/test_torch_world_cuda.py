@@ -144,20 +144,20 @@ def test_nccl_on_a_group_of_one() -> None:
     communicators = Communicators(c10d.PrefixStore(uuid.uuid4().hex, store), backend=nccl)
     world = NcclWorld(rank=0, mesh=Mesh.of(rank=1), device=torch.device("cuda", 0), communicators=communicators)
     group = world.group("rank")
-    stamp = world._stamp("test", group, torch.empty(0))
+    record = world._new_record("test", group, torch.empty(0))
     x, into = held(0, 6), torch.empty(6, device="cuda")
-    world._all_reduce(stamp, group, x, "sum").wait()
-    world._broadcast(stamp, group, x, 0).wait()
-    world._reduce(stamp, group, x, (0, "max")).wait()
+    world._all_reduce(record, group, x, "sum").wait()
+    world._broadcast(record, group, x, 0).wait()
+    world._reduce(record, group, x, (0, "max")).wait()
     for work in (
-        world._all_gather(stamp, group, late(x), [into]),
-        world._reduce_scatter(stamp, group, [late(x)], (into, "sum")),
-        world._all_to_all(stamp, group, [late(x)], [into]),
-        world._gather(stamp, group, late(x), ([into], 0)),
-        world._scatter(stamp, group, ([late(x)], 0), into),
+        world._all_gather(record, group, late(x), [into]),
+        world._reduce_scatter(record, group, [late(x)], (into, "sum")),
+        world._all_to_all(record, group, [late(x)], [into]),
+        world._gather(record, group, late(x), ([into], 0)),
+        world._scatter(record, group, ([late(x)], 0), into),
     ):
         work.wait()
         same(into, held(0, 6))
         into.zero_()
-    world._barrier(stamp, group)
+    world._barrier(record, group)
     world.close()

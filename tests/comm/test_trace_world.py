@@ -24,7 +24,7 @@ def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
     started = time.process_time()
     world = TraceWorld(rank=40_000, mesh=Mesh.of(pp=16, dp=512, tp=8))
     whole = torch.empty(1 << 40, device="meta")
-    with world.record() as stamps:
+    with world.record() as records:
         world.all_gather(whole[: (1 << 40) // 512], into=whole, axes="dp").wait()
         world.reduce_scatter(whole, into=whole[: (1 << 40) // 512], axes="dp").wait()
         world.all_reduce(whole[:8], axes=("tp", "pp")).wait()
@@ -32,7 +32,7 @@ def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
         world.send(whole[:6], axis="pp", to=0).wait()
         world.barrier()
     assert time.process_time() - started < 1
-    assert [(stamp.kind, stamp.axes, stamp.bytes, stamp.how) for stamp in stamps] == [
+    assert [(record.kind, record.axes, record.bytes, record.how) for record in records] == [
         ("all_gather", ("dp",), 4 << 40, ""),
         ("reduce_scatter", ("dp",), 4 << 40, "sum"),
         ("all_reduce", ("pp", "tp"), 32, "sum"),
@@ -40,7 +40,7 @@ def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
         ("send", ("pp",), 24, "to 0"),
         ("barrier", ("pp", "dp", "tp"), 0, ""),
     ]
-    assert stamps[0].site.startswith("comm/test_trace_world.py:")
+    assert records[0].site.startswith("comm/test_trace_world.py:")
 
 
 def test_a_call_takes_as_many_operations_whatever_the_number_of_ranks() -> None:
@@ -80,11 +80,11 @@ def test_on_real_tensors_the_other_ranks_give_zeros() -> None:
     assert world.exchange("me", axes="dp") == ["me"] * 3
 
 
-def test_a_view_over_another_mesh_writes_the_same_journal() -> None:
+def test_a_view_over_another_mesh_writes_the_same_recorder() -> None:
     world = TraceWorld(rank=5, mesh=Mesh.of(rank=8))
-    with world.record() as stamps:
+    with world.record() as records:
         world.over(Mesh.of(dp=4, tp=2)).all_reduce(torch.empty(2, device="meta"), axes="tp").wait()
-    assert [str(stamp).split(" at ")[0] for stamp in stamps] == ["#0 all_reduce[tp] sum 2 float32"]
+    assert [str(record).split(" at ")[0] for record in records] == ["#0 all_reduce[tp] sum 2 float32"]
     with pytest.raises(ValueError, match="the mesh dp=4 has 4 ranks, the world 8"):
         world.over(Mesh.of(dp=4))
 

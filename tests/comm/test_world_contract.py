@@ -276,20 +276,20 @@ def parameters_are_no_matter_for_autograd(world: World) -> None:
         loss.backward()  # autograd would refuse a saved tensor that was changed in place
 
 
-def digests_agree_and_the_stamps_say_what_was_called(world: World) -> None:
+def digests_agree_and_the_records_say_what_was_called(world: World) -> None:
     view = world.over(MESH)
-    with view.record() as stamps:
+    with view.record() as records:
         view.all_reduce(torch.ones(2, 3), axes="dp").wait()
         view.all_gather(torch.ones(3, dtype=torch.bfloat16), into=torch.ones(6, dtype=torch.bfloat16), axes="tp").wait()
         view.all_reduce(torch.ones(2), axes="one").wait()
-    assert [str(stamp).split(" ", 1)[1].split(" at ")[0] for stamp in stamps] == [
+    assert [str(record).split(" ", 1)[1].split(" at ")[0] for record in records] == [
         "all_reduce[dp] sum 2x3 float32",
         "all_gather[tp] 6 bfloat16",
     ]
-    assert [stamp.bytes for stamp in stamps] == [24, 12]
-    assert all("test_world_contract.py" in stamp.site for stamp in stamps)
+    assert [record.bytes for record in records] == [24, 12]
+    assert all("test_world_contract.py" in record.site for record in records)
     for axes in ("dp", "tp"):
-        digest = view.journal.digests[view.group(axes).ranks]
+        digest = view.flight_recorder.digests[view.group(axes).ranks]
         assert len(set(view.exchange(digest, axes=("dp", "tp")))) in (1, 2)
         assert len(set(view.exchange(digest, axes=axes))) == 1
 
@@ -362,7 +362,7 @@ MAINS = (
     values_are_exchanged,
     barriers,
     parameters_are_no_matter_for_autograd,
-    digests_agree_and_the_stamps_say_what_was_called,
+    digests_agree_and_the_records_say_what_was_called,
     tensors_are_what_they_read_as,
     inference_leaves_nothing_that_cannot_be_written_to,
     bad_calls_are_refused_before_anything_moves,

@@ -52,9 +52,9 @@ def counted(world: World, plan: Plan, frozen: bool) -> tuple[Counts, ParameterTa
     tokens = torch.randint(16, (12, 5), generator=torch.Generator().manual_seed(1))
     batch = tokens[:, :-1], tokens[:, 1:]
     trainer.step(batch)
-    with world.record() as stamps:
+    with world.record() as records:
         trainer.step(batch)
-    return count(stamps), trainer.table, holds_together(world)
+    return count(records), trainer.table, holds_together(world)
 
 
 GRID = Grid({"zero": (0, 1, 2, 3), "n": (2, 3, 4), "m": (1, 3), "frozen": (False, True)})
@@ -86,14 +86,14 @@ def coming_by(world: World) -> tuple[list[str], list[int]]:
     came: list[int] = []
 
     def progress() -> None:
-        came.append(len(stamps))
+        came.append(len(records))
 
     vars(world)["progress"] = progress
     trainer = parallelize(build(), "dp=2 zero=2", world=world, loss=next_token_loss, lr=1e-3)
     tokens = torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
-    with world.record() as stamps:
+    with world.record() as records:
         trainer.step((tokens[:, :-1], tokens[:, 1:]))
-    return [stamp.kind for stamp in stamps], came
+    return [record.kind for record in records], came
 
 
 def test_a_rank_does_its_part_of_a_reduction_while_the_next_gradients_are_computed() -> None:

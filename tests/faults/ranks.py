@@ -147,9 +147,9 @@ def _armed(fault: Fault | None, rank: int) -> contextlib.AbstractContextManager[
         return contextlib.nullcontext()
     write = FlightRecorder.write
 
-    def counted(journal: FlightRecorder, stamp: CallRecord, *, ranks: tuple[int, ...]) -> None:
+    def counted(flight_recorder: FlightRecorder, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
         strike()
-        write(journal, stamp, ranks=ranks)
+        write(flight_recorder, record, ranks=ranks)
 
     return mock.patch.object(FlightRecorder, "write", counted)
 

@@ -94,11 +94,11 @@ def steps(world: World, plan: str, options: Options) -> tuple[Timeline, Counts]:
     with measure(trainer) as measuring:
         trainer.step(batches()[1])
     handle.remove()
-    with world.record() as stamps:
+    with world.record() as records:
         trainer.step(batches()[2])
     trainer.close()
     [step] = measuring.steps()
-    return step.step, count(stamps)
+    return step.step, count(records)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])

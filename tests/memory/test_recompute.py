@@ -105,9 +105,9 @@ def test_a_block_is_repeated_once_a_micro_batch(schedule: str) -> None:
 def called(world: World, plan: str) -> Any:
     trainer = under(world, plan)
     trainer.step(batches()[0])
-    with world.record() as stamps:
+    with world.record() as records:
         trainer.step(batches()[0])
-    return count(stamps)
+    return count(records)
 
 
 def test_a_repeated_forward_gathers_no_parameters_again() -> None:

@@ -165,15 +165,15 @@ def test_a_measured_step_prints_as_a_table_and_is_read_from_a_file(tmp_path: Pat
 
 
 def noted(world: World) -> list[TimedSpan]:
-    journal = world.journal
-    journal.doing = "before"
+    flight_recorder = world.flight_recorder
+    flight_recorder.doing = "before"
     with world.timed() as watch:
         for doing in (Action.parse("2F0"), StepPhase.OUTSIDE, StepPhase.UPDATE, StepPhase.OUTSIDE):
-            journal.doing = doing
+            flight_recorder.doing = doing
             world.barrier()
         with pytest.raises(RuntimeError, match="being noted already"), world.timed():
             pass
-    journal.doing = "after"
+    flight_recorder.doing = "after"
     world.barrier()
     return watch.read(offset=1000.0)
 

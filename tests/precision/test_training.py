@@ -247,9 +247,9 @@ def test_running_statistics_and_what_goes_with_them_stay_as_they_are() -> None:
 def test_gradients_travel_in_the_dtype_of_the_wire() -> None:
     def counted(world: World, plan: str) -> int:
         trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2)
-        with world.record() as stamps:
+        with world.record() as records:
             trainer.step(batches()[0])
-        return sum(stamp.bytes for stamp in stamps if stamp.kind in ("all_reduce", "reduce_scatter")) - 32
+        return sum(record.bytes for record in records if record.kind in ("all_reduce", "reduce_scatter")) - 32
 
     size = sum(parameter.numel() for parameter in Model().parameters())
     for stage, (plan, width) in itertools.product(range(4), (("precision=bf16", 2), ("wire=fp16", 2), ("", 4))):

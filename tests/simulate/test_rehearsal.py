@@ -45,8 +45,8 @@ def _small(stages: int) -> GPTConfig:
 
 
 def _calls(rehearsal: Rehearsal, index: int) -> list[tuple[str, tuple[str, ...], int]]:
-    stamps = (call.stamp for segment in rehearsal.step(index) for call in segment.calls())
-    return [(stamp.kind, stamp.axes, stamp.bytes) for stamp in stamps if stamp.kind != "recv"]
+    records = (call.record for segment in rehearsal.step(index) for call in segment.calls())
+    return [(record.kind, record.axes, record.bytes) for record in records if record.kind != "recv"]
 
 
 def _called(world: World, plan: str, stages: int) -> list[tuple[str, tuple[str, ...], int]]:
@@ -54,10 +54,10 @@ def _called(world: World, plan: str, stages: int) -> list[tuple[str, tuple[str, 
     subject = gpt_subject(_small(stages), stages=stages)
     trainer = parallelize(subject.model, plan, loss=loss, world=world, options=subject.options)
     trainer.step(subject.batch)
-    with world.record() as stamps:
+    with world.record() as records:
         trainer.step(subject.batch)
     # A receive is posted ahead of its own action, during any other; what is received is what another rank sends.
-    return [(stamp.kind, stamp.axes, stamp.bytes) for stamp in stamps if stamp.kind != "recv"]
+    return [(record.kind, record.axes, record.bytes) for record in records if record.kind != "recv"]
 
 
 def test_a_model_is_looked_at_once_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,14 +140,14 @@ def test_a_rank_does_its_part_of_a_sum_while_it_computes_the_gradient_of_the_wei
     world, came = TraceWorld(rank=0, mesh=mesh), list[int]()
 
     def progress() -> None:
-        came.append(len(stamps))
+        came.append(len(records))
 
     vars(world)["progress"] = progress
     with torch.device("meta"):
         model = one_matrix()
     install(model, plan="tp=4", world=world, parts=find_parts(model, plan=Plan.parse("tp=4")), streaming=FREE)
     y = model(stream(world, "tp=4"))
-    with world.record() as stamps:
+    with world.record() as records:
         y.backward(torch.empty_like(y))
     assert {1, 2} <= set(came)
 

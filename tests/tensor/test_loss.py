@@ -116,12 +116,12 @@ def test_views_and_functions_of_logits_are_those_of_whole_ones(view: Callable[[T
 def test_what_leaves_the_vocabulary_alone_stays_split() -> None:
     def main(world: World) -> None:
         _, logits = split_logits(world, torch.randn(4, 5, CLASSES))
-        with world.record() as stamps:
+        with world.record() as records:
             seen = logits.float()[:, :-1].contiguous().view(-1, CLASSES) / 2
         assert isinstance(seen, SplitLogits)
         assert seen.local.shape == (16, SIZES[world.rank])
         assert seen.requires_grad
-        assert not stamps
+        assert not records
 
     run(RANKS, main)
 
@@ -131,10 +131,10 @@ def test_the_most_likely_class_is_found_without_gathering() -> None:
 
     def main(world: World) -> None:
         _, logits = split_logits(world, whole)
-        with world.record() as stamps:
+        with world.record() as records:
             assert torch.equal(logits.argmax(-1), whole.argmax(-1))
             assert torch.equal(torch.argmax(logits, dim=2), whole.argmax(-1))
-        assert max(stamp.bytes for stamp in stamps) < whole.nbytes
+        assert max(record.bytes for record in records) < whole.nbytes
 
     run(RANKS, main)
 

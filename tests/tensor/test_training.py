@@ -107,9 +107,9 @@ def test_a_model_initialized_under_the_plan_is_the_same_model(plan: str) -> None
 
 def traffic_of_tp(world: World, plan: str, model: nn.Module) -> dict[str, tuple[int, int]]:
     trainer = parallelize(copy.deepcopy(model), plan, world=world, **TRAINING)
-    with world.record() as stamps:
+    with world.record() as records:
         trainer.step(batches()[0])
-    return {name: row for name, row in count(stamps).items() if name.endswith("[tp]")}
+    return {name: row for name, row in count(records).items() if name.endswith("[tp]")}
 
 
 def test_zero_3_does_not_gather_split_logits() -> None:

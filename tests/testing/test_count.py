@@ -4,15 +4,15 @@ from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.testing import count
 
 
-def stamp(kind: str, *axes: str, size: int) -> CallRecord:
+def record(kind: str, *axes: str, size: int) -> CallRecord:
     return CallRecord(0, kind, axes, (size // 4,), "float32", size, "here")
 
 
 STAMPS = [
-    stamp("all_gather", "dp", size=400),
-    stamp("all_reduce", "dp", size=8),
-    stamp("all_gather", "dp", size=1200),
-    stamp("all_reduce", "dp", "tp", size=4),
+    record("all_gather", "dp", size=400),
+    record("all_reduce", "dp", size=8),
+    record("all_gather", "dp", size=1200),
+    record("all_reduce", "dp", "tp", size=4),
 ]
 
 

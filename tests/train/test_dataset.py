@@ -60,10 +60,10 @@ def test_tokens_are_kept_until_the_text_changes(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("one")
     first = token_file([str(source)], cache=tmp_path / "cache")
-    stamp = first.stat().st_mtime_ns
+    record = first.stat().st_mtime_ns
 
     assert token_file([str(source)], cache=tmp_path / "cache") == first
-    assert first.stat().st_mtime_ns == stamp
+    assert first.stat().st_mtime_ns == record
 
     source.write_text("three")
     assert kept(tmp_path, str(source)) == b"\0three"

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from meshwise.comm.api import flight_recorder as journal
+from meshwise.comm.api import flight_recorder
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train import slow_ranks as pace
@@ -27,14 +27,14 @@ class Clocks:
 
     def monotonic(self) -> float:
         me = threading.get_ident()
-        if sys._getframe(1).f_code is journal._Waiting.__exit__.__code__:
+        if sys._getframe(1).f_code is flight_recorder._Waiting.__exit__.__code__:
             self._now[me] = max([*self._now.values()])
         return self._now.setdefault(me, 0.0)
 
 
 def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks()
-    for module in (pace, journal):
+    for module in (pace, flight_recorder):
         monkeypatch.setattr(module, "time", clocks)
 
     def main(world: World) -> list[Slow]:

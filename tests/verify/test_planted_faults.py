@@ -33,7 +33,7 @@ class Faulty(Passing):  # type: ignore[misc, valid-type]
     """A world whose reductions and gathers may be tampered with."""
 
     def __init__(self, inner: World) -> None:
-        super().__init__(rank=inner.rank, mesh=inner.mesh, device=inner.device, journal=inner.journal)
+        super().__init__(rank=inner.rank, mesh=inner.mesh, device=inner.device, flight_recorder=inner.flight_recorder)
         self.inner = inner
 
     def over(self, mesh: Mesh) -> World:

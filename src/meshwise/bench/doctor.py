@@ -153,7 +153,7 @@ def _deadline(seconds: float, doing: str, world: World | None = None) -> Iterato
 
     def give_up() -> None:
         rank = os.environ.get("RANK", "0")
-        at = f" at {world.journal.position.stamp}" if world is not None else ""
+        at = f" at {world.flight_recorder.position.record}" if world is not None else ""
         print(  # noqa: T201 - nobody else is left to say it
             f"rank {rank} stood still for {seconds:g} s while {doing}{at}: the ranks reached the store of the job but "
             "not one another; open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME",

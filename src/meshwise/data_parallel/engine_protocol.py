@@ -14,7 +14,7 @@ from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class Engine(Protocol):
-    """Storage of a model on a rank: a `DataParallel`, or one for each stage."""
+    """Storage of a model on a rank: a `DataParallel`, or one for each stage. The part `engine/` runs steps with it."""
 
     world: World
     table: ParameterTable

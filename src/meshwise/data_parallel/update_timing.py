@@ -51,7 +51,7 @@ class StepAfterBackward:
         self._update = update
 
     def begin(self) -> None:
-        """Do nothing: this optimizer updates after the backward pass."""
+        """Check that the last update was whole. Raises TierError when one failed half way."""
         self._update.check()
 
     def counted(self, count: Tensor) -> None:

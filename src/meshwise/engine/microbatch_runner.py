@@ -106,10 +106,10 @@ class WholeModelRunner:
         """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
-        journal = self._engine.world.journal
+        flight_recorder = self._engine.world.flight_recorder
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
-            journal.doing = Action(0, ActionKind.F, index)
+            flight_recorder.doing = Action(0, ActionKind.F, index)
             if part.rows is None:
                 if last:
                     counted(tokens)
@@ -125,7 +125,7 @@ class WholeModelRunner:
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
             # the others' rows give reaches this rank.
             keep = part.counts or self._shares_rows
-            journal.doing = Action(0, ActionKind.B, index)
+            flight_recorder.doing = Action(0, ActionKind.B, index)
             with self._running(part, again=True):
                 self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
         return total, tokens

@@ -78,7 +78,7 @@ class StagedRunner:
         for keeper in self._keepers.values():
             keeper.begin(parts)
         self._runtime.run(self.schedule, jobs=self._jobs(parts, sums, scale))
-        self._world.journal.doing = StepPhase.SETTLE
+        self._world.flight_recorder.doing = StepPhase.SETTLE
         counted(sums[1])
         self._engine.sum_ties()
         for keeper in self._keepers.values():

@@ -2,8 +2,8 @@
 none.
 
 Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
-collectives called. With these numbers every rank divides, clips, updates or refuses in the same way, and gradients of
-ranks that disagreed are never applied.
+collectives called and of the batch. With these numbers every rank divides, clips, updates or refuses in the same way.
+Gradients of ranks that disagreed are never applied.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ class TrainingSteps:
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         """Run one step; arguments, result and errors as in `Trainer.step`."""
         started, began = time.perf_counter(), time.monotonic()
-        self._world.journal.doing = StepPhase.BEGIN
+        self._world.flight_recorder.doing = StepPhase.BEGIN
         self._engine.check_parameters()
         self._updating.begin()
         parts = self.sharder.cut(batch, local=local, total=total, parts=self._plan.microbatches)
@@ -98,10 +98,10 @@ class TrainingSteps:
             if self._policy.blocks.rounds:
                 self._policy.blocks.finish()
         self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
-        self._world.journal.doing = StepPhase.OUTSIDE
+        self._world.flight_recorder.doing = StepPhase.OUTSIDE
         seconds = time.perf_counter() - started
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
-        self._world.journal.add_background((piece.kind, piece.started, piece.ended) for piece in moved)
+        self._world.flight_recorder.add_background((piece.kind, piece.started, piece.ended) for piece in moved)
         loss_scale = 1.0 if scale is None else scale.value
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale)
 
@@ -111,11 +111,11 @@ class TrainingSteps:
         with self._world.record() as called:
             sums = self._runner.train(parts, scale=self._factor, counted=self._counted)
             self._runner.finish()
-            self._world.journal.doing = StepPhase.EXCHANGE
+            self._world.flight_recorder.doing = StepPhase.EXCHANGE
             totals = self._exchange(sums, StepInputs(given, tree.rows(batch), tuple(called)))
         check_count(totals.count)
         self._compared = True
-        self._world.journal.doing = StepPhase.UPDATE
+        self._world.flight_recorder.doing = StepPhase.UPDATE
         if totals.problem is not None:
             self._before.put_back()
             return totals, self._left_out(totals.problem, totals, parts)

@@ -172,11 +172,13 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) -> str:
-    meetings = dict.fromkeys(stamp.axes for stamps in called.values() for stamp in stamps if not stamp.point_to_point)
+    meetings = dict.fromkeys(
+        record.axes for records in called.values() for record in records if not record.point_to_point
+    )
     for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met)]:
-        calls = {rank: [stamp for stamp in called[rank] if stamp.axes == axes] for rank in ranks}
-        for number in range(max(len(stamps) for stamps in calls.values())):
-            present = {rank: stamps[number] for rank, stamps in calls.items() if number < len(stamps)}
+        calls = {rank: [record for record in called[rank] if record.axes == axes] for rank in ranks}
+        for number in range(max(len(records) for records in calls.values())):
+            present = {rank: records[number] for rank, records in calls.items() if number < len(records)}
             missing = sorted(set(calls) - set(present))
             if (table := disagreement(present)) or missing:
                 less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"

@@ -211,9 +211,9 @@ class Trainer:
     def memory(self) -> dict[str, int]:
         """Return the bytes of model state on this rank.
 
-        `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
-        were gathered for use at one time. What rests elsewhere is apart, as in `disk/optimizer`, and `staging` are the
-        buffers on its way. Of activations in another tier it is the most that were there at one time.
+        `parameters` (with fp32 masters), `gradients`, `optimizer` and `reduction` state. `gathered_peak` is the most
+        parameters that were gathered at one time. Bytes on another tier have keys of their own, such as
+        `disk/optimizer`; `staging` are the buffers on the way there. Of activations on another tier it is their peak.
         """
         tiers = self._engine.tiers
         states = [("optimizer", tensor) for tensor in state_tensors(self.optimizer)]

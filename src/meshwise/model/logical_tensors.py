@@ -6,15 +6,19 @@ parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) says so, and asks for 
     class Normed(torch.optim.Optimizer):
         needs = "norms"                     # or "matrices"
 
-        def __init__(self, params, *, logical, lr): ...
+        def __init__(self, params, *, logical, lr):
+            super().__init__(params, {"lr": lr})
+            self.logical = logical
 
         def step(self):
             gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
             squares = self.logical.squared_norms(gradients)
-            for p, gradient in gradients.items():
-                for part in self.logical.parts(p):
-                    here = slice(part.start, part.stop)
-                    p.data.view(-1)[here] -= self.lr * gradient.view(-1)[here] / squares[part.name].sqrt()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    for part in self.logical.parts(p):
+                        here = slice(part.start, part.stop)
+                        step = gradients[p].view(-1)[here] / squares[part.name].sqrt()
+                        p.data.view(-1)[here] -= group["lr"] * step
 
 `logical` is a `LogicalTensors`: `WholeParameters` on one process, `LogicalSlices` under a plan. Every rank calls its
 methods in the same order, and every slice has a gradient.
@@ -38,7 +42,7 @@ class SlicePart:
 
 
 NEEDS = ("norms", "matrices")
-"""Values of an optimizer class's `needs`; without it, the class works element by element."""
+"""Values of an optimizer class's `needs`. Both give the same access; the word tells readers which is used."""
 
 
 class LogicalTensors(Protocol):

@@ -327,7 +327,7 @@ class _StepReader:
             elif kind is ActionKind.W:
                 weight = self.work(segment.entries)
             elif kind is ActionKind.SEND_F:
-                sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
+                sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
                 update += sum(self.prices.seconds(entry) for entry in segment.entries if _is_operation(entry))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
@@ -345,9 +345,9 @@ class _StepReader:
             if isinstance(entry, TapeOperation):
                 now += self.prices.seconds(entry) + each
                 kernels += 1
-            elif isinstance(entry, TapeCall) and not (self.alone or entry.stamp.point_to_point):
-                axes = entry.stamp.axes
-                ends[entry.stamp.sequence] = free[axes] = max(now, free[axes]) + self.prices.collective(entry)
+            elif isinstance(entry, TapeCall) and not (self.alone or entry.record.point_to_point):
+                axes = entry.record.axes
+                ends[entry.record.sequence] = free[axes] = max(now, free[axes]) + self.prices.collective(entry)
                 if not cluster.overlap:
                     now, waits = free[axes], waits + free[axes] - now
             elif isinstance(entry, TapeWait):

@@ -328,8 +328,8 @@ class _Shard:
             return 0.0
         apart = self.plan.mesh().size // self.plan.pp
         ranks = (rank_of[number] * apart, rank_of[number + 1] * apart)
-        stamp = CallRecord(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
-        return self._prices.collective(TapeCall(stamp, ranks))
+        record = CallRecord(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
+        return self._prices.collective(TapeCall(record, ranks))
 
     @cached_property
     def _prices(self) -> ClusterPrices:

@@ -25,7 +25,7 @@ from typing import Any
 
 from meshwise.pipeline.schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.plan_keys import keys_of
+from meshwise.plan.plan_keys import is_path, keys_of
 from meshwise.plan.plan_text import read_words
 
 SEARCHED = (
@@ -204,7 +204,9 @@ def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether its schedule has backwards in two parts."""
+    """Return whether the plan's schedule splits all backwards into two parts."""
+    if plan.pp > 1 and is_path(plan.schedule):
+        return planned_schedule(plan.schedule, pp=plan.pp, microbatches=plan.microbatches).splits_backward
     return plan.pp > 1 and plan.schedule.startswith(("zb-", "dual"))
 
 

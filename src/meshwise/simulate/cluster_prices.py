@@ -66,8 +66,8 @@ class ClusterPrices:
 
     def collective(self, call: TapeCall) -> float:
         """Return the seconds of one collective when every rank makes one along the same axes at the same time."""
-        kind = SEND_RECV if call.stamp.point_to_point else call.stamp.kind
-        size, ranks = call.stamp.bytes, call.ranks
+        kind = SEND_RECV if call.record.point_to_point else call.record.kind
+        size, ranks = call.record.bytes, call.ranks
         count = len(ranks)
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))

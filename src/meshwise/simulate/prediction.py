@@ -208,7 +208,7 @@ class _Rank:
         exposed: dict[str, float] = defaultdict(float)
         for _, entry, start, stop in moments(segments, prices=self.prices):
             if isinstance(entry, TapeCall):
-                axes[entry.stamp.sequence] = "·".join(entry.stamp.axes)
+                axes[entry.record.sequence] = "·".join(entry.record.axes)
                 continue
             now = stop
             if isinstance(entry, TapeOperation):
@@ -262,8 +262,8 @@ class _Rank:
             *((part, times) for _, part, times in self._actions),
         ):
             for call in part.calls():
-                if call.stamp.kind != "recv":
-                    size = times * call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
+                if call.record.kind != "recv":
+                    size = times * call.record.bytes * traffic(call.record.kind, count=len(call.ranks))
                     leaving = 1 / self.prices.here(call.ranks) if self.prices.crosses(call.ranks) else 0.0
                     found["between"] += size * leaving
                     found["inside"] += size * (1 - leaving)

@@ -47,8 +47,8 @@ class _Watched:
 class Recorder:
     """Recording of one rank so far: its entries in order, each with the rank's activity at the time."""
 
-    def __init__(self, journal: FlightRecorder) -> None:
-        self.journal = journal
+    def __init__(self, flight_recorder: FlightRecorder) -> None:
+        self.flight_recorder = flight_recorder
         self._entries: list[tuple[Activity, Entry]] = []
         self._sizes: dict[int, tuple[Category, int, bool]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -59,7 +59,7 @@ class Recorder:
 
     def note(self, entry: Entry) -> None:
         """Append an entry under the current activity."""
-        self._entries.append((self.journal.doing, entry))
+        self._entries.append((self.flight_recorder.doing, entry))
 
     def segments(self) -> tuple[TapeSegment, ...]:
         """Return the segments since the last call, action by action."""
@@ -90,7 +90,7 @@ class Recorder:
                 self.note(MemoryChange(old, -size, host))
                 self.note(MemoryChange(category, size, host))
             return
-        kind = category or _category(self.journal.doing)
+        kind = category or _category(self.flight_recorder.doing)
         self._sizes[key] = (kind, self._part(storage), not tensor.is_meta)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
         self.note(MemoryChange(*self._sizes[key], fresh=fresh))

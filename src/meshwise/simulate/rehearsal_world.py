@@ -93,7 +93,7 @@ class RehearsalWorld(TraceWorld):
         self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool = False
     ) -> None:
         """`shared`: all ranks are processes of one host and share its memory."""
-        super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
+        super().__init__(rank=rank, mesh=mesh, device="meta", flight_recorder=recorder.flight_recorder)
         self._recorder = recorder
         self._stages = stages
         self._shared = shared
@@ -101,7 +101,7 @@ class RehearsalWorld(TraceWorld):
 
     @property
     def _in_step(self) -> bool:
-        return self.journal.doing != StepPhase.OUTSIDE
+        return self.flight_recorder.doing != StepPhase.OUTSIDE
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an empty buffer as any world does; buffers for collectives within a step are gradients."""
@@ -148,15 +148,15 @@ class RehearsalWorld(TraceWorld):
         self._received[source] += 1
         return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
 
-    def waited(self, stamp: CallRecord) -> None:
+    def waited(self, record: CallRecord) -> None:
         """Record that this rank waits for a call."""
         self._recorder.record_growth()
-        self._recorder.note(TapeWait(stamp.sequence))
+        self._recorder.note(TapeWait(record.sequence))
 
-    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
-        stamp = super()._stamp(kind, group, x, how=how)
+    def _new_record(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
+        record = super()._new_record(kind, group, x, how=how)
         if kind == "all_gather" and all(map(self._recorder.is_shared, [x] if isinstance(x, Tensor) else x)):
-            stamp = stamp._replace(bytes=0)  # everybody sees what is written
+            record = record._replace(bytes=0)  # everybody sees what is written
         self._recorder.record_growth()
-        self._recorder.note(TapeCall(stamp, group.ranks))
-        return stamp
+        self._recorder.note(TapeCall(record, group.ranks))
+        return record

@@ -40,13 +40,13 @@ def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterat
                 now = start + prices.seconds(entry)
                 yield EntryTime(segment, entry, start, now)
             elif isinstance(entry, TapeCall):
-                if entry.stamp.point_to_point:
+                if entry.record.point_to_point:
                     continue
-                start = max(now, free[entry.stamp.axes])
-                end = free[entry.stamp.axes] = ends[entry.stamp.sequence] = start + prices.collective(entry)
+                start = max(now, free[entry.record.axes])
+                end = free[entry.record.axes] = ends[entry.record.sequence] = start + prices.collective(entry)
                 yield EntryTime(segment, entry, start, end)
                 if not cluster.overlap:
-                    yield EntryTime(segment, TapeWait(entry.stamp.sequence), now, end)
+                    yield EntryTime(segment, TapeWait(entry.record.sequence), now, end)
                     now = end
             elif isinstance(entry, TapeWait):
                 end = max(now, ends.get(entry.sequence, 0.0))

@@ -93,8 +93,8 @@ def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator
         inside = []
         for _, entry, begin, end in own:
             if isinstance(entry, TapeCall):
-                calls[entry.stamp.sequence] = f"{entry.stamp.kind} {'·'.join(entry.stamp.axes)}"
-                inside.append((TimelineRow.COLLECTIVE, calls[entry.stamp.sequence], begin, end))
+                calls[entry.record.sequence] = f"{entry.record.kind} {'·'.join(entry.record.axes)}"
+                inside.append((TimelineRow.COLLECTIVE, calls[entry.record.sequence], begin, end))
                 continue
             now = end
             if isinstance(entry, TapeWait) and end > begin:

@@ -58,7 +58,7 @@ class TapeOperation:
 class TapeCall:
     """Start of a collective, or of one end of a message."""
 
-    stamp: CallRecord
+    record: CallRecord
     ranks: tuple[int, ...]
     """Global ranks of the group; of a message, its source and target."""
 

@@ -26,16 +26,16 @@ class BusyTimer:
     """A timer of the seconds between `start` and `stop` in which this rank does not wait for others."""
 
     def __init__(self, world: World) -> None:
-        self._journal = world.journal
+        self._flight_recorder = world.flight_recorder
         self._began = self._waited = 0.0
 
     def start(self) -> None:
         """Start the timer."""
-        self._began, self._waited = time.monotonic(), self._journal.waited
+        self._began, self._waited = time.monotonic(), self._flight_recorder.waited
 
     def stop(self) -> float:
         """Return seconds since `start`, less the seconds it waited."""
-        return time.monotonic() - self._began - (self._journal.waited - self._waited)
+        return time.monotonic() - self._began - (self._flight_recorder.waited - self._waited)
 
 
 class RankPace:

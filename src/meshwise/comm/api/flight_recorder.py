@@ -1,8 +1,8 @@
 """Record the collective calls of one rank and its position.
 
-Ranks hang because they disagree: another collective, another size, one call more or less. So every call gets a stamp,
-and each rank keeps its stamps in one journal that all views of its world share. Everything that explains a run reads
-the same journal: the agreement check before a call, the hang report, the recordings of a test or a simulation.
+Ranks hang because they disagree: another collective, another size, one call more or less. So every call gets a record,
+and each rank keeps its records in one flight recorder that all views of its world share. Everything that explains a run
+reads it: the hang report, the recordings of a test or a simulation.
 
 Every call makes several of these values, and a small call takes little longer than that. So they are named tuples,
 which take a third of the time of frozen dataclasses.
@@ -95,9 +95,9 @@ class CallLine(NamedTuple):
 
 
 class PlacedCall(NamedTuple):
-    """A stamp with its place: call number `ordinal` of its line. Ranks meet in equal ordinals of one line."""
+    """A record with its place: call number `ordinal` of its line. Ranks meet in equal ordinals of one line."""
 
-    stamp: CallRecord
+    record: CallRecord
     line: CallLine
     ordinal: int
 
@@ -108,7 +108,7 @@ class Position(NamedTuple):
     `waiting_since` is a time of `time.monotonic`.
     """
 
-    stamp: CallRecord | None = None
+    record: CallRecord | None = None
     waiting_since: float | None = None
 
 
@@ -149,55 +149,55 @@ class FlightRecorder:
         if self._stopwatch is not None:
             self._stopwatch.begins(what)
 
-    def write(self, stamp: CallRecord, *, ranks: tuple[int, ...]) -> None:
+    def write(self, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
         """Keep a call that is about to be made among `ranks` (of a message: its source and target).
 
         Raises RuntimeError in a forked copy of the process, which is not the rank, and while another thread of the rank
         waits in a collective.
         """
-        self._require_own(stamp)
-        line = CallLine(ranks, stamp.point_to_point)
+        self._require_own(record)
+        line = CallLine(ranks, record.point_to_point)
         ordinal = self.counts.get(line, 0)
         self.calls += 1
         self.counts[line] = ordinal + 1
-        self.recent.append(PlacedCall(stamp, line, ordinal))
-        self.position = Position(stamp)
+        self.recent.append(PlacedCall(record, line, ordinal))
+        self.position = Position(record)
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
-        if not stamp.point_to_point:
-            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
+        if not record.point_to_point:
+            self.digests[ranks] = zlib.crc32(record.agreed.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:
-            recording.append(stamp)
+            recording.append(record)
 
-    def waiting(self, stamp: CallRecord) -> "_Waiting":
-        """Mark this rank as waiting for `stamp` inside the block; one may stand in another.
+    def waiting(self, record: CallRecord) -> "_Waiting":
+        """Mark this rank as waiting for `record` inside the block; one may stand in another.
 
         Raises RuntimeError in a copy of the process, and while another thread waits.
         """
-        self._require_own(stamp)
-        return _Waiting(self, stamp)
+        self._require_own(record)
+        return _Waiting(self, record)
 
-    def _require_own(self, stamp: CallRecord) -> None:
+    def _require_own(self, record: CallRecord) -> None:
         if os.getpid() != self.process:
             raise RuntimeError(
-                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
+                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {record.kind}; "
                 "a copy ends with os._exit, or computes and leaves calls to the rank"
             )
         if self._waiter is not None and self._waiter != threading.get_ident():
             raise RuntimeError(
-                f"a thread calls {stamp} while another thread of this rank waits in {self.position.stamp}; call the "
+                f"a thread calls {record} while another thread of this rank waits in {self.position.record}; call the "
                 "collectives of a rank from one thread at a time"
             )
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[CallRecord]]:
-        """Collect the stamps of the calls made inside the block."""
-        stamps: list[CallRecord] = []
-        self._recordings.append(stamps)
+        """Collect the records of the calls made inside the block."""
+        records: list[CallRecord] = []
+        self._recordings.append(records)
         try:
-            yield stamps
+            yield records
         finally:
-            self._recordings = [kept for kept in self._recordings if kept is not stamps]
+            self._recordings = [kept for kept in self._recordings if kept is not records]
 
     def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
         """Note activities of other threads of this rank inside `timed`, as (what, start, stop) by `time.monotonic`."""
@@ -223,40 +223,40 @@ class FlightRecorder:
 class _Waiting:
     """A block in which a rank waits. A small call takes little longer than a context manager made of a generator."""
 
-    def __init__(self, journal: FlightRecorder, stamp: CallRecord) -> None:
-        self._journal = journal
-        self._stamp = stamp
+    def __init__(self, flight_recorder: FlightRecorder, record: CallRecord) -> None:
+        self._flight_recorder = flight_recorder
+        self._new_record = record
 
     def __enter__(self) -> None:
-        journal = self._journal
-        self._outer, journal._waiter = journal._waiter, threading.get_ident()
-        self._before, self._watch = journal.position, journal._stopwatch
+        flight_recorder = self._flight_recorder
+        self._outer, flight_recorder._waiter = flight_recorder._waiter, threading.get_ident()
+        self._before, self._watch = flight_recorder.position, flight_recorder._stopwatch
         self._since = time.monotonic()
-        journal.position = Position(self._stamp, self._since)
+        flight_recorder.position = Position(self._new_record, self._since)
         self._moment = None if self._watch is None else self._watch.now()
 
     def __exit__(self, *_: object) -> None:
-        journal = self._journal
-        journal._waiter = self._outer
-        journal.position = self._before
+        flight_recorder = self._flight_recorder
+        flight_recorder._waiter = self._outer
+        flight_recorder.position = self._before
         if self._before.waiting_since is None:
-            journal.waited += time.monotonic() - self._since
+            flight_recorder.waited += time.monotonic() - self._since
             if self._watch is not None and self._moment is not None:
-                self._watch.waited(f"{self._stamp.kind} {'·'.join(self._stamp.axes)}", since=self._moment)
+                self._watch.waited(f"{self._new_record.kind} {'·'.join(self._new_record.axes)}", since=self._moment)
 
 
-def disagreement(stamps: Mapping[int, CallRecord]) -> str | None:
+def disagreement(records: Mapping[int, CallRecord]) -> str | None:
     """Return a table of what each rank called, largest agreeing party first; None when the ranks agree.
 
-    `stamps`: by rank, the call each made in the place where all should have made the same.
+    `records`: by rank, the call each made in the place where all should have made the same.
     """
     parties: dict[tuple[str, str], list[int]] = {}
-    for rank, stamp in sorted(stamps.items()):
-        parties.setdefault((stamp.agreed, stamp.site), []).append(rank)
+    for rank, record in sorted(records.items()):
+        parties.setdefault((record.agreed, record.site), []).append(rank)
     if len({agreed for agreed, _ in parties}) < 2:
         return None
     lines = [
-        f"  {ranks_text(ranks):<14} {stamps[ranks[0]]}"
+        f"  {ranks_text(ranks):<14} {records[ranks[0]]}"
         for ranks in sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
     ]
     return "\n".join(lines)
@@ -267,11 +267,11 @@ def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, t
     places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
     for rank, calls in recent.items():
         for call in calls:
-            places.setdefault((call.ordinal, call.line), {})[rank] = call.stamp
-    for (_, line), stamps in sorted(places.items(), key=lambda item: item[0][0]):
-        if table := disagreement(stamps):
+            places.setdefault((call.ordinal, call.line), {})[rank] = call.record
+    for (_, line), records in sorted(places.items(), key=lambda item: item[0][0]):
+        if table := disagreement(records):
             ranks = ranks_text(line.ranks)
-            return f"{ranks} called different collectives where they have to call the same:\n{table}", tuple(stamps)
+            return f"{ranks} called different collectives where they have to call the same:\n{table}", tuple(records)
     return None
 
 

@@ -6,7 +6,7 @@ A scheme never asks which machine it runs on. It asks a `World` for collectives 
 
 The public methods are defined here, once. They resolve axes to a group, answer a group of one without communication,
 check sizes and record the call. Then they call the implementation's hook of the same name with a leading underscore. So
-a stamp, a recording, a count and a hang report mean the same under every implementation.
+a record, a recording, a count and a hang report mean the same under every implementation.
 """
 
 import abc
@@ -91,9 +91,9 @@ Axes: TypeAlias = str | Sequence[str]
 class Work:
     """A collective under way. Its tensors belong to it until `wait` returns; `wait` may be called more than once."""
 
-    def __init__(self, world: "World | None" = None, *, stamp: CallRecord | None = None) -> None:
+    def __init__(self, world: "World | None" = None, *, record: CallRecord | None = None) -> None:
         self._world = world
-        self._stamp = stamp
+        self._new_record = record
         self._done = world is None
 
     @property
@@ -106,11 +106,11 @@ class Work:
         if self._done:
             return
         assert self._world is not None
-        assert self._stamp is not None
+        assert self._new_record is not None
         if self.ready:
             self._finish()
         else:
-            with self._world.journal.waiting(self._stamp):
+            with self._world.flight_recorder.waiting(self._new_record):
                 self._finish()
         self._done = True
 
@@ -131,11 +131,13 @@ class World(abc.ABC):
     medium: ClassVar[str] = ""
     """What carries what ranks give each other, in words for a user."""
 
-    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: FlightRecorder | None = None) -> None:
+    def __init__(
+        self, *, rank: int, mesh: Mesh, device: torch.device, flight_recorder: FlightRecorder | None = None
+    ) -> None:
         self.rank = rank
         self.mesh = mesh
         self.device = device
-        self.journal = journal or FlightRecorder()
+        self.flight_recorder = flight_recorder or FlightRecorder()
         self._groups: dict[tuple[str, ...], Group] = {}
 
     @property
@@ -146,7 +148,7 @@ class World(abc.ABC):
     @property
     def position(self) -> Position:
         """Position of this rank now, whichever view of the world it used."""
-        return self.journal.position
+        return self.flight_recorder.position
 
     def over(self, mesh: Mesh) -> Self:
         """Return the same ranks seen over another mesh of the same size; all but the mesh is shared.
@@ -205,18 +207,19 @@ class World(abc.ABC):
         return known
 
     def record(self) -> AbstractContextManager[list[CallRecord]]:
-        """Collect the stamps of the collectives called inside the block, on any view of this world."""
-        return self.journal.record()
+        """Collect the records of the collectives called inside the block, on any view of this world."""
+        return self.flight_recorder.record()
 
     def timed(self) -> AbstractContextManager[ActivityStopwatch]:
         """Note what this rank does inside the block, on any view of this world, and what it waits for, and when."""
-        return self.journal.timed(self.device)
+        return self.flight_recorder.timed(self.device)
 
     @property
     def rank_mismatch(self) -> int:
         """A number whose sum over all ranks is 0 when every group has called the same collectives on all its ranks."""
         return sum(
-            digest * (len(ranks) - 1 if ranks[0] == self.rank else -1) for ranks, digest in self.journal.digests.items()
+            digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
+            for ranks, digest in self.flight_recorder.digests.items()
         )
 
     # ---- collectives -------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ class World(abc.ABC):
         if group.size == 1:
             return Work()
         data = flat(x, given=group.index == source)
-        return self._broadcast(self._stamp("broadcast", group, x, how=f"from {source}"), group, data, source)
+        return self._broadcast(self._new_record("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
@@ -236,7 +239,7 @@ class World(abc.ABC):
         if group.size == 1:
             return Work()
         data = flat(x, given=group.index != target)
-        return self._reduce(self._stamp("reduce", group, x, how=f"{op} to {target}"), group, data, (target, op))
+        return self._reduce(self._new_record("reduce", group, x, how=f"{op} to {target}"), group, data, (target, op))
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
@@ -245,7 +248,7 @@ class World(abc.ABC):
         if group.size == 1:
             return Work()
         data = flat(x)
-        return self._all_reduce(self._stamp("all_reduce", group, x, how=op), group, data, op)
+        return self._all_reduce(self._new_record("all_reduce", group, x, how=op), group, data, op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         """Gather every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
@@ -257,7 +260,7 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(x, given=True), split(into, group.size)
         fit(x, part=parts[group.index])
-        return self._all_gather(self._stamp("all_gather", group, into), group, data, parts)
+        return self._all_gather(self._new_record("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
@@ -267,7 +270,7 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(into), split(x, group.size, given=True)
         fit(into, part=parts[group.index])
-        return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
+        return self._reduce_scatter(self._new_record("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
         """Exchange parts: part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
@@ -276,7 +279,7 @@ class World(abc.ABC):
             return _copy(x, into)
         parts, targets = split(x, group.size, given=True), split(into, group.size)
         fit(parts[group.index], part=targets[group.index])
-        return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
+        return self._all_to_all(self._new_record("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Gather every rank's `x` into the target's `into`; `into` is None elsewhere."""
@@ -287,7 +290,7 @@ class World(abc.ABC):
         if group.index == target:
             parts = split(passed(into, who="the target of a gather", name="into"), group.size)
             fit(x, part=parts[target])
-        return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
+        return self._gather(self._new_record("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """Give each rank its part of the source's `x`; `x` is None elsewhere."""
@@ -298,27 +301,29 @@ class World(abc.ABC):
         if group.index == source:
             parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
             fit(into, part=parts[source])
-        return self._scatter(self._stamp("scatter", group, into, how=f"from {source}"), group, (parts, source), data)
+        return self._scatter(
+            self._new_record("scatter", group, into, how=f"from {source}"), group, (parts, source), data
+        )
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
         group = self.group(axis)
         ends, data = line(group, source=group.index, target=to), flat(x, given=True)
-        return self._send(self._stamp("send", ends, x, how=f"to {to}"), group, data, to)
+        return self._send(self._new_record("send", ends, x, how=f"to {to}"), group, data, to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
         group = self.group(axis)
         ends, data = line(group, source=source, target=group.index), flat(x)
-        return self._recv(self._stamp("recv", ends, x, how=f"from {source}"), group, data, source)
+        return self._recv(self._new_record("recv", ends, x, how=f"from {source}"), group, data, source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
         """Return when every rank of the group (all ranks by default) has called it."""
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size > 1:
-            stamp = self._stamp("barrier", group, ())
-            with self.journal.waiting(stamp):
-                self._barrier(stamp, group)
+            record = self._new_record("barrier", group, ())
+            with self.flight_recorder.waiting(record):
+                self._barrier(record, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Return every rank's small Python value, in group order (all ranks by default). For reports, not for
@@ -365,39 +370,41 @@ class World(abc.ABC):
     # ---- what an implementation writes: the tensors it gets are flat, contiguous and outside autograd ------------
 
     @abc.abstractmethod
-    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
+    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
 
     @abc.abstractmethod
-    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
+    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
 
     @abc.abstractmethod
-    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work: ...
+    def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work: ...
 
     @abc.abstractmethod
-    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work: ...
+    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work: ...
 
     @abc.abstractmethod
     def _reduce_scatter(
-        self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]
+        self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]
     ) -> Work: ...
 
     @abc.abstractmethod
-    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work: ...
+    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work: ...
 
     @abc.abstractmethod
-    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work: ...
+    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work: ...
 
     @abc.abstractmethod
-    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work: ...
+    def _scatter(
+        self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor
+    ) -> Work: ...
 
     @abc.abstractmethod
-    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work: ...
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work: ...
 
     @abc.abstractmethod
-    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
+    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
 
     @abc.abstractmethod
-    def _barrier(self, stamp: CallRecord, group: Group) -> None: ...
+    def _barrier(self, record: CallRecord, group: Group) -> None: ...
 
     def _meet_to_close(self) -> None:
         """Return when every rank has called it.
@@ -406,25 +413,27 @@ class World(abc.ABC):
         Raises RanksDisagree if the ranks of a group have called different collectives and no error has said so yet.
         """
         group = self.group(self.mesh.names)
-        stamp = self._stamp("close", group, ())
-        with self.journal.waiting(stamp):
-            self._barrier(stamp, group)
+        record = self._new_record("close", group, ())
+        with self.flight_recorder.waiting(record):
+            self._barrier(record, group)
         if group.size > 1 and self.totals(torch.zeros(0, dtype=torch.float64, device=self.device))[1]:
-            require_same(dict(enumerate(self.exchange((list(self.journal.recent), self.journal.counts)))))
+            require_same(
+                dict(enumerate(self.exchange((list(self.flight_recorder.recent), self.flight_recorder.counts))))
+            )
 
-    # ---- stamps ------------------------------------------------------------------------------------------------
+    # ---- records ------------------------------------------------------------------------------------------------
 
-    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
-        """Give the call its number and write it into the journal."""
+    def _new_record(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
+        """Give the call its number and write it into the flight_recorder."""
         first = x if isinstance(x, Tensor) else x[0] if x else None
         if first is not None and first.is_meta and self.device.type != "meta":
             raise ValueError(f"{kind} of a tensor without values; these ranks exchange what is on {self.device}")
         shape = tuple(x.shape) if isinstance(x, Tensor) else (sum(part.numel() for part in x),)
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         size = 0 if first is None else math.prod(shape) * first.element_size()
-        stamp = CallRecord(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
-        self.journal.write(stamp, ranks=group.ranks)
-        return stamp
+        record = CallRecord(self.flight_recorder.calls, kind, group.axes, shape, dtype, size, call_site(), how)
+        self.flight_recorder.write(record, ranks=group.ranks)
+        return record
 
 
 def _copy(x: Parts, into: Parts) -> Work:
@@ -443,7 +452,7 @@ def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLin
         counts = {rank: found[rank][1].get(line, 0) for rank in line.ranks}
         most = max(counts, key=counts.__getitem__)
         if counts[most] != min(counts.values()):
-            last = next((str(call.stamp) for call in reversed(found[most][0]) if call.line == line), "long ago")
+            last = next((str(call.record) for call in reversed(found[most][0]) if call.line == line), "long ago")
             numbers = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
             raise RanksDisagree(
                 f"{ranks_text(line.ranks)} have made different numbers of calls together: {numbers}; the last of rank "

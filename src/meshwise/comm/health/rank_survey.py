@@ -160,10 +160,10 @@ class RankSurvey:
         missed = [other for waiting, other in self._waits if waiting == rank]
         missing = f" for {ranks_text(missed)}" if missed else ""
         if answer.waiting is None:
-            last = f"; its last call was {answer.recent[-1].stamp}" if answer.recent else ""
+            last = f"; its last call was {answer.recent[-1].record}" if answer.recent else ""
             state = f"has called nothing for {answer.waited:.1f} s and may wait{missing}" if missed else "is busy"
             return f"  rank {rank} ({answer.process}) {state}{last}"
-        return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{missing} in {answer.waiting.stamp}"
+        return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{missing} in {answer.waiting.record}"
 
 
 def _verb(ranks: Sequence[int], one: str, many: str) -> str:

@@ -1,6 +1,6 @@
 """Watch over a rank and end a job that hangs, with one report.
 
-Each rank has a thread that looks at the rank's journal and talks to the others through the job's store, a channel that
+Each rank has a thread that looks at the rank's flight recorder and talks to the others through the job's store, which
 works when collectives do not. It needs no help from the rank's main thread, which may be blocked for good in C++.
 
     | every beat       record that this rank is alive; see whether a rank asks or the end has been declared
@@ -126,7 +126,7 @@ class Watchdog:
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
         with contextlib.suppress(RuntimeError):  # the store may be gone before the last rank has finished
-            counts = pickle.dumps(self._world.journal.counts)
+            counts = pickle.dumps(self._world.flight_recorder.counts)
             self._store.set(f"finished/{self._world.rank}", counts)  # type: ignore[arg-type]
             self._store.add("finished", 1)
 
@@ -194,35 +194,35 @@ class Watchdog:
         """Return the number of seconds this rank has been waiting, or (on a GPU, where waiting does not block) may have
         been.
         """
-        journal = self._world.journal
-        since = journal.position.waiting_since
-        if since is None and self._world.device.type == "cuda" and journal.calls:
-            since = journal.called_at
+        flight_recorder = self._world.flight_recorder
+        since = flight_recorder.position.waiting_since
+        if since is None and self._world.device.type == "cuda" and flight_recorder.calls:
+            since = flight_recorder.called_at
         return 0.0 if since is None else time.monotonic() - since
 
     def _answer(self) -> RankAnswer:
-        journal = self._world.journal
-        position, recent = journal.position, journal.recent.copy()
+        flight_recorder = self._world.flight_recorder
+        position, recent = flight_recorder.position, flight_recorder.recent.copy()
         waited = self._waited()
         if waited < self._pace.suspect / 2:
             waited = 0.0  # it may well be over: two ranks do not answer at the same moment
         waiting: PlacedCall | None = None
         if waited and position.waiting_since is not None:
-            waiting = next((call for call in recent if call.stamp is position.stamp), None)
+            waiting = next((call for call in recent if call.record is position.record), None)
         return RankAnswer(
             rank=self._world.rank,
             process=self._process,
             waiting=waiting,
             waited=waited,
             recent=list(recent)[-_CALLS_SENT:],
-            counts=dict(journal.counts),
+            counts=dict(flight_recorder.counts),
             stack="\n".join(self._stacks()),
             lost=self._lost,
         )
 
     def _stacks(self) -> list[str]:
         """Return the stacks of the main thread and of the thread that made the last call."""
-        stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.journal.thread))]
+        stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.flight_recorder.thread))]
         return [stack for stack in stacks if stack]
 
     # ---- the rank that asks ------------------------------------------------------------------------------------
@@ -320,9 +320,9 @@ class Watchdog:
             self._require_launcher()
             since = self._world.position.waiting_since
             if self._lost or (since is not None and time.monotonic() - since >= self._pace.suspect):
-                stamp = self._world.position.stamp
+                record = self._world.position.record
                 self._leave(
-                    f"meshwise: rank {self._world.rank} ends: the job's store is gone ({why}), waiting in {stamp}"
+                    f"meshwise: rank {self._world.rank} ends: the job's store is gone ({why}), waiting in {record}"
                 )
             self._pause()
 

@@ -53,24 +53,24 @@ class PendingCollective:
     def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
         """Make a pending call; `changed` is notified when the last rank has made the call, or when none will."""
         self.ranks = ranks
-        self.stamps: dict[int, CallRecord] = {}
+        self.records: dict[int, CallRecord] = {}
         self.changed = changed
         self._deposits: dict[int, list[Tensor]] = {}
         self._reduced: Tensor | None = None
         self._reducing = threading.Lock()
 
-    def arrive(self, rank: int, *, stamp: CallRecord, deposit: list[Tensor]) -> None:
+    def arrive(self, rank: int, *, record: CallRecord, deposit: list[Tensor]) -> None:
         """Note a rank's call and keep what it leaves for the others."""
-        self.stamps[rank] = stamp
+        self.records[rank] = record
         self._deposits[rank] = deposit
 
     def complete(self) -> bool:
         """Return whether every rank has called it."""
-        return len(self.stamps) == len(self.ranks)
+        return len(self.records) == len(self.ranks)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not called it."""
-        return [rank for rank in self.ranks if rank not in self.stamps]
+        return [rank for rank in self.ranks if rank not in self.records]
 
     def reduced(self, op: str) -> Tensor:
         """Return the reduction of the ranks' tensors; the first rank that asks computes it for all."""
@@ -99,7 +99,7 @@ class PendingCollective:
         if source.numel() != target.numel() or source.dtype != target.dtype:
             raise RanksDisagree(
                 f"rank {self.ranks[index]} gives {source.numel()} elements of {source.dtype} where "
-                f"{target.numel()} of {target.dtype} are expected; its call is {self.stamps[self.ranks[index]]}"
+                f"{target.numel()} of {target.dtype} are expected; its call is {self.records[self.ranks[index]]}"
             )
         return source
 
@@ -120,12 +120,14 @@ class Rendezvous:
         self._waiting: dict[int, PendingCollective] = {}
         self._finished: set[int] = set()
 
-    def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: CallRecord, deposit: list[Tensor]) -> PendingCollective:
+    def meet(
+        self, rank: int, *, ranks: tuple[int, ...], record: CallRecord, deposit: list[Tensor]
+    ) -> PendingCollective:
         """Note this rank's next call among `ranks`, and return the collective that it is part of.
 
         For a message, `ranks` are its source and target; both count the messages of that line.
         """
-        line = stamp.point_to_point
+        line = record.point_to_point
         with self._lock:
             self._end_if_failed()
             ordinal = self._calls.get((rank, line, ranks), 0)
@@ -134,8 +136,8 @@ class Rendezvous:
             if pending is None:
                 pending = PendingCollective(ranks, changed=threading.Condition(self._lock))
                 self._pending[line, ranks, ordinal] = pending
-            pending.arrive(rank, stamp=stamp, deposit=deposit)
-            if table := disagreement(pending.stamps):
+            pending.arrive(rank, record=record, deposit=deposit)
+            if table := disagreement(pending.records):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
                 raise RunEnded
             if pending.complete():
@@ -220,7 +222,7 @@ class Rendezvous:
             if pending is None:
                 lines.append(f"  rank {rank} is running")
             else:
-                lines.append(f"  rank {rank} waits for {ranks_text(pending.missing())} in {pending.stamps[rank]}")
+                lines.append(f"  rank {rank} waits for {ranks_text(pending.missing())} in {pending.records[rank]}")
             lines.append(stack_of(self.threads[rank].ident))
         return "\n".join(filter(None, lines))
 

@@ -5,7 +5,7 @@ Processes make a test slow to start, hard to debug and able to hang. Here the ra
 
     rank 0   all_reduce(x) ──┐ leaves a copy of x                 wait() ── until all have arrived,
     rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
-    rank 2             all_reduce(x) ──┴─ a PendingCollective: the stamp and the copy of each rank
+    rank 2             all_reduce(x) ──┴─ a PendingCollective: the record and the copy of each rank
 
 Sums run once, in the order of the ranks, so that all ranks get the same bits. The place of every rank is known, so
 nothing has to time out. A call that disagrees with another rank's, a wait for a finished rank and a circle of waiting
@@ -89,11 +89,11 @@ class _GuardedTensors:
         for x, filling in self._outputs:
             x.fill_(filling)
 
-    def check(self, stamp: CallRecord | None) -> None:
+    def check(self, record: CallRecord | None) -> None:
         """Raise RuntimeError when the caller has written to one of the tensors."""
         intact = all(bool(x.min() == filling) for x, filling in self._outputs)
         if not intact or not all(_same_bits(x, copy) for x, copy in self._inputs):
-            raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {stamp}")
+            raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {record}")
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
@@ -106,8 +106,8 @@ _Part: TypeAlias = tuple[PendingCollective, _GuardedTensors, Callable[[], None]]
 class _ThreadWork(Work):
     """A rank's part in a pending collective, whose results are taken once all ranks have called it."""
 
-    def __init__(self, world: "ThreadWorld", stamp: CallRecord, part: _Part) -> None:
-        super().__init__(world, stamp=stamp)
+    def __init__(self, world: "ThreadWorld", record: CallRecord, part: _Part) -> None:
+        super().__init__(world, record=record)
         self._rendezvous = world.rendezvous
         self._rank = world.rank
         self._part: _Part | None = part
@@ -115,7 +115,7 @@ class _ThreadWork(Work):
     def _finish(self) -> None:
         assert self._part is not None
         pending, guarded, take = self._part
-        guarded.check(self._stamp)
+        guarded.check(self._new_record)
         self._rendezvous.wait(pending, rank=self._rank)
         take()
         self._part = None
@@ -126,74 +126,76 @@ class ThreadWorld(World):
 
     medium = "threads"
 
-    def __init__(self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh, journal: FlightRecorder | None = None) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
+    def __init__(
+        self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh, flight_recorder: FlightRecorder | None = None
+    ) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), flight_recorder=flight_recorder)
         self.rendezvous = rendezvous
 
-    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:
-            return self._meet(stamp, group, give=[x], take=_nothing)
-        return self._meet(stamp, group, fill=[x], take=lambda met: met.place(x, index=source))
+            return self._meet(record, group, give=[x], take=_nothing)
+        return self._meet(record, group, fill=[x], take=lambda met: met.place(x, index=source))
 
-    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
 
         def take(met: PendingCollective) -> None:
             if group.index == target:
                 met.reduce(op, into=x)
 
-        return self._meet(stamp, group, give=[x], fill=[x], take=take)
+        return self._meet(record, group, give=[x], fill=[x], take=take)
 
-    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         def take(met: PendingCollective) -> None:
             x.copy_(met.reduced(op))
 
-        return self._meet(stamp, group, give=[x], fill=[x], take=take)
+        return self._meet(record, group, give=[x], fill=[x], take=take)
 
-    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
-        return self._meet(stamp, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
+        return self._meet(record, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
 
-    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         return self._meet(
-            stamp, group, give=parts, fill=[into], take=lambda met: met.reduce(op, into=into, part=group.index)
+            record, group, give=parts, fill=[into], take=lambda met: met.reduce(op, into=into, part=group.index)
         )
 
-    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return self._meet(stamp, group, give=parts, fill=into, take=lambda met: met.place_all(into, part=group.index))
+    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        return self._meet(record, group, give=parts, fill=into, take=lambda met: met.place_all(into, part=group.index))
 
-    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts = how[0] or []
         fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
-        return self._meet(stamp, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
+        return self._meet(record, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
 
-    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
 
         def take(met: PendingCollective) -> None:
             met.place(into, index=source, part=group.index)
 
-        return self._meet(stamp, group, give=parts or [], fill=[into], take=take)
+        return self._meet(record, group, give=parts or [], fill=[into], take=take)
 
-    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return self._meet(stamp, line(group, source=group.index, target=to), give=[x], take=_nothing)
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
+        return self._meet(record, line(group, source=group.index, target=to), give=[x], take=_nothing)
 
-    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
-        return self._meet(stamp, ends, fill=[x], take=lambda met: met.place(x, index=0))
+        return self._meet(record, ends, fill=[x], take=lambda met: met.place(x, index=0))
 
-    def _barrier(self, stamp: CallRecord, group: Group) -> None:
-        self._meet(stamp, group, take=_nothing).wait()
+    def _barrier(self, record: CallRecord, group: Group) -> None:
+        self._meet(record, group, take=_nothing).wait()
 
     def _meet(
-        self, stamp: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
+        self, record: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
     ) -> Work:
         """Post copies of `give` and return; at `wait`, `take` puts the results into `fill`."""
         copies = [x.clone() for x in give]
         guarded = _GuardedTensors(inputs=list(zip(give, copies, strict=True)), outputs=fill)
-        pending = self.rendezvous.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)
-        return _ThreadWork(self, stamp, (pending, guarded, as_called(partial(take, pending))))
+        pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=copies)
+        return _ThreadWork(self, record, (pending, guarded, as_called(partial(take, pending))))
 
 
 def _nothing(met: PendingCollective) -> None:

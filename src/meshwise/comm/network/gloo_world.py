@@ -68,14 +68,14 @@ class GlooTransport:
 
 @dataclass(frozen=True)
 class _Call:
-    stamp: CallRecord
+    record: CallRecord
     group: Group
     queue: str = ""
 
     @property
     def label(self) -> str:
         """Content of the tag of every message besides size and dtype: equal on ranks that agree."""
-        return f"{self.group.purpose} {self.group.ranks} {self.stamp.agreed}"
+        return f"{self.group.purpose} {self.group.ranks} {self.record.agreed}"
 
     @property
     def peers(self) -> list[tuple[int, int]]:
@@ -97,9 +97,9 @@ class GlooWorld(World):
         mesh: Mesh,
         device: torch.device,
         transport: GlooTransport | None,
-        journal: FlightRecorder | None = None,
+        flight_recorder: FlightRecorder | None = None,
     ) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
+        super().__init__(rank=rank, mesh=mesh, device=device, flight_recorder=flight_recorder)
         self._transport = transport
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ class GlooWorld(World):
 
     # ---- one phase ---------------------------------------------------------------------------------------------
 
-    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        call = _Call(stamp, group)
+    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             yield self._post(
@@ -123,8 +123,8 @@ class GlooWorld(World):
         here = group.index == source
         return self._start(call, program, reads=[x] if here else [], writes=[] if here else [x])
 
-    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        call = _Call(stamp, group)
+    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             [x] = reads
@@ -138,8 +138,8 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=[x], writes=parts)
 
-    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        call = _Call(stamp, group)
+    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             messages = self._post(
@@ -152,9 +152,9 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=parts, writes=into)
 
-    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
-        call = _Call(stamp, group)
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             [x] = reads
@@ -167,9 +167,9 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=[x], writes=parts or [])
 
-    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
-        call = _Call(stamp, group)
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             [into] = writes
@@ -182,53 +182,53 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=parts or [], writes=[into])
 
-    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         require_op(op)
-        call = _Call(stamp, group)
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             yield from self._reduced(call, reads, writes[0], op)
 
         return self._start(call, program, reads=parts, writes=[into])
 
-    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        call = _Call(stamp, group, f"to {to}")
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
+        call = _Call(record, group, f"to {to}")
 
         def program(reads: list[Tensor], _writes: list[Tensor]) -> Steps:
             yield self._post(call, sends=[(group.ranks[to], reads[0])], label="message")
 
         return self._start(call, program, reads=[x], writes=[])
 
-    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        call = _Call(stamp, group, f"from {source}")
+    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+        call = _Call(record, group, f"from {source}")
 
         def program(_reads: list[Tensor], writes: list[Tensor]) -> Steps:
             yield self._post(call, receives=[(group.ranks[source], writes[0])], label="message")
 
         return self._start(call, program, reads=[], writes=[x])
 
-    def _barrier(self, stamp: CallRecord, group: Group) -> None:
+    def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(group.size, dtype=torch.uint8)
         parts = list(token.split(1))
-        self._all_gather(stamp, group, parts[group.index], parts)._finish()
+        self._all_gather(record, group, parts[group.index], parts)._finish()
 
     # ---- two phases --------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
-        call = _Call(stamp, group)
+        call = _Call(record, group)
         return self._start(
             call,
             lambda reads, writes: self._all_reduced(call, reads[0], writes[0], op),
             reads=[x],
             writes=[x],
-            carried=stamp.bytes > _ONE_PHASE_BYTES,
+            carried=record.bytes > _ONE_PHASE_BYTES,
         )
 
     def _all_reduced(self, call: _Call, x: Tensor, into: Tensor, op: str) -> Steps:
         group = call.group
-        if call.stamp.bytes <= _ONE_PHASE_BYTES:
+        if call.record.bytes <= _ONE_PHASE_BYTES:
             yield from self._reduced(call, [x] * group.size, into, op)
             return
         slices = into.tensor_split(group.size)
@@ -241,10 +241,10 @@ class GlooWorld(World):
             label=f"{call.label} sums",
         )
 
-    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         require_op(op)
-        call = _Call(stamp, group)
+        call = _Call(record, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             slices = writes[0].tensor_split(group.size)
@@ -287,13 +287,13 @@ class GlooWorld(World):
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks} {call.queue}"
         if self.device.type == "cuda":
-            return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.worker(queue)))
+            return _Started(self, call.record, transport, _staged(program, reads, writes, transport.worker(queue)))
         steps = program(reads, writes)
         rest = as_called(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried:
-            return _Started(self, call.stamp, transport, rest)
+            return _Started(self, call.record, transport, rest)
         ticket = transport.worker(queue).carry(rest)
-        return _Started(self, call.stamp, transport, ticket.wait, ticket)
+        return _Started(self, call.record, transport, ticket.wait, ticket)
 
     def _post(
         self,
@@ -305,7 +305,7 @@ class GlooWorld(World):
     ) -> PendingMessages:
         assert self._transport is not None
         label = label or call.label
-        return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.stamp)
+        return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.record)
 
 
 class _Started(Work):
@@ -314,12 +314,12 @@ class _Started(Work):
     def __init__(
         self,
         world: World,
-        stamp: CallRecord,
+        record: CallRecord,
         transport: GlooTransport,
         finish: Callable[[], None],
         ticket: ThreadJob | None = None,
     ) -> None:
-        super().__init__(world, stamp=stamp)
+        super().__init__(world, record=record)
         self._transport = transport
         self._rest = finish
         self._ticket = ticket

@@ -96,9 +96,9 @@ class NcclWorld(World):
         mesh: Mesh,
         device: torch.device,
         communicators: Communicators,
-        journal: FlightRecorder | None = None,
+        flight_recorder: FlightRecorder | None = None,
     ) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
+        super().__init__(rank=rank, mesh=mesh, device=device, flight_recorder=flight_recorder)
         self._communicators = communicators
         self.streams = streams_of(device)
 
@@ -108,31 +108,31 @@ class NcclWorld(World):
             self._meet_to_close()
             self._communicators.close()
 
-    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         options = c10d.BroadcastOptions()
         options.rootRank = source
-        return _Started(self, stamp, self._together(group).broadcast([x], options).wait, [x])
+        return _Started(self, record, self._together(group).broadcast([x], options).wait, [x])
 
-    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         require_op(op)
         options = c10d.ReduceOptions()
         options.rootRank, options.reduceOp = target, _OPS[op]
-        return _Started(self, stamp, self._together(group).reduce([x], options).wait, [x])
+        return _Started(self, record, self._together(group).reduce([x], options).wait, [x])
 
-    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return _Started(self, stamp, self._together(group).allreduce([x], options).wait, [x])
+        return _Started(self, record, self._together(group).allreduce([x], options).wait, [x])
 
-    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         whole = _joined(parts)
         if whole is None:
-            return self._all_to_all(stamp, group, [x] * group.size, parts)
-        return _Started(self, stamp, self._together(group)._allgather_base(whole, x).wait, [x, whole])
+            return self._all_to_all(record, group, [x] * group.size, parts)
+        return _Started(self, record, self._together(group)._allgather_base(whole, x).wait, [x, whole])
 
-    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         require_op(op)
         whole = _joined(parts)
@@ -140,7 +140,7 @@ class NcclWorld(World):
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[op]
             work = self._together(group)._reduce_scatter_base(into, whole, options)
-            return _Started(self, stamp, work.wait, [into, whole])
+            return _Started(self, record, work.wait, [into, whole])
         received = [torch.empty_like(parts[group.index]) for _ in parts]
         work = self._together(group).alltoall(received, parts)
 
@@ -148,32 +148,32 @@ class NcclWorld(World):
             work.wait()
             reduce_in_order(received, into=into, scratch=received[0], op=op)
 
-        return _Started(self, stamp, finish, [*parts, *received, into])
+        return _Started(self, record, finish, [*parts, *received, into])
 
-    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return _Started(self, stamp, self._together(group).alltoall(into, parts).wait, [*parts, *into])
+    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        return _Started(self, record, self._together(group).alltoall(into, parts).wait, [*parts, *into])
 
-    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
         nothing = x.new_empty(0)
         sends = [x if index == target else nothing for index in range(group.size)]
-        return self._all_to_all(stamp, group, sends, parts or [nothing] * group.size)
+        return self._all_to_all(record, group, sends, parts or [nothing] * group.size)
 
-    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
         nothing = into.new_empty(0)
         receives = [into if index == source else nothing for index in range(group.size)]
-        return self._all_to_all(stamp, group, parts or [nothing] * group.size, receives)
+        return self._all_to_all(record, group, parts or [nothing] * group.size, receives)
 
-    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         ends = (self.rank, group.ranks[to])
-        return self._message(stamp, ends, x, lambda between: between.send([x], 1, 0))
+        return self._message(record, ends, x, lambda between: between.send([x], 1, 0))
 
-    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         ends = (group.ranks[source], self.rank)
-        return self._message(stamp, ends, x, lambda between: between.recv([x], 0, 0))
+        return self._message(record, ends, x, lambda between: between.recv([x], 0, 0))
 
-    def _message(self, stamp: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
+    def _message(self, record: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
         """Let the thread of this direction post a message behind what the current stream does now."""
         behind = self.streams.mark()
         posted: list[c10d.Work] = []
@@ -191,11 +191,11 @@ class NcclWorld(World):
             ticket.wait()
             posted[0].wait()
 
-        return _Started(self, stamp, finish, [x])
+        return _Started(self, record, finish, [x])
 
-    def _barrier(self, stamp: CallRecord, group: Group) -> None:
+    def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(1, device=self.device)
-        self._all_reduce(stamp, group, token, "sum")._finish()
+        self._all_reduce(record, group, token, "sum")._finish()
         token.item()
 
     def _together(self, group: Group) -> c10d.ProcessGroup:
@@ -206,8 +206,8 @@ class NcclWorld(World):
 class _Started(Work):
     """An operation on a stream of NCCL's, with the tensors it reads and writes."""
 
-    def __init__(self, world: NcclWorld, stamp: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
-        super().__init__(world, stamp=stamp)
+    def __init__(self, world: NcclWorld, record: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
+        super().__init__(world, record=record)
         self._complete = finish
         self._tensors = tensors
         self._streams = world.streams

@@ -59,10 +59,10 @@ class QueuedCall(Work):
     acted = False
     adds = False  # it has begun to overwrite its inputs: a second `act` would add them twice
 
-    def __init__(self, world: World, *, stamp: CallRecord, queue: "GroupQueue") -> None:
-        super().__init__(world, stamp=stamp)
-        self.stamp = stamp
-        self.tag = stamp.tag
+    def __init__(self, world: World, *, record: CallRecord, queue: "GroupQueue") -> None:
+        super().__init__(world, record=record)
+        self.record = record
+        self.tag = record.tag
         self.queue = queue
         self.others = queue.others
 
@@ -227,15 +227,15 @@ class GroupQueue:
     def _act(self, call: QueuedCall) -> None:
         """Do this rank's part of the next call. Raises RuntimeError while another thread does it."""
         if self._is_acting:
-            raise RuntimeError(f"two threads of rank {self._host.rank} are at {call.stamp}; a rank has one at a time")
+            raise RuntimeError(f"two threads of rank {self._host.rank} are at {call.record}; a rank has one at a time")
         self._is_acting = True
         try:
             if call.act is not None:
                 call.act()
         except OSError as error:
             if (gone := self._host.lost_by(self.ranks, error=error)) is not None:
-                raise lost(gone, about=call.stamp, error=error) from error
-            error.add_note(f"while rank {self._host.rank} did its part of {call.stamp}")
+                raise lost(gone, about=call.record, error=error) from error
+            error.add_note(f"while rank {self._host.rank} did its part of {call.record}")
             raise
         finally:
             self._is_acting = False
@@ -284,7 +284,7 @@ class GroupQueue:
         if found[2] != like.nbytes:
             raise RanksDisagree(
                 f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._host.rank} takes {like.nbytes} "
-                f"in {call.stamp}"
+                f"in {call.record}"
             )
         return found
 
@@ -298,7 +298,7 @@ class GroupQueue:
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
         return RanksDisagree(
             f"rank {self.ranks[index]} passes a joint tensor, and rank {other} other memory, in "
-            f"{call.stamp}; pass on all ranks the result of one call of World.shared_empty"
+            f"{call.record}; pass on all ranks the result of one call of World.shared_empty"
         )
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
@@ -342,9 +342,9 @@ class GroupQueue:
 
     def _await(self, call: QueuedCall, index: int, condition: Callable[[], bool]) -> None:
         if not condition():
-            rank, stamp, meanwhile = self.ranks[index], call.stamp, self._meanwhile
+            rank, record, meanwhile = self.ranks[index], call.record, self._meanwhile
             self._host.wait_for(
-                rank, condition=condition, among=self.ranks, about=stamp, meanwhile=lambda: meanwhile(rank)
+                rank, condition=condition, among=self.ranks, about=record, meanwhile=lambda: meanwhile(rank)
             )
 
 

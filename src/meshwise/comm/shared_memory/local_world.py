@@ -90,14 +90,14 @@ class LocalWorld(World):
 
     # ---- every rank reads what it needs --------------------------------------------------------------------------
 
-    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        call = self._call(stamp, group)
+    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+        call = self._call(record, group)
         if group.index == source:
             return self._begin(call, gives=[x], users=call.others)
         return self._begin(call, needs=[source], act=lambda: call.take(source, into=x))
 
-    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        call = self._call(stamp, group)
+    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        call = self._call(record, group)
         call.joint = self._queues.host.joint_tensors.name(parts, ranks=group.ranks)
         if call.joint:
             put(x, into=parts[group.index])
@@ -110,8 +110,8 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[x], needs=call.others, users=call.others, act=act)
 
-    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        call = self._call(stamp, group)
+    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        call = self._call(record, group)
 
         def act() -> None:
             put(parts[group.index], into=into[group.index])
@@ -120,9 +120,9 @@ class LocalWorld(World):
 
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
-    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
-        call = self._call(stamp, group)
+        call = self._call(record, group)
         if parts is None:
             return self._begin(call, gives=[x], users=[target])
 
@@ -133,9 +133,9 @@ class LocalWorld(World):
 
         return self._begin(call, needs=call.others, act=act)
 
-    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
-        call = self._call(stamp, group)
+        call = self._call(record, group)
         if parts is None:
             return self._begin(
                 call,
@@ -145,40 +145,40 @@ class LocalWorld(World):
         put(parts[source], into=into)
         return self._begin(call, gives=parts, users=call.others)
 
-    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         ends = line(group, source=group.index, target=to)
-        call = self._call(stamp, ends)
+        call = self._call(record, ends)
         return self._begin(call, gives=[x], users=[1])
 
-    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
-        call = self._call(stamp, ends)
+        call = self._call(record, ends)
         return self._begin(call, needs=[0], act=lambda: call.take(0, into=x))
 
-    def _barrier(self, stamp: CallRecord, group: Group) -> None:
-        call = self._call(stamp, group)
+    def _barrier(self, record: CallRecord, group: Group) -> None:
+        call = self._call(record, group)
         self._begin(call, needs=call.others)._finish()
 
     # ---- sums --------------------------------------------------------------------------------------------------
 
-    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-        call = self._call(stamp, group)
+        call = self._call(record, group)
 
         def act() -> None:
             self._sum(call, call.spans(parts[group.index], which=group.index), into, op)
 
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
-    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        call = self._call(stamp, group)
+    def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
+        call = self._call(record, group)
         if travels_in_payload([x]):
             return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         return self._begin_sum(call, group, x, op, targets=range(group.size))
 
-    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
-        call = self._call(stamp, group)
+        call = self._call(record, group)
         if not travels_in_payload([x]):
             return self._begin_sum(call, group, x, op, targets=[target])
         if group.index == target:
@@ -208,7 +208,7 @@ class LocalWorld(World):
     def _sum(self, call: QueuedCall, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
         if call.adds:
             raise RuntimeError(
-                f"rank {self.rank} was interrupted while it added up in {call.stamp}: the inputs are partly "
+                f"rank {self.rank} was interrupted while it added up in {call.record}: the inputs are partly "
                 "overwritten. End the ranks, and start them again from a checkpoint"
             )
         call.adds = True
@@ -216,10 +216,10 @@ class LocalWorld(World):
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 
-    def _call(self, stamp: CallRecord, group: Group) -> QueuedCall:
+    def _call(self, record: CallRecord, group: Group) -> QueuedCall:
         queue = self._queues.of(group)
         queue.tidy()
-        return QueuedCall(self, stamp=stamp, queue=queue)
+        return QueuedCall(self, record=record, queue=queue)
 
     def _begin(
         self,

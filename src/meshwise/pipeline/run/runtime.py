@@ -115,7 +115,7 @@ class _Walk:
     def run(self) -> dict[int, Any]:
         """Run this rank's row."""
         for action in self._rows[self._rank]:
-            self._world.journal.doing = action
+            self._world.flight_recorder.doing = action
             try:
                 self._post()
                 self._do(action)

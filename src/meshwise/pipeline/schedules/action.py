@@ -34,7 +34,7 @@ class ActionKind(StrEnum):
     RECV_B = "RECV_B"  # the gradient of the stage's output, from the next stage
     GATHER = "GATHER"  # the stage's parameters become whole (ZeRO-3)
     FREE = "FREE"  # … and are sharded again
-    REDUCE = "REDUCE"  # the stage's gradients, summed over the data axes
+    REDUCE = "REDUCE"  # the stage's gradients, summed over the ranks that share them
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})

@@ -101,8 +101,8 @@ class Part:
     """colwise, norm: it belongs to keys or values that several ranks share. It is not split over these ranks, and its
     gradient is the sum of theirs."""
     becomes: type[nn.Module] | None = None
-    """attention: the class that takes over, as a base in front of the module's own; it finds its `Context` and its
-    projections as `self.sharding`."""
+    """attention: the class that takes over, as a base in front of the module's own; it finds its `SplitContext`
+    and its projections as `self.sharding`."""
     norm: Norm | None = None
     """norm: how it normalises."""
     stream: int = 0
