@@ -106,5 +106,5 @@ def test_a_table_with_as_many_rows_as_features_is_not_a_reader_of_hidden_states(
     model.add_module("far", nn.Embedding(16, 4))
     assert find_parts(model, plan=Plan(tp=4, tp_mode="2d"))["far"].role == "whole"
     model.add_module("far", nn.Embedding(5, 16))
-    with pytest.raises(ValueError, match="far: Embedding is kept whole, and what it makes is the stream"):
+    with pytest.raises(ValueError, match="far: Embedding is kept whole, and it makes hidden states"):
         find_parts(model, plan=Plan(tp=4, tp_mode="2d"), rules={"far": "whole"})

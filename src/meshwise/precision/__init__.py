@@ -1,1 +1,1 @@
-"""The dtypes that a model is stored, computed, reduced and updated in, and the loss scale of fp16."""
+"""Choice of the dtypes of a training, conversion of parameters and activations to them, and the loss scale of fp16."""

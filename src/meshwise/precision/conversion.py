@@ -1,16 +1,16 @@
 """Convert parameters and activations to the dtype of the computation.
 
-A model that is only cast to bf16 breaks as soon as something in it is not bf16: the data, a rotary table, a mask, a
-norm that the author computes in fp32. Three measures together let a plain model be what it is:
+A model that is only cast to bf16 fails at the first tensor in another dtype: the data, a rotary table, a mask, or a
+norm that the author computes in fp32. Three measures make a plain model work unchanged:
 
-- parameters are kept in the dtype. Parameters of a norm with running statistics keep their dtype: its kernel takes
-  activations of another dtype, but only parameters with the dtype of the statistics;
-- a module that has such parameters of its own gets its inputs in their dtype, by a hook;
-- between modules autocast is on, so that a product of an fp32 tensor (a query after an fp32 rotary table) and a bf16
-  one is computed in bf16. As the products are in bf16 already, it converts nothing most of the time.
+- Floating parameters are stored in the dtype of the plan. Parameters of a norm with running statistics keep their own
+  dtype: its kernel accepts activations of any dtype, but parameters only in the dtype of the statistics.
+- A hook on each module that holds floating parameters itself converts the module's inputs to the parameters' dtype.
+- Autocast is on during the forward. So the product of an fp32 tensor (a query after an fp32 rotary table) and a bf16
+  tensor is computed in bf16. Most operands are in bf16 already, and autocast leaves them as they are.
 
-Precision-critical operations stay wide. torch's kernels for norms and softmax compute statistics in fp32 for any input,
-split layers do the same here, and the output is converted to fp32 before the loss.
+Statistics and the loss are computed in fp32. torch's kernels for norms and softmax do so for any input, the split
+layers of this library too, and the model's output is converted to fp32 before the loss.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from meshwise.precision.dtype_policy import NARROW, Precision
 
 
 def convert(module: nn.Module, *, precision: Precision) -> None:
-    """Convert the parameters of a model to the dtype of `precision`, in place."""
+    """Convert floating parameters to `precision.parameters` in place, except in norms with running statistics."""
     dtype = precision.parameters
     if dtype is None:
         return
@@ -38,13 +38,17 @@ def convert(module: nn.Module, *, precision: Precision) -> None:
 
 
 def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) -> Tensor:
-    """Return a buffer on the device, in its dtype."""
+    """Return a buffer, contiguous and on `device`; a floating buffer gets the dtype `precision.buffers` if set."""
     dtype = precision.buffers if precision.buffers and buffer.is_floating_point() else buffer.dtype
     return buffer.to(device, dtype).contiguous()
 
 
 class CastHooks:
-    """The hooks of one model that convert the inputs of its modules; none if its parameters are as declared."""
+    """Hooks that convert the inputs of a model's modules to the dtype of their parameters.
+
+    Modules that hold no floating parameters themselves get no hook, nor do norms with running statistics. Without
+    `precision.parameters` the model gets no hooks at all.
+    """
 
     def __init__(self, module: nn.Module, *, precision: Precision) -> None:
         self._handles: list[RemovableHandle] = []
@@ -61,7 +65,10 @@ class CastHooks:
 
 
 def computing(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products are computed in the dtype of `precision`."""
+    """Return the autocast context of a forward on `device`, in the dtype `precision.computes`.
+
+    The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast.
+    """
     dtype = precision.computes
     if dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
@@ -69,7 +76,7 @@ def computing(precision: Precision, *, device: torch.device) -> contextlib.Abstr
 
 
 def for_loss(output: Any) -> Any:
-    """Return the model's output with floating tensors in fp32 or wider."""
+    """Return a model's output with its bf16 and fp16 tensors converted to fp32."""
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor, output)
 
 
@@ -78,12 +85,12 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:
-    """Return the floating parameters of a module itself. Values are not read: they may be on another tier."""
+    """Return the floating parameters of a module itself, without reading values, which may be off the device."""
     return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
 
 
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the inputs in the dtype of the module's parameters."""
+    """Return the arguments with floating tensors in the dtype of the module's first floating parameter."""
     dtype = next((parameter.dtype for parameter in _floating(module)), None)
 
     def cast(tensor: Tensor) -> Tensor:

@@ -1,20 +1,22 @@
-"""The dtypes of a training: what a model is stored, computed, accumulated, reduced and updated in.
+"""Choose the dtypes of a training: for storage, computation, gradients, updates and buffers.
 
-Seven dtypes are decided here in one value, the same under every plan. The trainer prints it next to the dtypes that its
-tensors have.
+A `Precision` holds these dtypes. They follow from `precision` and `wire` of the plan and from nothing else in the plan.
+`Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
     |                 fp32          bf16        fp16
-    | parameters      as declared   bfloat16    float16      what the model uses; under zero=3 what is gathered
-    | compute         as declared   bfloat16    float16      products and what is saved for the backward
-    | reduction       as updated    bfloat16    float16      what gradients travel in; `wire=fp32`: float32
-    | accumulation    as updated    float32     float32      where the gradients of micro-batches are added up
-    | master          at least float32                       what the optimizer updates, of the unrounded parameters
-    | optimizer state as updated                             torch's optimizers keep it in the dtype of what they update
+    | parameters      as declared   bfloat16    float16      the values that the model reads; zero=3 gathers them
+    | compute         as declared   bfloat16    float16      matrix products, and activations saved for the backward
+    | reduction       as master     bfloat16    float16      gradients that are sent; with `wire=fp32` float32
+    | accumulation    as master     float32     float32      the sum of the gradients of a rank's micro-batches
+    | master          at least float32                       the unrounded values that the optimizer updates
+    | optimizer state as master                              torch's optimizers keep it in the dtype of the master
     | buffers         as declared                            statistics and rotary tables lose too much when rounded
+
+"As declared" is the dtype that the model gives the tensor.
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them, as in Megatron-LM
 and FSDP2's mixed precision (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations
-are half as large, and no use of a parameter converts it. `conversion` says how activations get their dtype.
+are half as large, and no use of a parameter converts it. `precision/conversion.py` gives activations their dtype.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,10 +29,10 @@ from meshwise.plan import Plan
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training. None: as the table above says for `fp32`.
+    """Dtypes of a training; each field is a row of the table above.
 
-    Complex and integer parameters stay as they are declared. Raises ValueError when half-precision parameters are to be
-    computed in another dtype.
+    None means the `fp32` column of the table. Complex and integer parameters keep their declared dtype. Raises
+    ValueError when `parameters` is bf16 or fp16 and `compute` is another dtype.
     """
 
     parameters: torch.dtype | None = None
@@ -49,26 +51,26 @@ class Precision:
 
     @property
     def computes(self) -> torch.dtype | None:
-        """Dtype of matrix products; None: as the model declares."""
+        """Dtype of matrix products; None for the dtype that the model declares."""
         return self.compute or self.parameters
 
     @property
     def scaled(self) -> bool:
-        """True if gradients underflow without a loss scale."""
+        """True if some of the training is in fp16, where gradients underflow without a loss scale."""
         return torch.float16 in (self.parameters, self.compute, self.reduction)
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of this dtype is updated, and in which its optimizer state is kept."""
+        """Return the dtype of the master and of the optimizer state, for a parameter declared with `dtype`."""
         if self.master is not None and dtype.is_floating_point:
             return self.master
         return dtype if dtype.itemsize >= 4 else torch.float32
 
     def accumulation_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter of this dtype are accumulated."""
+        """Return the dtype in which gradients of a parameter declared with `dtype` are accumulated."""
         return self.accumulation if self.accumulation and dtype.is_floating_point else self.master_of(dtype)
 
     def reduction_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter of this dtype are reduced."""
+        """Return the dtype in which gradients of a parameter declared with `dtype` are sent and reduced."""
         return self.reduction if self.reduction and dtype.is_floating_point else self.accumulation_of(dtype)
 
 
@@ -80,24 +82,25 @@ RECORDS: Mapping[str, Precision] = {
     "bf16": Precision(parameters=torch.bfloat16, compute=torch.bfloat16, reduction=torch.bfloat16),
     "fp16": Precision(parameters=torch.float16, compute=torch.float16, reduction=torch.float16),
 }
-"""The dtypes of each `precision` of a plan."""
+"""Dtypes for each value of `precision` in a plan, before `wire` changes the reduction."""
 
 KINDS = ("parameters", "compute", "reduction", "accumulation", "master", "optimizer_state", "buffers")
-"""The kinds of tensors that `Trainer.precision` reports the dtypes of."""
+"""Kinds of tensors in the report `Trainer.precision`, in its order."""
 
 NO_DTYPE = "none"
-"""In place of a dtype, for a rank without tensors of a kind."""
+"""Text that replaces the dtype in the report when a rank has no tensors of a kind."""
 
 WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype in which gradients are sent, for each value of `wire` in a plan except `auto`."""
 
 
 def precision_of(plan: Plan) -> Precision:
-    """Return the dtypes that a plan states."""
+    """Return the dtypes for `precision` and `wire` of a plan."""
     record = RECORDS[plan.precision]
     return record if plan.wire == "auto" else replace(record, reduction=WIRES[plan.wire])
 
 
 def dtype_names(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:
-    """Return the names of the dtypes of every kind, or NO_DTYPE."""
+    """Return, for each of KINDS, the sorted names of the dtypes in `found`, joined by spaces; NO_DTYPE for none."""
     names = {kind: sorted({str(dtype).removeprefix("torch.") for dtype in found.get(kind, ())}) for kind in KINDS}
     return {kind: " ".join(dtypes) or NO_DTYPE for kind, dtypes in names.items()}

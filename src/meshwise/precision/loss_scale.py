@@ -1,22 +1,22 @@
-"""The loss scale of fp16: as large as it can be without the gradient overflowing.
+"""Adapt the loss scale of fp16 so that gradients neither underflow nor overflow.
 
-fp16 holds nothing below 6e-8, and gradients are often smaller. Multiplied by the scale in the loss and divided by it
-again in fp32, they survive (Micikevicius et al., arXiv 1710.03740, section 3.2). How large the scale may be only shows
-when a gradient overflows: then the update is left out, on every rank, and the scale goes down.
+The smallest positive fp16 number is 6e-8, and many gradients are smaller. So the loss is multiplied by a scale, and the
+gradient is divided by the scale in fp32 (Micikevicius et al., arXiv 1710.03740, section 3.2). A scale that is too large
+makes the gradient overflow. Then every rank skips the update, and the scale is lowered:
 
     | step       1       2       3       4 … 2003    2004 …
     | scale      8192    4096    1024    128         256
     | gradient   inf     inf     inf     finite      finite
 
-An overflow halves the scale, the second in a row quarters it, the third divides it by 8; it doubles again after
-`patience` updates. It begins where the gradient of a mean loss seldom overflows: a step that is lost costs more than
-bits that are won.
+The first overflow halves the scale, the second in a row divides it by 4, the third by 8. After `patience` applied
+updates the scale doubles. At the first scale, 2^13, the gradient of a mean loss seldom overflows.
 
-The loss here is a sum over the whole batch, and would overflow at a scale that is right for its mean. The mean is not
-known before the last forward, and the division by the true count comes once, at the end. So the sum is multiplied by
-`factor`, the scale over an approximate count: the count of the step before. Before the first step it is the number of
-elements of the smallest tensor of a batch, usually the labels. Both are powers of two, so neither rounds anything, and
-the gradient is divided by the same factor. The approximate count changes no number that is not lost or infinite.
+The trainer sums the loss over the batch, and divides by the exact count of loss terms once, at the end of the step. The
+sum would overflow at a scale that suits the mean, and the exact count is unknown before the last forward. So the sum is
+multiplied by `factor`: the scale over an approximate count. The approximate count is the count of the step before. In
+the first step it is the number of elements of the smallest tensor of the batch, usually the labels. Scale and
+approximate count are powers of two, so they round nothing. The gradient is divided by `factor` again, so the
+approximate count matters only for values that underflow or overflow.
 """
 
 import math
@@ -29,12 +29,13 @@ from meshwise.base.tensor_tree import tensors
 
 @dataclass(frozen=True)
 class LossScale:
-    """A loss scale between two steps.
+    """Loss scale between two steps. A change returns a new object.
 
-    | value      factor of the mean loss
-    | updates    since the scale last changed
-    | overflows  in a row, up to now
-    | count      approximate count of a batch, a power of two; 0 before the first
+    | value      factor of the mean loss, a power of two; raises ValueError for other numbers
+    | updates    updates that were applied since the scale last changed
+    | overflows  overflows in a row, up to the last step
+    | patience   updates until the scale doubles
+    | count      approximate number of loss terms in a batch, a power of two; 0 before the first step
     """
 
     value: float = 2.0**13
@@ -44,8 +45,9 @@ class LossScale:
     count: float = 0.0
 
     LEAST = 2.0**-14
-    """A gradient that overflows below this scale is not finite at any scale."""
+    """Smallest scale; a gradient that overflows at this scale overflows at every scale."""
     MOST = 2.0**24
+    """Scale that is not doubled any more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5:
@@ -53,38 +55,38 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """Factor that multiplies the sum of the losses."""
+        """Factor of the summed loss: the scale over the approximate count."""
         return self.value / (self.count or 1.0)
 
     def expecting(self, count: float) -> "LossScale":
-        """Return the scale for batches of about this `count`; unchanged if `count` is 0 or not finite."""
+        """Return the scale with `count`, rounded to a power of two; unchanged if `count` is 0 or not finite."""
         return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
 
     @property
     def exhausted(self) -> bool:
-        """True if a smaller scale cannot help."""
+        """True if another overflow would lower the scale below `LEAST`."""
         return self.overflowed().value < self.LEAST
 
     def overflowed(self) -> "LossScale":
-        """Return the scale after a step whose gradient was not finite."""
+        """Return the lowered scale, after a step whose gradient was not finite."""
         return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
 
     def updated(self) -> "LossScale":
-        """Return the scale after a step that was applied."""
+        """Return the scale after a step that was applied: doubled after `patience` of them, up to `MOST`."""
         if self.updates + 1 < self.patience or self.value >= self.MOST:
             return replace(self, updates=self.updates + 1, overflows=0)
         return replace(self, value=self.value * 2, updates=0, overflows=0)
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint, as JSON values."""
+        """Return the fields by name for a checkpoint, as JSON values."""
         return asdict(self)
 
     @classmethod
     def restored(cls, state: Mapping[str, float] | None) -> "LossScale":
-        """Return the scale of a checkpoint, or a new one if it has none."""
+        """Return the scale that `state()` described, or a new scale if `state` is None."""
         return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
 
 
 def likely_count(batch: Any) -> int:
-    """Return the number of elements of the smallest tensor of a batch, usually its labels."""
+    """Return the number of elements of a batch's smallest tensor, usually its labels; 0 without tensors but scalars."""
     return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)

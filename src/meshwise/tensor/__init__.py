@@ -1,1 +1,1 @@
-"""Tensor parallelism: one sharded matmul, a page of layouts for each scheme, modules that play a part in them."""
+"""Tensor parallelism: `detect` finds the part of each module, `schemes` has the layouts, `core` computes on shards."""

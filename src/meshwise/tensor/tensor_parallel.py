@@ -1,9 +1,9 @@
-"""Put a plain model under tensor parallelism, without changes to its code.
+"""Split a plain model by tensor parallelism, without changes to the model's code.
 
-A module that plays a part gets a class of its own: that part's behaviour in front of the class it has. So
-`isinstance`, names, hooks and `state_dict` stay what they are, and the user's forward runs unchanged over local rows
-and local features. Parameters are not touched: the placements that come back say what each rank stores, and the engine
-installs it.
+A module with a part (see `core/part.py`) gets a new class: a sharded class, such as `ShardedLinear`, and the module's
+own class are its bases. So `isinstance`, names, hooks and `state_dict` work as before. The user's forward runs
+unchanged on local rows and local features. Parameters keep their full shapes here. The returned placements describe
+what each rank stores, and the engine replaces the parameters accordingly.
 """
 
 import dataclasses
@@ -30,19 +30,20 @@ from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")
-"""Parts that return the hidden states, wherever they stand."""
+"""Roles of modules that return hidden states, inside and outside of blocks."""
 
 
 def tensor_parallel(
     module: nn.Module, *, plan: Plan, parts: Mapping[str, Part], outside: SplitContext
 ) -> Mapping[str, Placement]:
-    """Make a model compute on what each rank stores, and say where each parameter is stored, by its first name.
+    """Split a model in place, and return the placement of each parameter by its first name.
 
-    `parts`: by name of a module, or of a parameter that a module holds itself. `outside`: what they share outside of
-    the blocks, on a world that lies over the plan's mesh. The model's parameters still have their full shapes (the meta
-    device will do) and are left to the caller to install.
+    `parts`: parts by name of a module, or of a parameter that a module holds itself. `outside`: the shared state for
+    modules outside of the blocks; its world has the plan's mesh. Modules get new classes, hooks and this rank's counts
+    of heads. Parameters stay full (they may be on the meta device); the caller replaces them by this rank's parts.
 
-    Raises ValueError for an embedding with `max_norm`, and for a tied parameter whose two parts are stored differently.
+    Raises ValueError for an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`, for a tied parameter with two
+    placements, and for a module that does not fit its part.
     """
     outside.recall.remember(outside.extents)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
@@ -54,7 +55,7 @@ def tensor_parallel(
 
 
 class _Split:
-    """A model while it is split: its contexts inside and outside of the blocks, and the placements so far."""
+    """Splitter of one model: holds its contexts inside and outside of the blocks, and the placements so far."""
 
     def __init__(
         self, module: nn.Module, parts: Mapping[str, Part], *, outside: SplitContext, inside: SplitContext
@@ -79,24 +80,22 @@ class _Split:
             "norm": self._norm,
             **dict.fromkeys(("whole", "each_head"), self._whole),
             **dict.fromkeys(("attention", "pair"), self._around_pair),
-            "block": lambda _name, _part: None,  # what blocks are for is in `add_hooks`
+            "block": lambda _name, _part: None,  # `add_hooks` handles blocks
         }
 
     def apply(self, name: str, part: Part) -> None:
-        """Give one module, or parameter, its part. A module whose parameters another stage has returns hidden states of
-        the same shape as there.
-        """
+        """Split the module or parameter called `name`; if another stage holds it, only reshard the module's output."""
         if part.elsewhere:
             if name in self._modules:
                 self._put_together(self._modules[name], part)
             return
         module = self._modules.get(name)
         if module is not None and self._played.setdefault(module, name) != name:
-            return  # it plays its part already, under another name
+            return  # it was split under another name
         self._roles[part.role](name, part)
 
     def placements(self) -> Mapping[str, Placement]:
-        """Return the placement of every parameter. Raises ValueError when a tied parameter has two."""
+        """Return placements by first parameter name. Raises ValueError if a tied parameter has two placements."""
         placed = {**self._kept_whole, **self._placed}
         found: dict[str, Placement] = {}
         by: dict[str, str] = {}
@@ -141,12 +140,12 @@ class _Split:
         self._put_together(module, part)
 
     def _put_together(self, module: nn.Module, part: Part) -> None:
-        """Gather the output of a module if hidden states have all features outside of the blocks."""
+        """Register a hook that gathers the module's output, if hidden states here must have all features."""
         if part.whole_features and part.role in ("embedding", "single", "rowwise"):
             reshard.leave_features(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
-        """Place parameters with a dim that counts features of the hidden states, or inner features of a pair."""
+        """Place parameters that have a dim of features of the hidden states, or of inner features of a pair."""
         context = self._context(name, part)
         scheme, inner = context.scheme, part.role == "inner"
         axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
@@ -182,7 +181,7 @@ class _Split:
         _set_sharded_class(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
-        """Place a module or parameter whole on every rank. Heads differ from rank to rank, whole features do not."""
+        """Place a module's parameters whole on every rank; `each_head` has gradients to be summed over heads too."""
         scheme = self._context(name, part).scheme
         rows = (*scheme.inner_rows, *scheme.inner) if part.role == "each_head" else (*scheme.rows, *scheme.tokens)
         module = self._modules.get(name)
@@ -194,7 +193,7 @@ class _Split:
             reshard.gather_features(module, context=self._outside, features=module.in_features)
 
     def _around_pair(self, name: str, part: Part) -> None:
-        """Set the counts of the module around a pair to this rank's, and align its arguments with its heads."""
+        """Set the head counts of the module around a pair to this rank's, and register hooks on its arguments."""
         context, module = self._context(name, part), self._modules[name]
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in evaluation, nested tensors go to a kernel that reads whole weights
@@ -235,7 +234,7 @@ class _Split:
         _set_sharded_class(module, part.becomes, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
-        """Return the numbers of features that colwise matrices in a module read: all of them, and this rank's part."""
+        """Return the input sizes of the colwise matrices in a module: over all ranks, and on this rank."""
         widths = set()
         for key, part in self._parts.items():
             if part.role == "colwise" and (key.startswith(f"{name}.") or not name):
@@ -244,11 +243,12 @@ class _Split:
                 widths |= {features, self._inside.own(Layout((self._inside.scheme.stream,)), size=features)}
         return widths
 
-    # ---- all together --------------------------------------------------------------------------------------------
+    # ---- hooks of the whole model --------------------------------------------------------------------------------
 
     def add_hooks(self, *, whole: bool) -> None:
-        """Register the hooks that split hidden states along tokens or features and compare row counts. `whole`: one
-        rank calls all blocks.
+        """Register hooks that split and gather hidden states, exchange row counts and gather the model's output.
+
+        `whole`: True if this rank runs all blocks, because the plan has no pipeline stages.
         """
         reshard.exchange_row_counts(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}
@@ -269,13 +269,13 @@ class _Split:
         self._watch_what_leaves(leaving, whole=whole)
 
     def _watch_what_leaves(self, leaving: GatheredOutputs, *, whole: bool) -> None:
-        """Register hooks that note partial hidden states, and the outputs of attentions for this rank's heads."""
+        """Register hooks that note split hidden states, and attention weights of this rank's heads."""
         for name, part in self._parts.items():
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
             if part.returns_scores:
-                # A stage of a pipeline gets what other stages' blocks returned where it would call them.
+                # A pipeline stage does not run other stages' blocks: there the block returns the received tensors.
                 around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
                 for watched in {name, *around}:
                     leaving.watch_heads(self._modules[watched], context=context, part=part)
@@ -287,9 +287,7 @@ class _Split:
         return self._inside if within and not part.whole_tokens else self._outside
 
     def _width(self) -> int:
-        """Return the number of features of the hidden states. A stage of a pipeline may have no matrix, but it knows
-        the blocks.
-        """
+        """Return the number of features of the hidden states. Raises ValueError if no part and no matrix shows it."""
         for name, part in self._parts.items():
             if part.stream:
                 return part.stream
@@ -307,7 +305,7 @@ class _Split:
 
 
 def _dim_of_features(part: Part, parameter: Tensor) -> int:
-    """Return the dim of a parameter that counts features of the hidden states, or inner features of a pair."""
+    """Return the dim of a parameter that has features of the hidden states, or inner features of a pair."""
     if part.role == "patches":
         return 0
     if part.role != "inner":
@@ -320,22 +318,23 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
 def _set_sharded_class(
     module: nn.Module, front: type[nn.Module], *, sharding: BoundToRank, inside: bool = False
 ) -> None:
-    """Give a module the sharded class of its own, and its `sharding`. `inside`: as in `_sharded_class`."""
+    """Replace a module's class by one with the base `front`, and set `sharding`; for `inside` see `_sharded_class`."""
     module.__class__ = _sharded_class(type(module), front, inside)  # type: ignore[arg-type]  # a class is hashable
     module.sharding = sharding  # type: ignore[assignment]
 
 
 @functools.cache
 def _sharded_class(own: type, front: type, inside: bool) -> type[nn.Module]:  # noqa: FBT001
-    """Return a class with `front` before a module's own class. `inside`: behind it, where its forward calls its base's.
+    """Return a class with the bases `front` and `own`. `inside`: `own` comes first, and its forward calls `front`'s.
 
-    There is one for each pair: modules of one class that play one part share it, so a compiler sees one class.
+    The result is cached, so that modules of one class with the same role share one class, as compilers prefer.
     """
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, (own, front) if inside else (front, own), body)
 
 
 def _matrix(module: nn.Module, name: str) -> Tensor:
+    """Return the weight of a module. Raises ValueError without a weight of two dims."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""The running split model: the sharded matmul, modules on this rank's part, the resharding between them."""
+"""Computation of a split model on one rank: the sharded matmul, sharded modules, and the resharding between them."""

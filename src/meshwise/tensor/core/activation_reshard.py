@@ -1,11 +1,11 @@
-"""Reshard activations outside of a matmul.
+"""Reshard activations outside of matmuls, by hooks on modules and by functions that attentions call.
 
-With sequence parallelism the hidden states are cut along the tokens from the first repeated block to the last.
-Embeddings, position numbers, rotary tables and masks are made outside of it and see whole sequences.
+With sequence parallelism the hidden states are split along the tokens from the first repeated block to the last.
+Embeddings, position numbers, rotary tables and masks are made outside of these blocks and have whole sequences.
 
-Under 3D the rows of the batch are split over (i, j) in the hidden states and over (i, l) within a pair. An argument of
-an attention with a batch dim, such as a mask, has to follow. If it has a gradient, each rank has the gradient of its
-own heads under every scheme, and these are summed.
+Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, and over (i, l) inside a pair (see
+`tensor/core/part.py`). An argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
+pair. If an argument needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these.
 """
 
 import functools
@@ -24,13 +24,14 @@ from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import BY_HEAD, MASKS
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
+"""Function that a hook applies to an input or output of a module."""
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _STREAM = "hidden_states"
 _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
 
 def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
-    """Exchange the ranks' numbers of rows whenever the whole model runs, if the scheme moves rows."""
+    """Register a hook that exchanges the ranks' numbers of rows before each forward, if the scheme moves rows."""
     axes = context.scheme.colwise.x.axes
     if context.scheme.colwise.x.dim != "rows" or context.degree(axes) == 1:
         return
@@ -43,7 +44,7 @@ def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
 
 
 def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
-    """Cut the hidden states along the tokens when they enter this block."""
+    """Register a hook that takes this rank's tokens of the hidden states that enter `block`."""
     axes, world = context.scheme.tokens, context.world
 
     def take(x: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
 
 
 def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
-    """Gather the tokens of the hidden states when they leave this block."""
+    """Register a hook that gathers all tokens of the hidden states that `block` returns."""
 
     def replicate(x: Tensor) -> Tensor:
         scheme, sizes = context.scheme, context.extents.tokens
@@ -65,17 +66,17 @@ def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
 
 
 def enter_features(block: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Cut the hidden states along their features when they enter this block."""
+    """Register a hook that takes this rank's part of the `features` of the hidden states that enter `block`."""
     _change_input(block, functools.partial(context.take_features, sizes=context.stream_sizes(features)))
 
 
 def leave_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Gather the features of the hidden states when they leave this module."""
+    """Register a hook that gathers all `features` of the hidden states that `module` returns."""
     _change_output(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
 def gather_stream(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
-    """Gather the hidden states of `features` at the entry of a module, for `readers` colwise linears inside."""
+    """Register a hook that gathers the hidden states at the entry of `module`, for `readers` colwise linears inside."""
     move = context.scheme.colwise.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
@@ -87,7 +88,7 @@ def gather_stream(module: nn.Module, *, context: SplitContext, features: int, re
 
 
 def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
-    """Raise ValueError when ranks have different numbers of rows, before a module that takes them from its input."""
+    """Register a hook that raises ValueError for uneven rows, if `module` reads the number of rows from its input."""
 
     def before(_module: nn.Module, _args: Any) -> None:
         rows = context.extents.rows
@@ -102,7 +103,7 @@ def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) ->
 
 
 def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
-    """Give a module's forward only `features` features of its input, and its children `readers` all of them."""
+    """Register hooks that pass the first `features` features of the input to `module`, and all to its `readers`."""
     whole: list[Tensor] = []
 
     def narrow(x: Tensor) -> Tensor:
@@ -122,14 +123,12 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
 
 
 def gather_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Give a module that is computed whole all features of the hidden states."""
+    """Register a hook that gathers all `features` of the hidden states that enter a module computed whole."""
     _change_input(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
 def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
-    """Give every rank along `axes` all channels of the input, whose gradients are summed. Hidden states as the input
-    have a part of the channels.
-    """
+    """Register a hook that gathers channels of a split input, and sums the input's gradient over `axes`."""
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
 
@@ -142,7 +141,7 @@ def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axe
 
 
 def share_input(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
-    """Sum the gradients of a module's input over `axes`, whose ranks have the same input and other parameters."""
+    """Register a hook that sums the input's gradient over `axes`: ranks have equal inputs and different parameters."""
     _change_input(module, functools.partial(_copied, context=context, axes=axes))
 
 
@@ -151,9 +150,10 @@ def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
 
 
 def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a tensor with the rows of the hidden states in dim 0, such as a mask, with the rows inside of a pair.
+    """Return the rows of `x` that this rank has inside a pair; `x` has the rows of its hidden states in dim 0.
 
-    Dim 0 may be (rows · heads). The tensor is returned unchanged if both have the same rows, or if dim 0 has no rows.
+    `x` is an argument such as a mask, and dim 0 may be (rows · heads). Return `x` itself if dim 0 has no rows, or if
+    the scheme has the same rows inside a pair. Only under 3D this is a collective.
     """
     there, back = context.scheme.colwise.x, context.scheme.colwise.y
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
@@ -161,7 +161,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     world, group = context.world, context.world.group(there.axes)
     rows = context.extents.rows or (x.size(0),) * group.size
     sizes = (x.size(0),) * group.size
-    if min(rows) < max(rows):  # what is one size on all ranks may be a multiple of the rows on some
+    if min(rows) < max(rows):  # on some ranks, a dim 0 without rows may fit by chance
         sizes = tuple(world.exchange(x.size(0), axes=there.axes))
     each = max(sizes) // max(1, *rows)
     if not each or sizes != tuple(each * count for count in rows):
@@ -172,7 +172,10 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a tensor with the rows of a pair in dim 0, equal on all ranks that have these, with the rows outside."""
+    """Return the rows of `x` that this rank has in the hidden states; `x` has the rows of a pair in dim 0.
+
+    `x` is equal on all ranks with the same rows of a pair. Only under 3D this is a collective.
+    """
     there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.extents.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
@@ -181,9 +184,9 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a copy of a tensor that each rank uses for its own heads or features; their gradients are summed.
+    """Return a copy of `x` whose gradient is summed over the ranks; each rank uses `x` for its own heads or features.
 
-    The tensor itself is returned if something behind it sums its gradient already; see `TensorOrigins`.
+    Return `x` itself if it needs no gradient, or if an operation before it sums the gradient (see `TensorOrigins`).
     """
     axes = context.scheme.head_axes
     if not x.requires_grad or context.degree(axes) == 1:
@@ -193,10 +196,10 @@ def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
-    """Give the arguments of a module around a pair the rows of the pair, and sum their gradients over the heads.
+    """Register hooks that move the arguments of a module to the rows inside its pair, and sum their gradients.
 
-    An argument that colwise matrices read is left to them: one with as many dims as the hidden states, and with one of
-    `widths` features.
+    Arguments that colwise matrices read stay unchanged, because the matrices reshard them. Such an argument has as many
+    dims as the hidden states, and one of `widths` as its number of features.
     """
     dims = [0]
 
@@ -214,11 +217,11 @@ def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collect
 
 
 def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
-    """Slice the arguments with these names to this rank's heads; a mask may be the same for all heads."""
+    """Register a hook that slices arguments `names` to this rank's heads; `heads`: layout of a dim of `size` heads."""
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def take(x: Tensor) -> Tensor:
-        """Slice (heads, …), (rows · heads, …) or (rows, heads, …); return `x` if it has this rank's heads already."""
+        """Return this rank's heads of (heads, …), (rows · heads, …) or (rows, heads, …); `x` if it has only these."""
         apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
         if apart.size(1) != size:
             return x
@@ -226,7 +229,7 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
         return kept if x.dim() == 4 else kept.flatten(0, 1)
 
     def take_of_mask(x: Tensor) -> Tensor:
-        """Slice (1 or rows, heads, …); `align_arguments` moves its rows."""
+        """Return this rank's heads of (1 or rows, heads, …); `align_arguments` moves the rows."""
         return x[:, own] if x.dim() == 4 and x.size(1) == size else x
 
     changes = {name: take if name in BY_HEAD else take_of_mask for name in names}
@@ -234,7 +237,7 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
 
 
 def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:
-    """Change the tensors in arguments of a module's forward, by their names, passed by position or by name."""
+    """Register a hook that changes the tensors in each argument; `change` returns the function for a name, or None."""
     order = list(inspect.signature(module.forward).parameters)
 
     def changed(name: str, argument: Any) -> Any:
@@ -251,7 +254,7 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
 
 
 def _change_output(block: nn.Module, change: Change) -> None:
-    """Change the hidden states that a block returns, alone or first of a tuple."""
+    """Register a hook that changes the hidden states that a block returns: its output, or the first of a tuple."""
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -267,7 +270,7 @@ def _change_output(block: nn.Module, change: Change) -> None:
 
 
 def _change_input(module: nn.Module, change: Change) -> None:
-    """Change the hidden states that enter a module: its first tensor by position, or `hidden_states`."""
+    """Register a hook that changes a module's input: its first argument, or the argument `hidden_states`."""
 
     def before(
         hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]

@@ -1,11 +1,14 @@
-"""Find the slice of the whole model's activations that a rank has, from one point of the forward to the next.
+"""Find which slice of each activation a rank has, at every point of the forward.
 
-Dropout draws the same masks under every plan, so it has to know which part of a mask a rank's tensor needs. Layouts
-show it. After a colwise linear a rank has the inner features, or heads, of its output layout; after a rowwise one, the
-hidden states. Under 3D a pair has other rows of the batch inside. With sequence parallelism the hidden states have a
-part of the tokens between the first block and the last.
+Dropout draws the same masks under every plan, so it must know which slice of a mask a rank's tensor needs. The layouts
+of the parameters show the slice, which is the same from one split module to the next:
 
-    embedding ─ hidden ─ block 0 ─ hidden, tokens ─ colwise ─ inner ─ rowwise ─ hidden, tokens … last block ─ hidden
+    after               features                   tokens                                rows
+    embedding           hidden states              all                                   of the hidden states
+    entry of block 0    hidden states              this rank's, in sequence parallelism  of the hidden states
+    colwise linear      inner: this rank's heads   all                                   of the pair (3D: other rows)
+    rowwise linear      hidden states              this rank's, in sequence parallelism  of the hidden states
+    last block          hidden states              all                                   of the hidden states
 """
 
 import dataclasses
@@ -35,11 +38,12 @@ def activation_regions(
     outside: SplitContext,
     absent: frozenset[str] = frozenset(),
 ) -> tuple[Points, Points]:
-    """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split.
+    """Return two mappings from module names to functions that return an `ActivationRegion`.
 
-    `parts` and `outside`: what the model was split with; for a stage of a pipeline, the parts of the whole model.
-    `absent`: the pieces of other stages. Modules inside of such a piece do not run, so the region of its last module
-    begins after the piece.
+    The regions of the first mapping begin before the module runs, the regions of the second mapping after it.
+    `parts` and `outside`: as given to `tensor_parallel`; for a stage of a pipeline, the parts of the whole model.
+    `absent`: names of the modules that other stages run. The modules inside them are not called here, so the region of
+    the last one begins after the absent module. Both mappings are empty if the width of the hidden states is unknown.
     """
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
@@ -52,14 +56,14 @@ def activation_regions(
     for name, part in parts.items():
         within = any(name.startswith(f"{block}.") for block in blocks)
         if part.role == "head":
-            after[name] = ActivationRegion  # who draws on logits draws on all of them
+            after[name] = ActivationRegion  # a draw on logits covers all of them
         elif part.role in _TO_STREAM:
             stream = functools.partial(_stream, inside if within else outside, width)
             after[name] = ActivationRegion if part.whole_features else stream
         elif part.role == "whole" and not within:
             before[name] = ActivationRegion
         elif part.shared:
-            continue  # keys and values that several ranks hold: the queries say which heads the rank has
+            continue  # several ranks hold these keys and values; the queries show this rank's heads
         elif name in projections and part.role == "colwise":
             after[name] = functools.partial(_inner, projections[name])
         elif name in projections:
@@ -83,7 +87,7 @@ def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> 
 
 
 def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:
-    """Yield the linears by name, and by the name of an attention that holds its matrices itself its colwise one."""
+    """Yield the name and projection of each linear; for torch's attention, its name and its colwise projection."""
     for name, inner in module.named_modules():
         if isinstance(inner, ShardedLinear) and name in parts:
             yield name, inner.sharding
@@ -92,7 +96,7 @@ def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple
 
 
 def _inner(projection: Projection) -> ActivationRegion:
-    """Return the region after a colwise linear: the first of its sections, and the heads with the same features."""
+    """Return the region after a colwise linear: this rank's slice of the first section, as features or as heads."""
     context = projection.context
     world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
     shares = world.group(inner).index - world.group(data).index if data != inner else 0

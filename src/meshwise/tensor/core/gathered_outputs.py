@@ -1,8 +1,8 @@
-"""Gather the hidden states and attention weights that a model returns from inside of its blocks.
+"""Gather the hidden states and attention weights in a model's output.
 
-Under most schemes a rank has a part of the hidden states between two blocks, and the scores of its own heads. A model
-may return such tensors besides its result (hidden states, attentions). So a forward notes which tensors are parts, and
-at its end those in the output are gathered, each once.
+Inside the blocks a rank may have a part of the hidden states, and it has the attention weights of its own heads. Some
+models return these tensors besides their result. So hooks note which tensors of a forward are parts. After the forward,
+the noted tensors that are in the output are gathered, each once.
 """
 
 import functools
@@ -21,19 +21,19 @@ from meshwise.tensor.core.split_context import SplitContext
 
 
 class GatheredOutputs:
-    """The tensors of one model's forward under way that are parts, each with the function that gathers it."""
+    """Record of the tensors in the current forward of a model that are parts, each with the function to gather it."""
 
     def __init__(self) -> None:
         self._running = False
         self._parts: dict[int, tuple[weakref.ref[Tensor], Change]] = {}
 
     def follow(self, model: nn.Module) -> None:
-        """Register hooks on a model that gather its output, after the hooks it has."""
+        """Register hooks on a model that gather its output, after the hooks that the model already has."""
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
-        """Note the hidden states that a module returns, before the user's hooks; `given`: also those it receives."""
+        """Register hooks that note the hidden states that a module returns; `given`: also the ones that it gets."""
 
         def whole() -> Change:
             return functools.partial(_whole_stream, context=context, features=features, tokens=context.extents.tokens)
@@ -49,7 +49,7 @@ class GatheredOutputs:
             module.register_forward_pre_hook(before, with_kwargs=True)
 
     def watch_heads(self, attention: nn.Module, *, context: SplitContext, part: Part) -> None:
-        """Note the further outputs of an attention, (rows, heads, …), which have this rank's heads."""
+        """Register a hook that notes the attention weights after the first output: (rows, this rank's heads, …)."""
         inner = context.scheme.inner
         sizes = context.sizes(Layout((inner,), cuts=(DimSplit(grain=part.grain),)), size=part.heads, axes=inner)
         own = sizes[context.world.group(inner).index]
@@ -89,7 +89,7 @@ class GatheredOutputs:
 
 
 def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tuple[int, ...] | None) -> Tensor:
-    """Return all tokens and all features of the hidden states from this part."""
+    """Return the hidden states with all tokens and all features; `tokens`: each rank's number of tokens."""
     axes = context.scheme.tokens
     if context.degree(axes) > 1 and tokens is not None:
         x = gradient.replicate(x, world=context.world, axes=axes, dim=-2, sizes=tokens).wait()
@@ -97,6 +97,6 @@ def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tu
 
 
 def _all_heads(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
-    """Return (rows of the hidden states, all heads, …) from (inner rows, own heads, …)."""
+    """Return (rows of the hidden states, all heads, …) from (rows of the pair, this rank's heads, …)."""
     x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
     return to_stream_rows(x, context=context)

@@ -1,7 +1,7 @@
-"""A tensor that holds this rank's part and reports the global shape.
+"""Base class of tensors that hold this rank's part and report the global shape.
 
-Logits and the weight of the vocabulary's table are split over the ranks, and a user's code was written for all of them.
-So it gets a tensor with the full shape, which decides what each function computes from the part.
+Logits, and the weight of the vocabulary embedding, are split over the ranks. The user's code was written for the whole
+tensors. So the code gets a tensor of the global shape, whose class decides how each torch function uses the part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,14 @@ OF_THE_PART = frozenset(
         *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),
     }
 )
-"""Functions that are answered by the part."""
+"""Functions whose result for the global tensor is the result for this rank's part."""
 
 
 class GlobalShapeTensor(Tensor):
-    """A tensor without memory of its own; `local` is this rank's part. `too_late` is the error for a function, {}, that
-    torch calls below autograd.
+    """Tensor of the global shape without memory of its own; a subclass defines `answer`.
+
+    | local      this rank's part
+    | too_late   error message for a function (inserted at {}) that reaches the tensor below autograd
     """
 
     local: Tensor
@@ -44,14 +46,14 @@ class GlobalShapeTensor(Tensor):
 
     @classmethod
     def over(cls, local: Tensor, *, shape: Sequence[int]) -> Self:
-        """Return a tensor of this shape whose local part is `local`."""
+        """Return a tensor of the global `shape` that holds `local` as this rank's part."""
         self: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
         return self
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Return the result of a torch function on it."""
+        """Return the result of torch function `func`, called with `args` and keyword arguments `given`."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -62,7 +64,7 @@ class GlobalShapeTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return shape, dtype and device of the whole tensor, and `answer` for any other function."""
+        """Return shape, dtype or device of the global tensor if `func` asks for them, else the result of `answer`."""
         given = dict(kwargs or {})
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -73,5 +75,5 @@ class GlobalShapeTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Raise RuntimeError: below autograd the local part cannot take the tensor's place."""
+        """Raise RuntimeError, because below autograd no function can use the local part instead of this tensor."""
         raise RuntimeError(cls.too_late.format(func))

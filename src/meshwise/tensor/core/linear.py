@@ -1,4 +1,4 @@
-"""Linear layers under a scheme: where their parameters are stored, and their product on this rank."""
+"""Split linear layers: the placement of their weight and bias, and their product on this rank."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
 
 
 class Projection(BoundToRank):
-    """Linear of a model, bound to this rank: call it with the rank's input, weight and bias.
+    """Sharded product of one linear on this rank; call it with this rank's input, weight and bias.
 
-    `shape`: of the full weight, as it is stored: (out, in), or (in, out) when the part is transposed.
-    With a leading dim for experts: (experts, out, in).
+    `shape`: shape of the full weight as stored: (out, in), or (in, out) if `part.transposed`. A weight of several
+    experts has a leading dim: (experts, out, in).
     """
 
     def __init__(self, context: SplitContext, *, part: Part, shape: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class Projection(BoundToRank):
 
     @property
     def weight_placement(self) -> Placement:
-        """Placement of the weight; gradients are summed over the row axes that no move has summed them over."""
+        """Placement of the weight; its gradient is summed over the row axes that the matmul itself has not summed."""
         done = (*self.product.w.axes, *self.product.y.axes)
         return Placement(
             self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
@@ -58,7 +58,7 @@ class Projection(BoundToRank):
         return Placement(self.bias_layout, (*self.context.scheme.replicas, *self.product.rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product, (…, local in) to (…, local out), rows and tokens moved as the scheme says."""
+        """Return the product: (…, local in) to (…, local out). The scheme may change the rank's rows and tokens."""
         context, product = self.context, self.product
         if self.part.role != "rowwise" and not self.part.gathered:
             x = context.take_features(x, sizes=self._stream)
@@ -81,7 +81,7 @@ class Projection(BoundToRank):
         return y
 
     def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product of a head: logits that stay split over the vocabulary; see `SplitLogits`."""
+        """Return a head's logits: `SplitLogits`, or whole logits if one rank has them or the part says so."""
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
@@ -89,7 +89,7 @@ class Projection(BoundToRank):
         return logits.whole() if self.part.whole_features else logits
 
     def _operand(self, x: Tensor) -> MatmulInput:
-        """Return the operand to multiply for the input `x`; modules with the same input share one gather."""
+        """Return the operand to multiply for the input `x`; linears with the same input share one gather."""
         context = self.context
         arrived = context.shared_gather.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
@@ -98,7 +98,7 @@ class Projection(BoundToRank):
         return context.gather_shared(x, moved=moved, readers=self.part.readers - 1)
 
     def _weight_moves(self, shape: tuple[int, ...]) -> tuple[OperandMove, int]:
-        """Return how the weight is gathered, and the number of input features multiplied then."""
+        """Return the gather of the weight, and the number of input features of the gathered weight."""
         move, world = self.product.w, self.context.world
         own = self.layout.local_shape(shape, mesh=world.mesh, rank=world.rank)
         if self.context.degree(move.axes) == 1:
@@ -110,22 +110,22 @@ class Projection(BoundToRank):
 
 
 class ShardedLinear(nn.Module):
-    """A linear that holds its part of weight and bias; a base in front of the module's own class."""
+    """Linear that holds this rank's part of weight and bias; becomes the first base class of the module's class."""
 
     sharding: Projection
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Compute as the original class does, on this rank's part."""
+        """Return this rank's part of the linear's output."""
         return self.sharding(input, self.weight, self.bias)
 
 
 class ShardedHead(ShardedLinear):
-    """A linear whose output is logits, left split over the vocabulary."""
+    """Linear that returns logits, which stay split over the vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Compute as the original class does; see `SplitLogits`."""
+        """Return the logits as `SplitLogits`, or as a tensor where one rank has them all."""
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
 
 

@@ -1,29 +1,29 @@
-"""The sharded matmul that every scheme uses.
+"""Multiply sharded matrices: gather the operands, multiply them, reduce the product; every scheme uses this matmul.
 
     Y = X · W        gather X, gather W, multiply, reduce Y
 
         dY ── gather what Y scattered ─┬─ dX = dY · Wᵀ ── reduce what X gathered      starts first: under way
                                        └─ dW = Xᵀ · dY ── reduce what W gathered      while dW is computed
 
-Operands may stream by panels of the inner dim K (SUMMA). Matching panels of X and W are gathered while the previous
-ones are multiplied, so no rank ever holds a whole gathered operand. Layouts say where operands lie and not in which
-order they stream, so this is one argument, and the result is the same.
+Operands may be gathered by panels of the inner dim K (SUMMA). Matching panels of X and W are gathered while the
+previous panels are multiplied, so no rank ever holds a whole gathered operand. Panels do not change the layout of the
+result. So they are an option (`Streaming`), and no scheme of their own.
 
         X  ┌──┬──┬──┐     W ├────┤ panel 0          Y += X[:, panel] · W[panel, :]        gather panel p+1
            │ 0│ 1│ 2│       ├────┤ panel 1
            └──┴──┴──┘       ├────┤ panel 2
 
-What ranks add up is written where they reach it soonest (`World.empty_for_reduce`).
+A product that ranks sum is written into a tensor of `World.empty_for_reduce`, which the all-reduce reads fastest.
 
-W may have a leading dim of experts: then X has it too, and each expert multiplies its own rows, (experts, rows, K) by
-(experts, out, in).
+W may have a leading dim of experts. Then X has this dim too, and each expert multiplies its own rows: (experts, rows,
+K) by (experts, out, in).
 
-Several products may read one X: q, k and v do. Then it is gathered once for all of them. Since a rank keeps only its
-own part, it is gathered once more in the backward for all weight gradients (`InputGather`); the gradients of X are
-added before they travel. So they move what one product with all their columns would move.
+Several products may read one X, as q, k and v do. Then X is gathered once for all of them. A rank keeps only its own
+part of X, so the backward gathers X once more for all weight gradients (`InputGather`). The gradients of X are added
+before they are sent. So the traffic is the traffic of one product with all columns of W.
 
-A backward in two parts gathers for each what it multiplies: W for dX, X for dW. Y's scattered gradient is gathered for
-both. In between, for all micro-batches whose dW is pending, a rank keeps its own part of dY and of X.
+The backward may be run in two parts, for dX and for dW. Each part gathers the operand that it multiplies: W for dX, X
+for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X.
 """
 
 import dataclasses
@@ -44,15 +44,17 @@ from meshwise.model.dispatch_modes import asked_for
 from meshwise.model.forward_replay import ForwardReplay, same_memory
 
 Finish: TypeAlias = Callable[[], Tensor]
+"""Function that waits for a collective and returns its result."""
 Panel: TypeAlias = tuple[int, int]
+"""Start and stop of a range of K."""
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Order in which operands are gathered and multiplied.
+    """Options of the gathers of a product.
 
-    keep     what was gathered in the forward stays for the backward: no gather there, and the memory of whole operands
-    panels   into how many panels of K the operands are cut
+    | keep     keep gathered operands for the backward: no second gather, but the memory of whole operands
+    | panels   number of panels of K; 1 gathers whole operands before the product
     """
 
     keep: bool = False
@@ -61,10 +63,10 @@ class Streaming:
 
 @dataclass(frozen=True)
 class OperandMove:
-    """A collective on one operand: over `axes` (none: not at all), of parts along `dim`.
+    """Collective on one operand over `axes`; () for no collective.
 
-    dim None: the operand is the same on all ranks, and its counterpart in the other direction is their sum. `sizes`:
-    sizes of the parts, in group order; None when they are equal.
+    | dim     the dim that the axes split; None for an operand that is equal on all ranks, whose gradient is their sum
+    | sizes   sizes of the ranks' parts along `dim`, in group order; None for equal sizes
     """
 
     axes: tuple[str, ...] = ()
@@ -74,9 +76,12 @@ class OperandMove:
 
 @dataclass(frozen=True)
 class MatmulCollectives:
-    """The collectives of one product on this rank.
+    """Collectives and options of one product Y = X·W on this rank.
 
-    `features`: K, as it is multiplied. `within`: the dim of the stored weight that is K: -1 as torch stores it, or -2.
+    | x, w, y    the gather of X, the gather of W, the reduction of Y
+    | features   the size of K in the product on this rank
+    | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
+    | recall     keeps the result for a repeated forward
     """
 
     world: World
@@ -90,25 +95,25 @@ class MatmulCollectives:
 
     @property
     def panels(self) -> list[Panel]:
-        """The (start, stop) of every panel of K."""
+        """Panels of K, in order: at most `streaming.panels`."""
         return even_split(self.features, max(1, min(self.streaming.panels, self.features)))
 
     def x_panel(self, panel: Panel) -> "_Slice":
-        """Return this rank's slice of a panel of X."""
+        """Return the slice of a panel of X that this rank stores."""
         return _Slice.along(self.world, self.x, panel, dim=-1)
 
     def w_panel(self, panel: Panel) -> "_Slice":
-        """Return this rank's slice of a panel of W."""
+        """Return the slice of a panel of W that this rank stores."""
         return _Slice.along(self.world, self.w, panel, dim=self.within)
 
     @property
     def adds_bias(self) -> bool:
-        """True if this rank adds the bias to its Y: one rank of a sum does."""
+        """True if this rank adds the bias to its Y; if ranks sum Y, only the first one does."""
         return not self.y.axes or self.world.group(self.y.axes).index == 0
 
 
 class InputGather:
-    """An X that several products read, gathered once for the backwards of all of them."""
+    """Gather of an X that several products read, made once in the backward for all of them."""
 
     def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
@@ -118,11 +123,11 @@ class InputGather:
         self._arriving: Finish | None = None
 
     def join(self) -> None:
-        """Announce a product that will need the input in its backward."""
+        """Count one more product that will need X in its backward."""
         self._readers += 1
 
     def again(self, stored: Tensor) -> Finish:
-        """Return the gather of `stored` for one of the products; the first one starts it, the last one releases it."""
+        """Return a function that waits for the gather of `stored`; the first call starts it, the last call frees it."""
         if self._arriving is None:
             self._arriving = _gather(_there(stored), self._moved, world=self._world)
             self._left = self._readers
@@ -135,10 +140,11 @@ class InputGather:
 
 @dataclass(frozen=True)
 class MatmulInput:
-    """X as a product reads it.
+    """Input X of a product, gathered or not.
 
-    | value       what is multiplied, or the part that the product gathers by itself
-    | stored      with `gathering`: this rank's part of `value`, which is kept instead of it
+    | value       X to multiply; or this rank's part, if the product itself gathers X
+    | stored      this rank's part of X, which is kept for the backward instead of `value`; None keeps `value`
+    | gathering   the gather of `stored` in the backward; None for an X that is not shared
     """
 
     value: Tensor
@@ -148,7 +154,7 @@ class MatmulInput:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Part of an operand along K that this rank stores, and its place among the other ranks' parts."""
+    """Range of a stored operand that this rank contributes to a panel, and the gather of the panel."""
 
     start: int
     size: int
@@ -156,7 +162,7 @@ class _Slice:
 
     @classmethod
     def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> "_Slice":
-        """Return the slice of a panel along `dim` of an operand that is gathered as `moved` says."""
+        """Return this rank's slice of `panel` along `dim`, for an operand with the collective `moved`."""
         start, stop = panel
         if not moved.axes or moved.dim != dim:
             return cls(start, stop - start, moved)
@@ -168,17 +174,17 @@ class _Slice:
         return cls(low - first if high > low else 0, high - low, OperandMove(moved.axes, moved.dim, sizes))
 
     def of(self, stored: Tensor, *, dim: int) -> Tensor:
-        """Cut it out."""
+        """Return this slice of the `stored` operand along `dim`, as a view."""
         return stored if self.size == stored.size(dim) else stored.narrow(dim, self.start, self.size)
 
 
 def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operation: MatmulCollectives) -> Tensor:
-    """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
+    """Return this rank's part of X·W plus the bias: (…, local K) times (local out, local K) to (…, local out).
 
-    With experts: (its experts, rows, its K) and its part of (experts, out, in) to (its experts, rows, its out).
-
-    The gradients belong to the stored parts; the bias's gradient is the sum over its own rows of Y. Under autocast,
-    operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
+    With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
+    local out). The gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows
+    of Y only. Under autocast, operands are converted before they are sent. Raises ValueError for parts that do not fit
+    `operation`.
     """
     value, weight, bias = travelling(x.value), travelling(weight), None if bias is None else travelling(bias)
     kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)
@@ -187,7 +193,7 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
 
 def travelling(x: Tensor) -> Tensor:
-    """Return the operand in the dtype of the product: autocast's, where it is on."""
+    """Return the operand in autocast's dtype, or unchanged if autocast is off."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -195,7 +201,7 @@ def travelling(x: Tensor) -> Tensor:
 
 
 class _Multiply(torch.autograd.Function):
-    """The picture at the top of the file."""
+    """Autograd function of the matmul; the module docstring shows forward and backward."""
 
     @staticmethod
     def forward(
@@ -216,7 +222,7 @@ class _Multiply(torch.autograd.Function):
             assert y is not None
             return _reduce(y, operation.y, world=operation.world)()
 
-        # No view, so that the model may write to it: an activation in place.
+        # The result is no view, so that the model may write to it in place.
         y = same_memory(multiply() if operation.streaming.keep else operation.recall.once(multiply))
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
@@ -248,7 +254,7 @@ class _Multiply(torch.autograd.Function):
                 dxs.append(_reduce(dx, moved, world=operation.world))
             if for_bias and d_bias is None:
                 d_bias = _rows_of(own, experts=experts).sum(-2)
-            operation.world.progress()  # by now the others have given their dx: their part of the sum is not waited for
+            operation.world.progress()  # other ranks have sent their dx by now, so this does not wait
             if for_w:
                 dw = _outer(x_coming().conj(), dy, within=operation.within, experts=experts)
                 dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
@@ -256,9 +262,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
-    """Yield X and W, (out, in), panel by panel; the next panel is gathered while one is used. None marks an operand
-    that is not needed.
-    """
+    """Yield functions that return X and W, (out, in), per panel, while the next panel is gathered; None: not needed."""
     world, within = operation.world, operation.within
 
     def start(panel: Panel) -> tuple[Finish, Finish]:
@@ -278,24 +282,24 @@ def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollecti
 
 
 def _nothing() -> Tensor:
-    """Return no tensor, where none arrives."""
+    """Raise AssertionError, because this operand is not needed."""
     raise AssertionError("an operand that no product needs")
 
 
 def _there(x: Tensor) -> Finish:
-    """Return a finish function for a tensor that needs no transfer."""
+    """Return a function that returns `x`, for an operand without a collective."""
     return lambda: x
 
 
 def _gather(part: Finish, moved: OperandMove, *, world: World) -> Finish:
-    """Start the gather of an operand's parts."""
+    """Start the gather of an operand, and return the function that waits for it."""
     if not moved.axes or moved.dim is None:
         return part
     return gradient.all_gather(part(), world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
 
 
 def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: OperandMove, world: World) -> Tensor:
-    """Return X·W plus the bias, for W (…, out, in), from `World.empty_for_reduce` if ranks sum it."""
+    """Return X·W plus the bias, for W (…, out, in), in a tensor of `World.empty_for_reduce` if ranks all-reduce it."""
     experts = w.dim() == 3
     if not summed.axes or summed.dim is not None:
         if experts:
@@ -326,7 +330,7 @@ def _rows_of(x: Tensor, *, experts: bool) -> Tensor:
 
 
 def _reduce(partial: Tensor, moved: OperandMove, *, world: World) -> Finish:
-    """Start to sum a tensor that has no other use; a rank gets the part that it would contribute to a gather."""
+    """Start to sum `partial`, which may be overwritten, and return the function that waits for this rank's part."""
     if not moved.axes:
         return lambda: partial
     if moved.dim is not None:
@@ -342,13 +346,13 @@ def _reduce(partial: Tensor, moved: OperandMove, *, world: World) -> Finish:
 
 
 def _outer(x: Tensor, dy: Tensor, *, within: int, experts: bool) -> Tensor:
-    """Return Xᵀ · dY, in the layout of the stored weight."""
+    """Return Xᵀ · dY, with the dims in the order of the stored weight."""
     one, other = (dy, x) if within == -1 else (x, dy)
     return _rows_of(one, experts=experts).mT @ _rows_of(other, experts=experts)
 
 
 def _together(parts: list[Finish], *, dim: int) -> Tensor | None:
-    """Return the gradient that arrived in panels, or None if there are none."""
+    """Wait for the panels of a gradient and return the whole gradient, or None if there are no panels."""
     arrived = [finish() for finish in parts]
     if len(arrived) < 2:
         return arrived[0] if arrived else None

@@ -1,31 +1,32 @@
-"""The part of a module: its role in tensor parallelism, with the sizes that its split needs.
+"""Describe the part of a module in tensor parallelism: its role, and the sizes that its split needs.
 
-A scheme knows parts, not models: which linear is colwise, which is rowwise, which embedding is the vocabulary's.
-`detect` finds the part of each module, by rules or by the model's structure; `core` and `schemes` split it.
+`tensor/detect/` finds the part of each module, by the user's rules or by the model's structure. `tensor/core/` splits
+the module, with the layouts that `tensor/schemes/` has for the role.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 
-*Hidden states* run from block to block. *Inner* activations lie between the two linears of a pair: the features of
-attention heads, or of an MLP's hidden layer.
+*Hidden states*, also called the *stream*, are the activations between blocks. *Inner* activations lie between the two
+linears of a pair: the features of attention heads, or of an MLP's hidden layer. The *grain* of a dim is the number of
+features that must stay on one rank, such as the features of a head.
 
     | role        module                                                        input    output
-    | colwise     a linear that opens a pair                                    hidden   inner
-    | rowwise     a linear that closes it                                       inner    hidden
+    | colwise     a first linear of a pair                                      hidden   inner
+    | rowwise     the last linear of a pair                                     inner    hidden
     | single      a linear without a partner                                    hidden   hidden
     | head        the linear that gives logits                                  hidden   logits, split over the words
-    | embedding   an embedding over the vocabulary                              numbers  hidden
-    | positions   an embedding that is added (positions, token types)           numbers  hidden
+    | embedding   the embedding of the vocabulary                               tokens   hidden
+    | positions   an embedding that is added (positions, token types)           indices  hidden
     | patches     a convolution whose output channels become features           input    hidden
-    | norm        a LayerNorm or RMSNorm over the features, or inner            hidden   hidden
-    | vector      parameters whose last dim is the features, used element by element
-    | inner       parameters, or an embedding, with a dim that counts heads
+    | norm        a LayerNorm or RMSNorm over the hidden or inner features      as input
+    | vector      parameters whose last dim is the hidden features, used element by element
+    | inner       parameters, an embedding or a batch norm, with a dim of heads or inner features
     | each_head   a module that treats every head in the same way (a norm of queries and keys): kept whole
-    | attention   the module around a pair, whose attributes count heads
-    | pair        the module around a pair, without attributes that count
+    | attention   the module around the pair of an attention; its attributes may count heads
+    | pair        the module around a pair, if it gathers the pair's input; also a TransformerEncoder
     | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
-    | whole       computed whole, on the whole features: a classifier, a pooler
+    | whole       a module that each rank computes whole, such as a classifier or a pooler
 
-A part belongs to a module, or (`colwise`, `rowwise`, `vector`, `inner`) to a parameter that a module holds itself.
+A part belongs to a module, or to a parameter that a module holds itself.
 """
 
 from dataclasses import dataclass
@@ -38,89 +39,94 @@ from meshwise.layout.layout import DimSplit
 
 @dataclass(frozen=True)
 class Norm:
-    """Formula of a norm."""
+    """Formula of a LayerNorm or RMSNorm."""
 
     centred: bool
-    """LayerNorm subtracts the mean; RMSNorm does not."""
+    """True if the norm subtracts the mean, as LayerNorm does; RMSNorm does not."""
     epsilon: float | None
-    """Added to the variance; None is the smallest step of the dtype at 1, as torch's RMSNorm has it."""
+    """Number added to the variance; None for `torch.finfo(dtype).eps`, the default of torch's RMSNorm."""
     statistics: torch.dtype | None = None
-    """The dtype the input is converted to for its statistics; None leaves it (half precision: float32)."""
+    """Dtype of the statistics; None for the dtype of the input, or float32 for inputs in half precision."""
     offset: float = 0.0
-    """Added to the gain: 1 where a norm stores how far its gain is from 1."""
+    """Number added to the stored gain: 1 for a norm that stores gain - 1."""
     gain: str = "weight"
-    """The name of the parameter that scales; of one that is not there, nothing does."""
+    """Name of the parameter that scales; a norm without this parameter does not scale."""
     bias: str = "bias"
-    """The name of the parameter that is added, likewise."""
+    """Name of the parameter that is added; a norm without this parameter adds nothing."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Role of one module, with its sizes. Fields that the role does not use stay as they are."""
+    """Role of one module or parameter, and the sizes of its split.
+
+    The docstring of a field begins with the roles that use the field; other roles leave the default.
+    """
 
     role: str
 
     sections: tuple[int, ...] = ()
-    """colwise, inner: the sizes of what is fused along the inner dim, such as q, k and v; () is one."""
+    """colwise, inner: sizes of the tensors fused along the inner dim, such as q, k and v; () for no fusion."""
     grain: int = 1
-    """colwise, rowwise, inner, norm: inner features that stay together: those of a head (of all that share a key)."""
+    """colwise, rowwise, inner, norm: inner features that stay together, as those of all heads that share a key head.
+    inner with one number per head, attention: heads that stay together."""
     dim: int | None = None
-    """inner: the dim of a parameter that counts, from the end (-1); None is the last that is not 1."""
+    """inner: the dim of heads or inner features, from the end (-1); None for the last dim whose size is not 1."""
     transposed: bool = False
-    """colwise, rowwise, single, head: the weight is stored (in, out), not (out, in)."""
+    """colwise, rowwise, single, head: True if the weight is stored as (in, out) instead of (out, in)."""
     readers: int = 1
-    """colwise: how many matrices read the same input, this one and others, so that it is gathered once. With
-    `gathers`: how many there are inside."""
+    """colwise: number of matrices that read the same input, which is gathered once for all of them. attention, pair
+    with `gathers`: number of matrices inside that read the gathered input."""
     gathered: bool = False
-    """colwise: the enclosing attention or pair has `gathers`, so that the input is there already."""
+    """colwise: True if the enclosing attention or pair gathers the input; see `gathers`."""
     gathers: bool = False
-    """attention, pair: gather the hidden states at its entry, for all linears that open it, and for a forward that asks
-    its input for sizes."""
+    """attention, pair: True if hidden states are gathered at the module's entry. Its colwise linears then share one
+    gather, and its forward reads the sizes of the whole input."""
     narrows: int = 0
-    """attention with `gathers`: how many features stay together, if its forward takes the features of its heads from
-    the last size of its input. Then the forward gets an input as wide as this rank's heads, its linears a whole one."""
+    """attention with `gathers`: features that stay together, if the forward takes the width of its heads from the last
+    size of its input; else 0. The forward then gets an input as wide as this rank's heads, its linears the whole."""
     even_rows: bool = False
-    """attention: its forward takes the number of rows from its input, so the pair must have as many rows inside."""
+    """attention: True if ranks must have equally many rows, because the forward reads their number from its input."""
     whole_tokens: bool = False
-    """colwise: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
+    """colwise: True for a matrix inside a block whose input comes from outside of the blocks (an encoder's output)."""
     counts: tuple[tuple[str, int], ...] = ()
-    """attention: attributes (a number, or a tuple of them) that count inner things, each with how many of those stay
-    together: ("num_heads", 1), ("split_size", head width)."""
+    """attention: attributes (a number, or a tuple of numbers) that count heads or their features. Each comes with the
+    number of heads or features that stay together: ("num_heads", 1), ("split_size", features of a head)."""
     key_counts: tuple[str, ...] = ()
     """attention: attributes that count key heads."""
     group_counts: tuple[str, ...] = ()
-    """attention: attributes that count the heads that share a key head."""
+    """attention: attributes that count the query heads of one key head."""
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that have, or like masks may have, values for every head; `grain` heads stay
+    """attention: arguments of its forward that have a dim of heads, or may have one, as masks; `grain` heads stay
     together."""
     heads: int = 0
-    """attention with `by_head`: how many heads there are."""
+    """attention: number of query heads over all ranks, for `by_head`."""
     kv_replicas: int = 1
-    """attention: how many ranks hold the same key head, because there are more ranks than key heads."""
+    """attention: number of ranks that hold the same key head; more than 1 if there are more ranks than key heads."""
     shared: bool = False
-    """colwise, norm: it belongs to keys or values that several ranks share. It is not split over these ranks, and its
-    gradient is the sum of theirs."""
+    """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). These ranks have equal parameters
+    and sum the gradients."""
     becomes: type[nn.Module] | None = None
-    """attention: the class that takes over, as a base in front of the module's own; it finds its `SplitContext`
-    and its projections as `self.sharding`."""
+    """attention: sharded class whose forward replaces the module's own, by becoming its first base class. The forward
+    finds `SplitContext` and projections in `self.sharding`. None leaves the module's forward."""
     norm: Norm | None = None
-    """norm: how it normalises."""
+    """norm: formula of the norm."""
     stream: int = 0
-    """block: how many features the hidden states have; 0 if a matrix that reads them shows it."""
+    """block: number of features of the hidden states over all ranks; 0 for other roles."""
     whole_features: bool = False
-    """block, embedding, single, rowwise: outside of the blocks hidden states have all features; see `detect.rules`.
-    head: it returns whole logits, as those are that cross to another stage of a pipeline."""
+    """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
+    head: True if it returns whole logits, because another stage of a pipeline gets them."""
     elsewhere: bool = False
-    """Another stage of the pipeline has its parameters: here it returns what was received, or nothing."""
+    """Any role: True if another stage of the pipeline has the parameters. The module then returns the tensors received
+    from that stage, or nothing."""
     inner: bool = False
-    """norm: over what lies within a pair, all heads of queries or of keys, which are cut as those are."""
+    """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads."""
 
     @property
     def returns_scores(self) -> bool:
-        """True if the module may return something for each of its heads besides the hidden states."""
+        """True if the module may return attention weights besides the hidden states."""
         return self.role == "attention" and self.becomes is None
 
     @property
     def cut(self) -> DimSplit:
-        """Split of the inner dim."""
+        """Constraint on the split of the inner dim: `sections` and `grain`."""
         return DimSplit(self.sections, self.grain)

@@ -1,7 +1,7 @@
-"""Derive the parts of a pipeline stage, and the sizes of hidden states, when other stages have the parameters.
+"""Derive the parts of a pipeline stage, and the sizes of its hidden states, from the parts of the whole model.
 
-A stage runs the whole model's forward, in which the pieces of other stages return what was received, or nothing. Their
-layout stays: what an embedding returns is split in the same way on every stage.
+A stage runs the whole model's forward. In it, modules of other stages return the tensors received from these stages, or
+nothing. The hidden states have the same layout on every stage.
 """
 
 import dataclasses
@@ -20,9 +20,7 @@ from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 
 def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
-    """Return how many features of the hidden states this rank has between blocks, and how many there are; 0, 0 without
-    blocks.
-    """
+    """Return the features of the hidden states between blocks: on this rank and in total; (0, 0) without blocks."""
     whole = max((part.stream for part in parts.values()), default=0)
     if not whole:
         return 0, 0
@@ -31,9 +29,7 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
 
 
 def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
-    """Return a function for the forward under way: how many tokens this rank has between blocks, and how many there
-    are; 0, 0 if they are not split.
-    """
+    """Return a function that returns a forward's tokens between blocks: on this rank and in total; (0, 0) if whole."""
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 
     def counts() -> tuple[int, int]:
@@ -44,7 +40,10 @@ def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[
 
 
 def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """Return the feature dim of the output of each module that makes hidden states, and of each module around one."""
+    """Return the feature dim (-1, or of channels) of the outputs of embeddings and patches, and of modules around them.
+
+    Modules with `whole_features` are left out. The result is by module name.
+    """
     found: dict[str, int] = {}
     for name, part in parts.items():
         if part.role in ("embedding", "positions", "patches") and not part.whole_features:
@@ -55,9 +54,9 @@ def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
-    """Return the parts of a model for a stage: those whose parameters other stages have are marked `elsewhere`.
+    """Return the parts of the whole `model` for the stage `module`; parts whose parameters it lacks are `elsewhere`.
 
-    Logits are split on the `last` stage only, which computes the loss. Other stages send them whole.
+    Only the `last` stage keeps logits split, because it computes the loss. Other stages send whole logits.
     """
     here, everywhere = _around_parameters(module), _around_parameters(model)
     found = {}
@@ -68,6 +67,6 @@ def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Mo
 
 
 def _around_parameters(module: nn.Module) -> set[str]:
-    """Return the names of a module's parameters, and of the modules around them."""
+    """Return the names of a module's parameters, and of the submodules around them."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return {holder for name in names for holder in (name, *enclosing(name))}

@@ -1,28 +1,29 @@
-"""A scheme of tensor parallelism as data.
+"""Data classes that describe a scheme of tensor parallelism: the layouts and collectives of each matrix product.
 
-For `Y[T,N] = X[T,K] · W[K,N]` every scheme in the field is a choice of three sets of axes. X is gathered over A, W over
-B, Y is reduced over C; the backward of a gather is a reduce-scatter and the reverse. So a `SchemeProduct` states A, B,
-C and where W is stored; a `Scheme` states the products of each part. One matmul carries all of them out, and nothing is
-written per scheme but its page in `schemes/`.
+Every known scheme computes `Y[T,N] = X[T,K] · W[K,N]` with three sets of axes: X is gathered over A, W is gathered over
+B, and Y is reduced over C. The backward of a gather is a reduce-scatter, and the reverse. So a `SchemeProduct` has A,
+B, C and the layout of W, and a `Scheme` has the products of all roles. One function, `core/matmul.py`, computes every
+product; each file in `schemes/` is one `Scheme`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 Axes = tuple[str, ...]
+"""Names of mesh axes, outermost first."""
 
 DIMS: Mapping[str, int] = {"rows": 0, "tokens": -2, "features": -1}
-"""The dims of an activation that a move names."""
+"""Dim of an activation for each name in `OperandLayoutMove.dim`."""
 
 
 @dataclass(frozen=True)
 class OperandLayoutMove:
-    """A collective on one operand, and its conjugate in the backward.
+    """Collective on one operand X, W or Y of a product, and the matching collective in the backward.
 
-    | axes   over which; () moves nothing
-    | dim    which dim it gathers or scatters: `rows` (dim 0), `tokens` (dim -2), `features` (dim -1) of an activation,
-    |        `out` or `in` of a weight. `none`: none is split. Every rank has the same X (and the backward sums its
-    |        gradients), or all get the whole sum Y (and the backward passes its gradient on)
+    | axes   the axes of the collective; () for no collective
+    | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2), `features` (dim -1)
+    |        of an activation; `out`, `in` of a weight. `none`: no dim is split. Then all ranks have the whole X, the
+    |        backward sums its gradient; or Y is all-reduced, and the backward leaves its gradient unchanged
     """
 
     axes: Axes = ()
@@ -30,15 +31,16 @@ class OperandLayoutMove:
 
 
 NOTHING = OperandLayoutMove()
+"""Move of an operand without a collective."""
 
 
 @dataclass(frozen=True)
 class SchemeProduct:
-    """Y = X·W: what is gathered and reduced, and where W (out, in) is stored.
+    """Product Y = X·W: the collectives on the operands, and the layout of the stored W (out, in).
 
-    out, within   the axes that split W's output and input features, outermost first
-    x, w, y       gather X, gather W, reduce Y
-    rows          the axes over which ranks hold other rows (or tokens) of Y: over them the bias's gradients are summed
+    | out, within   the axes that split W's output features, and W's input features
+    | x, w, y       the gather of X, the gather of W, the reduction of Y
+    | rows          the axes whose ranks have different rows (or tokens) of Y; the bias's gradient is summed over them
     """
 
     out: Axes
@@ -50,16 +52,17 @@ class SchemeProduct:
 
     @property
     def features(self) -> Axes:
-        """The axes that split the features of Y: of the output features of W, once it is gathered."""
+        """Axes that split the features of Y: the axes that split the output features of the gathered W."""
         return tuple(axis for axis in self.out if self.w.dim != "out" or axis not in self.w.axes)
 
 
 @dataclass(frozen=True)
 class SchemeLookup:
-    """An embedding: a product whose X selects rows of W (vocabulary, features), stored like the head's weight.
+    """Embedding of the vocabulary: the layout of its table W (vocabulary, features), and its collectives.
 
-    `w` gathers W's features (dim `in` of the head's weight); a rank looks up the part of the vocabulary it has, and
-    `y` adds the parts up.
+    | vocabulary, features   the axes that split the table, which is stored like the head's weight (out, in)
+    | w                      the gather of the table's features (dim `in` of the head's weight)
+    | y                      the sum of the embeddings; a rank has zeros for tokens of other parts of the vocabulary
     """
 
     vocabulary: Axes
@@ -70,12 +73,13 @@ class SchemeLookup:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The products of each part, and which axes split the activations.
+    """Layouts of a scheme of tensor parallelism: the products of each role, and the axes that split activations.
 
-    | stream, inner      the axes that split the features of the hidden states, and of what lies within a pair
-    | rows, inner_rows   the axes that split the rows of the batch there, besides `replicas`
+    | head               the product of roles `head` and `single`
+    | stream, inner      the axes that split the features of the hidden states; the inner features, inside a pair
+    | rows, inner_rows   the axes, besides `replicas`, that split the rows of the hidden states; the rows inside a pair
     | tokens             the axes that split the tokens of the hidden states
-    | kv_replicas        of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
+    | kv_replicas        the axes of `inner` whose ranks hold the same keys and values; see `schemes/kv_replicas.py`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme
     | experts            the axes that split the leading dim of weights (experts, out, in)
     """
@@ -95,5 +99,5 @@ class Scheme:
 
     @property
     def head_axes(self) -> Axes:
-        """The axes whose ranks have different heads or inner features, and equal copies of tensors from outside."""
+        """Axes whose ranks have different heads or rows inside a pair, and equal copies of tensors from outside."""
         return tuple(axis for axis in (*self.inner, *self.inner_rows) if axis not in self.rows)

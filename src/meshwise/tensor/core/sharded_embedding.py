@@ -1,7 +1,7 @@
-"""An embedding whose vocabulary, and under some schemes features, are split.
+"""Split an embedding over the vocabulary, and under some schemes over the features too.
 
-A rank looks up the numbers in its part of the vocabulary and has zeros for the others; the parts are summed. That is
-the product with one-hot rows, without the product.
+A rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum the results.
+The sum equals the product of one-hot rows with the table.
 """
 
 import functools
@@ -23,9 +23,10 @@ from meshwise.tensor.core.table_weight import TableWeight
 
 
 class SplitTable(BoundToRank):
-    """An embedding bound to this rank: call it with the numbers and what the rank has of the table.
+    """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
-    `shape`: of the full table, (vocabulary, features). While the model is `running`, its forward may multiply with it.
+    `shape`: shape of the full table, (vocabulary, features). `running` is True while the model runs; meanwhile
+    `ShardedEmbedding.weight` is a `TableWeight`.
     """
 
     def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
@@ -47,7 +48,7 @@ class SplitTable(BoundToRank):
 
     @property
     def placement(self) -> Placement:
-        """Placement of the table."""
+        """Placement of the table; its gradient is summed over the row axes that the lookup itself has not summed."""
         scheme = self.context.scheme
         return Placement(
             self.layout, (*scheme.replicas, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes))
@@ -59,7 +60,7 @@ class SplitTable(BoundToRank):
         model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
 
     def as_matrix(self, table: Tensor) -> Tensor:
-        """Return the table as a weight that a forward may multiply with."""
+        """Return this rank's part of the table as a `TableWeight`, with which a forward may multiply."""
         return TableWeight(table, size=self.shape, head=lambda x, part: self._head.logits(x, weight=part))
 
     @functools.cached_property
@@ -67,7 +68,7 @@ class SplitTable(BoundToRank):
         return Projection(self.context, part=Part("head"), shape=self.shape)
 
     def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
-        """Return the embedding, (…, local features), of (…) integers. Raises IndexError outside of the vocabulary."""
+        """Return the embeddings, (…, local features), of (…) token numbers; on a CPU, IndexError for wrong ones."""
         world, w = self.context.world, self._w
         if w.axes:
             arriving = gradient.all_gather(table, world=world, axes=w.axes, dim=1, sizes=w.sizes)
@@ -77,7 +78,7 @@ class SplitTable(BoundToRank):
         return self._added(parts.masked_fill((own < 0)[..., None], 0), self.context.scheme.embedding.y)
 
     def _own(self, numbers: Tensor) -> Tensor:
-        """Return the numbers as rows of this rank's part, -1 for numbers of other ranks."""
+        """Return the row of each number in this rank's part of the table, or -1 for rows of other ranks."""
         inside = (numbers >= 0) & (numbers < self.size)
         if numbers.device.type == "cuda":
             torch._assert_async(inside.all())
@@ -99,16 +100,16 @@ class SplitTable(BoundToRank):
 
 
 class ShardedEmbedding(nn.Embedding):
-    """An embedding that holds its part of the table; a base in front of the module's own class."""
+    """Embedding that holds this rank's part of the table; becomes a base class of the module's class."""
 
     sharding: SplitTable
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The parameter; while the model runs, or runs again in a backward, a `TableWeight`."""
+        """The parameter; a `TableWeight` during the model's forward and in a forward that the backward repeats."""
         parameter: Tensor = self._parameters["weight"]  # type: ignore[assignment]
         return self.sharding.as_matrix(parameter) if self.sharding.running or in_backward() else parameter
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Compute as the original class does, on this rank's part."""
+        """Return the embeddings of token numbers `input`, with this rank's features."""
         return self.sharding(input, self._parameters["weight"])  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
-"""torch's MultiheadAttention on the heads of one rank.
+"""Compute torch's MultiheadAttention on the heads of one rank.
 
-It keeps q, k and v as its own parameters instead of linear layers, and passes all of them to one functional, in eval
-mode to a fused kernel. None of these knows about ranks. So its forward is written again over two projections, with the
-same arguments, masks and results:
+torch's class holds the matrices of q, k and v as parameters, not as linear layers. It passes them to one functional, or
+in eval mode to a fused kernel, and neither can be split. So the forward here is a new one over two projections, with
+the arguments, masks and results of torch's forward:
 
     query, key, value ── in_proj (colwise) ── heads of this rank ── out_proj (rowwise)
 
-L and S are the lengths of queries and keys, N the rows, E this rank's features, H its heads, D the width of a head.
+L and S are the numbers of query and key tokens, N the rows, E and H this rank's features and heads, D a head's width.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 
 @dataclass(frozen=True)
 class MultiheadSharding(BoundToRank):
-    """The state of an attention on this rank: its context, and the projections of its matrices by name."""
+    """State of an attention on this rank: the context of the split model, and the projections by parameter name."""
 
     context: SplitContext
     projections: Mapping[str, Projection]
@@ -38,7 +38,7 @@ _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of torch's forward."""
+    """Arguments of torch's forward, with torch's defaults."""
 
     self: nn.Module
     query: Tensor
@@ -52,7 +52,7 @@ class _Call:
 
 
 class ShardedMultiheadAttention(nn.MultiheadAttention):
-    """torch's attention on the heads of this rank, which `num_heads` counts; a base in front of the module's class."""
+    """torch's attention on this rank's heads (`num_heads` of them); becomes the first base of the module's class."""
 
     sharding: MultiheadSharding
 
@@ -62,7 +62,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return False
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Compute as torch's class does, with the same arguments, on this rank's features."""
+        """Return torch's results for torch's arguments: the output, and the attention weights of all ranks' heads."""
         call = _Call(**_SIGNATURE.bind(self, *args, **kwargs).arguments)
         batched = call.query.dim() == 3
         q, k, v = self._project(call.query, call.key, call.value)
@@ -110,7 +110,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return keys and values, (N, S, E), with what the module appends to each sequence, and how many it appends."""
+        """Return (N, S, E) keys and values with the tokens that the module appends, and the number of these tokens."""
         length = k.size(1)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat((k, self.bias_k.expand(k.size(0), 1, -1)), dim=1)
@@ -120,9 +120,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return k, v, k.size(1) - length
 
     def _mask(self, call: _Call, *, like: Tensor, appended: int) -> Tensor | None:
-        """Return both masks as one that is added to the scores, (N or 1, H or 1, L or 1, S); None when there is
-        none.
-        """
+        """Return one mask to add to the scores, (N or 1, H or 1, L or 1, S), from both masks; None without masks."""
         masks, context = [], self.sharding.context
         given, padding = (
             None if mask is None else sum_gradient_over_heads(mask, context=context)
@@ -163,7 +161,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Return the output of attention and its weights."""
+    """Return the output of attention, (N, H, L, D), and its weights, (N, H, L, S)."""
     scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)
     weights = functional.softmax(scores if mask is None else scores + mask, dim=-1)
     weights = functional.dropout(weights, dropout) if dropout else weights
@@ -171,7 +169,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: fl
 
 
 def _added(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to scores: -inf where a boolean mask is true."""
+    """Return `mask` as numbers to add to scores: -inf where a boolean mask is True."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

@@ -1,10 +1,11 @@
-"""LayerNorm and RMSNorm over features that are split.
+"""Compute LayerNorm, RMSNorm and batch norms over features that are split over ranks.
 
-A norm needs the mean and the variance over all features of a token; a rank has some. A sum of squares loses the
-variance where the mean is large. So every rank contributes the mean and the squared deviations of its own features,
-combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 in the backward; 1 and 1 for RMSNorm.
+LayerNorm needs the mean and the variance over all features of a token, and a rank has only some features. A sum of
+squares would lose the variance where the mean is large. So each rank sends the mean and the variance of its own
+features, and these are combined exactly (Chan, Golub and LeVeque, 1979). It sends 2 numbers per token in the forward
+and 2 in the backward. RMSNorm sends 1 and 1, because it needs only the mean of squares.
 
-    x̂ = (x - mean) / σ       dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight       RMSNorm: no means
+    x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight    RMSNorm: no mean, mean(g)
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from meshwise.tensor.core.split_context import BoundToRank
 
 @dataclass(frozen=True)
 class SplitNorm(BoundToRank):
-    """A norm bound to this rank: the axes that split the features, and how many each rank along them has."""
+    """LayerNorm or RMSNorm on this rank: its formula, the axes that split the features, and each rank's size."""
 
     world: World
     axes: Axes
@@ -33,17 +34,17 @@ class SplitNorm(BoundToRank):
     norm: Norm
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the norm of `x`, (…, local features)."""
+        """Return the normalised `x`, (…, local features), in its dtype; `weight` and `bias` are this rank's part."""
         wide = x.to(self.norm.statistics or (x.dtype if x.element_size() >= 4 else torch.float32))
         if wide.dtype == x.dtype or self.norm.centred:
             result: Tensor = _Normalise.apply(wide, weight, bias, self)
             return result.to(x.dtype)
-        # An RMSNorm that computes in float32 rounds the result before it multiplies by the gain.
+        # An RMSNorm with statistics in float32 rounds the result to the input's dtype before it multiplies by the gain.
         normalised: Tensor = _Normalise.apply(wide, None, None, self)
         return normalised.to(x.dtype) if weight is None else weight * normalised.to(x.dtype)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean (0 when not centred) and the mean squared deviation from it of each token, (…, 1)."""
+        """Return mean and variance of each token over all features, (…, 1); for RMSNorm 0 and the mean square."""
         total = sum(self.sizes)
         own = torch.stack((x.mean(-1), x.var(-1, correction=0))) if self.norm.centred else x.square().sum(-1)[None]
         if not self.norm.centred:
@@ -59,12 +60,12 @@ class SplitNorm(BoundToRank):
 
 
 class ShardedNorm(nn.Module):
-    """A norm that holds its part of weight and bias; a base in front of the module's own class."""
+    """Norm that holds this rank's part of weight and bias; becomes the first base class of the module's class."""
 
     sharding: SplitNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute as the original class does, on this rank's part."""
+        """Return the norm of this rank's features `x`, with statistics over all features."""
         norm = self.sharding.norm
         stored = self._parameters.get(norm.gain)
         gain = stored + norm.offset if stored is not None and norm.offset else stored
@@ -98,7 +99,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
-    """Start the means of the backward (formula at the top of the file), and return a function that returns dx."""
+    """Start the all-reduce of the means in the formula of dx, and return a function that waits and returns dx."""
     sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
     means = torch.stack(sums)
     reducing = split.world.all_reduce(means, axes=split.axes)
@@ -116,9 +117,7 @@ def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm)
 
 @dataclass(frozen=True)
 class SplitStatistics(BoundToRank):
-    """Running statistics of a batch norm, bound to this rank: the axes that split the features, and each rank's number
-    of features.
-    """
+    """Split of a batch norm's features: the axes, and each rank's size; its running statistics stay whole."""
 
     world: World
     axes: Axes
@@ -126,9 +125,7 @@ class SplitStatistics(BoundToRank):
 
     @contextlib.contextmanager
     def narrowed(self, norm: nn.Module) -> Iterator[None]:
-        """Narrow the running statistics to this rank's features within the block; afterwards they cover all features
-        again.
-        """
+        """Narrow the running statistics to this rank's features inside the block; in training, gather them then."""
         whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
         parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
         norm._buffers.update(parts)
@@ -141,12 +138,12 @@ class SplitStatistics(BoundToRank):
 
 
 class ShardedBatchNorm(nn.Module):
-    """A batch norm of this rank's features; a base in front of the module's own class."""
+    """Batch norm over this rank's features; becomes the first base class of the module's class."""
 
     sharding: SplitStatistics
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Compute as the original class does, on this rank's part."""
+        """Return the batch norm of this rank's features, and update the running statistics in training."""
         with self.sharding.narrowed(self):
             output: Tensor = super().forward(input)
         return output

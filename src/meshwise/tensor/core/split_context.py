@@ -1,4 +1,4 @@
-"""The state that all modules of one split model share: world, scheme, sizes and gathers of the forward under way."""
+"""State that all modules of a split model share: world, scheme, and the sizes and gathers of the current forward."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from meshwise.tensor.core.tensor_origins import TensorOrigins
 
 
 class BoundToRank:
-    """State of a split module on this rank: the world, sizes and moves. Deep copies of the module share it."""
+    """Base class of the state `sharding` of a split module; deep copies of the module share the state."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
@@ -26,23 +26,22 @@ class BoundToRank:
 
 @dataclass
 class ShardSizes:
-    """Sizes of all ranks' parts in the forward under way, where a rank's own part does not show them; None means equal
-    parts.
+    """Sizes of all ranks' parts in the current forward; a `RememberedState`, restored when a forward is repeated.
 
-    | rows     of the batch, of each rank along the axis that gathers them
-    | tokens   of the sequence, of each rank along the axes that split them
+    | rows     rows of the batch of each rank along the axis that gathers rows (3D); None for equal numbers
+    | tokens   tokens of each rank along the axes that split tokens; None if tokens are not split or not known yet
     """
 
     rows: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
 
     def here(self) -> "ShardSizes":
-        """Return the sizes of the forward under way, for `at`."""
+        """Return a copy of the current sizes, for `at`."""
         return dataclasses.replace(self)
 
     @contextlib.contextmanager
     def at(self, place: "ShardSizes") -> Iterator[None]:
-        """Restore the sizes of `place` inside the block, while a part of that forward is repeated."""
+        """Set the sizes of `place` inside the block, where a part of an earlier forward is repeated."""
         left = self.here()
         self.rows, self.tokens = place.rows, place.tokens
         try:
@@ -53,10 +52,11 @@ class ShardSizes:
 
 @dataclass
 class SharedGather:
-    """Last gathered input, for the matrices that have yet to read it.
+    """Last gathered input, kept until all matrices that read this input have taken it.
 
-    Which tensor a matrix reads shows when it is called. The first reader gathers it, or the module around the readers
-    does so at its entry. Later readers of the same tensor, or of its gathered form, find it here.
+    The input is gathered by the first matrix that reads it, or at the entry of the module around the matrices. Later
+    matrices get it by `take`, which compares their input with `part` (this rank's part, at `version`) and with the
+    gathered tensor. `readers`: number of matrices that will still take it.
     """
 
     part: Tensor | None = None
@@ -65,12 +65,12 @@ class SharedGather:
     readers: int = 0
 
     def put(self, part: Tensor, *, operand: MatmulInput, readers: int) -> None:
-        """Keep the gathered `operand` of `part` for `readers` matrices."""
-        if readers and not part.is_inference():  # whose changes nobody counts
+        """Keep the gathered `operand` of `part` for `readers` matrices; tensors of inference mode are not kept."""
+        if readers and not part.is_inference():  # inference tensors have no version
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
 
     def take(self, x: Tensor) -> MatmulInput | None:
-        """Return the gathered operand of `x` for one of the matrices, or None when `x` is something else."""
+        """Return the kept operand if it was gathered from `x`, or is `x`; else None. The last reader releases it."""
         operand = self.operand
         if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
             return None
@@ -82,9 +82,10 @@ class SharedGather:
 
 @dataclass(frozen=True)
 class SplitContext:
-    """The world and the scheme of a split model, and the sizes and shared gathers of the forward under way.
+    """World and scheme of a split model, inside or outside of its blocks, and state of the current forward.
 
-    `streaming`: how operands are gathered. `origins`: whose gradients are summed at the end of the step.
+    `extents`: sizes of the ranks' parts. `streaming`: options of the gathers. `recall`: results kept for a repeated
+    forward. `origins`: finds gradients that the step sums.
     """
 
     world: World
@@ -100,16 +101,16 @@ class SplitContext:
         return self.world.group(axes).size if axes else 1
 
     def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:
-        """Return each rank's size along `axes` of a dim of `size` laid out by `layout`."""
+        """Return the local size of a dim of `size` for each rank along `axes`, in group order, under `layout`."""
         mesh, ranks = self.world.mesh, self.world.group(axes).ranks if axes else (self.world.rank,)
         return tuple(layout.local_shape((size,), mesh=mesh, rank=rank)[0] for rank in ranks)
 
     def own(self, layout: Layout, *, size: int) -> int:
-        """Return this rank's size of a dim of `size` laid out by `layout`."""
+        """Return this rank's local size of a dim of `size` under `layout`."""
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 
     def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
-        """Return the collective of a scheme's move on an activation; `features`: each rank's, if it moves features."""
+        """Return a scheme's move of an activation with the ranks' sizes; `features`: sizes for a move of features."""
         if self.degree(move.axes) == 1:
             return OperandMove()
         if move.dim == "none":
@@ -118,7 +119,7 @@ class SplitContext:
         return OperandMove(move.axes, DIMS[move.dim], sizes)
 
     def unflatten(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
-        """Return `x` with a dim for rows and one for tokens, if the model flattened them and the product moves one."""
+        """Return `x` of (rows · tokens, features) as (rows, tokens, features), if `product` moves rows or tokens."""
         if x.dim() != 2:
             return x
         if product.x.dim == "rows" and (rows := self.extents.rows) is not None:
@@ -130,23 +131,23 @@ class SplitContext:
         return x
 
     def take_features(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return this rank's features of hidden states `x` that have all of them; `sizes`: features per rank."""
+        """Return this rank's features of hidden states `x` with all features, else `x`; `sizes`: each rank's number."""
         if len(sizes) == 1 or x.size(-1) != sum(sizes):
             return x
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def gather_features_of(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return all features of the hidden states `x`, for equal use on every rank."""
+        """Return the hidden states `x` with all features, for equal use on all ranks; `sizes`: each rank's number."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def stream_sizes(self, features: int) -> tuple[int, ...]:
-        """Return how many features of the hidden states each rank has along the axes that split them."""
+        """Return each rank's number of features of the hidden states, which have `features` features in total."""
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
     def gather_shared(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
-        """Return `x` gathered, and keep it for `readers` more matrices."""
+        """Gather `x` as `moved` describes, keep it for `readers` further matrices, and return it as an operand."""
         if not moved.axes:
             return MatmulInput(x)
         sent, gathering = travelling(x), None

@@ -1,9 +1,9 @@
-"""Logits that are split over the vocabulary and look whole.
+"""Tensor of logits that has the shape of the whole logits and holds this rank's part of the vocabulary.
 
-A user's loss is written for whole logits, the largest tensor of a language model. `SplitLogits` has their shape and
-holds this rank's part. What does not touch the vocabulary (a view of the leading dims, a slice, a conversion) keeps it
-split, and the cross-entropy is computed where the parts lie. Any other function gets whole logits, gathered once:
-correct, and as large as they are.
+A user's loss is written for whole logits, the largest tensor of a language model. `SplitLogits` has their shape.
+Functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep it split. The cross-entropy
+and the argmax are computed from the parts. Any other function gets whole logits, gathered once: this is correct, but
+takes the memory of whole logits.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,12 @@ from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySpli
 
 
 class SplitLogits(GlobalShapeTensor):
-    """Logits split over the vocabulary: this rank's part, as a tensor of the full shape.
+    """Logits of the full shape, of which a rank holds its classes; autograd goes through the part `local`.
 
-    `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: the logits
-    were written to; they are whole from then on. `derived`: made from others, whose memory they may share.
+    | vocabulary          the split of the classes over ranks
+    | dim_of_vocabulary   the dim of the classes, 0 or more
+    | altered             True after an in-place write, which gathers the logits; functions use the whole logits then
+    | derived             True for a view or conversion of other logits, which may share memory with them
     """
 
     vocabulary: VocabularySplit
@@ -36,7 +38,7 @@ class SplitLogits(GlobalShapeTensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, *, vocabulary: VocabularySplit, dim: int = -1) -> "SplitLogits":
-        """`local`: its `dim` is as large as this rank's part of `vocabulary`."""
+        """Return split logits with this rank's part `local`, whose classes lie along `dim`."""
         shape = list(local.shape)
         shape[dim] = vocabulary.size
         self = cls.over(local, shape=shape)
@@ -48,9 +50,7 @@ class SplitLogits(GlobalShapeTensor):
         return self
 
     def whole(self) -> Tensor:
-        """Return the whole logits as an ordinary tensor, the same on every rank that shares the vocabulary (a
-        collective).
-        """
+        """Return the whole logits as an ordinary tensor, equal on all ranks of the vocabulary; gathers at first use."""
         if self._whole is None:
             words, dim = self.vocabulary, self.dim_of_vocabulary
             parts = gradient.replicate(self.local, world=words.world, axes=words.axes, dim=dim, sizes=words.sizes)
@@ -58,9 +58,7 @@ class SplitLogits(GlobalShapeTensor):
         return self._whole
 
     def write(self, func: Any) -> None:
-        """Gather the whole logits, because `func` writes to them. Raises RuntimeError where others would have to change
-        as well.
-        """
+        """Mark the logits as altered before `func` writes to them. Raises RuntimeError for a view or conversion."""
         if self.derived:
             raise RuntimeError(
                 f"{func.__name__} would write into a view or conversion of split logits; "
@@ -69,14 +67,14 @@ class SplitLogits(GlobalShapeTensor):
         self.altered = True
 
     def like(self, local: Tensor, *, dim: int | None = None) -> "SplitLogits":
-        """Return other logits with the same split."""
+        """Return logits derived from these, with the part `local` and the classes along `dim`; None: as before."""
         other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
         other.derived = True
         return other
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Stay split where that can be, else use whole logits."""
+        """Return a result that stays split if `func` allows it, else the result for the whole logits."""
         first = args[0] if args else given.get("input")
         if isinstance(first, SplitLogits):
             if func in OF_THE_PART:
@@ -99,7 +97,8 @@ def _writes(func: Any) -> bool:
     return name.endswith("_")
 
 
-# ---- what stays split: (logits, function, other arguments, named ones) to a result, None where it cannot stay --------
+# ---- handlers of functions on split logits: (logits, function, other arguments, keyword arguments) to a result -------
+# A handler returns None if these arguments need whole logits.
 
 
 def _element_by_element(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
@@ -109,7 +108,7 @@ def _element_by_element(x: SplitLogits, func: Any, args: tuple[Any, ...], given:
 
 
 def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
-    """Return logits of a shape whose last dim is the vocabulary as before."""
+    """Return logits of another shape, if the classes stay alone in the last dim."""
     shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
         return None
@@ -140,7 +139,7 @@ def _permuted(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str,
 
 
 def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str, Any]) -> SplitLogits | None:
-    """Return an index of the dims before the vocabulary, which is the last."""
+    """Return indexed logits, if the classes are the last dim and the index selects from the dims before it."""
     index = args[0] if isinstance(args[0], tuple) else args
     if x.dim_of_vocabulary != x.dim() - 1 or not all(
         isinstance(i, int | slice | Tensor | EllipsisType | None) for i in index
@@ -155,7 +154,7 @@ def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str,
 
 
 def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
-    """Return the argmax over the vocabulary: the first of the largest, as one process finds it."""
+    """Return the argmax over all classes: the first index among equal maxima, as in one process."""
     dim = given.get("dim", args[0] if args else None)
     if dim is None or dim % x.dim() != x.dim_of_vocabulary or len(args) > 1 or "keepdim" in given:
         return None

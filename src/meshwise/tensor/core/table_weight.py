@@ -1,10 +1,10 @@
-"""The weight of a split embedding, for a forward that multiplies with it: a head tied by use, not by registration.
+"""Weight of a split embedding, for a model whose forward computes the logits with the embedding's weight.
 
     return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
 
-No module is called there that could be split. So while the model runs, a split embedding returns its weight as a
-`TableWeight`. It has the full shape of the table, and a product with it is the product of a head, which leaves the
-logits split. Any other function of the weight raises an error: a rank has only its part of the rows.
+Such a forward calls no linear module that could be split. So while the model runs, a split embedding returns its weight
+as a `TableWeight`, a tensor of the table's full shape. Its product with the hidden states is split logits, as from a
+head. Other functions of its values raise ValueError, because a rank has only a part of the table.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,11 @@ _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm
 
 
 class TableWeight(GlobalShapeTensor):
-    """This rank's part of a table of `size` rows and features, as a tensor of the full shape.
+    """Embedding table in its full shape, of which a rank holds its part.
 
-    `head` computes this rank's logits from the hidden states and the part; `flipped`: the shape is (features, rows).
+    | size_of_table   (rows, features) of the full table
+    | head            function that returns split logits from the hidden states and the rank's part
+    | flipped         True if the tensor is the transposed table, (features, rows)
     """
 
     size_of_table: tuple[int, ...]
@@ -42,7 +44,7 @@ class TableWeight(GlobalShapeTensor):
     def __new__(
         cls, local: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], flipped: bool = False
     ) -> "TableWeight":
-        """`local`: this rank's part of a table of this `size`, in the table's order."""
+        """Return a table of `size` (rows, features) with the part `local`, which is never transposed."""
         self = cls.over(local, shape=size[::-1] if flipped else size)
         self.size_of_table, self.head, self.flipped = size, head, flipped
         return self
@@ -52,7 +54,7 @@ class TableWeight(GlobalShapeTensor):
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Return the head's product, or the transposed or converted table. Raises ValueError for other functions."""
+        """Return logits, the transposed or converted table, or a property of it; ValueError for other functions."""
         if func is functional.linear:
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **given}
             args = (given["input"], given["weight"])

@@ -1,14 +1,14 @@
-"""Find over which axes the gradient of a tensor is already summed by what the tensor was computed from.
+"""Find the axes over which the gradient of a tensor is summed already, from the graph that computed the tensor.
 
-Each rank uses an argument of an attention for its own heads. The gradients of all heads must be summed exactly once:
+Each rank uses an argument of an attention for its own heads. The gradients of all heads must be summed exactly once.
+Whether this module has to sum them depends on the origin of the argument:
 
-    | bias = outer                      from outside of the blocks, equal on all ranks: a copy sums in the backward
-    | bias = self.table(places)         a parameter of a block that all ranks have whole: its gradients, of each rank's
-    |                                   tokens or heads, are summed at the end of the step
-    | bias = copied * 2                 copied already, around this module
-    | value = first_block_value         made by a product: each rank has the heads that it made
+    | bias = outer                 equal on all ranks, from outside of the blocks: `gradient.copy` must sum
+    | bias = self.table(places)    from a parameter that all ranks have whole: the end of the step sums its gradient
+    | bias = copied * 2            from the output of a `gradient.copy` around this module, which sums
+    | value = first_block_value    from a matmul: each rank has only its own heads, and nothing is to be summed
 
-The nearest parameter, product or collective in the graph behind a tensor shows which case it is.
+The nearest parameter, matmul or collective in the graph behind the tensor decides the case.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from meshwise.tensor.core.scheme import Axes
 
 
 class TensorOrigins:
-    """The parameters of one model, and the axes over which the step sums the gradient of each."""
+    """Search of the graph behind a tensor; knows over which axes the step sums each parameter's gradient."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -31,18 +31,18 @@ class TensorOrigins:
         self._summed: dict[Tensor, Axes] = {}
 
     def follow(self, model: nn.Module, *, placed: Mapping[str, Placement]) -> None:
-        """Read the placements of a model's parameters: `placed` has every parameter, by all of its names."""
+        """Set the model and its parameters' placements, and register a hook; `placed` has all names of a parameter."""
         self._model, self._placed = model, placed
         # an engine may have replaced the parameters since the last forward
         model.register_forward_pre_hook(lambda *_: self._summed.clear(), prepend=True)
 
     def unsummed(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Return the axes of `axes` over which nothing behind `x` sums its gradient."""
+        """Return the members of `axes` over which the gradient of `x` is not summed yet."""
         summed = self._summed_behind(x, axes=axes)
         return tuple(axis for axis in axes if axis not in summed)
 
     def _summed_behind(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Return the axes over which the nearest parameter, product or collective behind `x` sums gradients."""
+        """Return the axes over which the nearest parameter, matmul or collective behind `x` sums gradients."""
         if x.is_leaf:
             return self._at_leaf(x)
         waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
@@ -59,7 +59,7 @@ class TensorOrigins:
         return ()
 
     def _at_leaf(self, x: Tensor) -> Axes:
-        """Return the axes of a parameter; none of a tensor from another stage, or of a repeated forward."""
+        """Return the axes over which the step sums the gradient of leaf `x`; () if `x` is no parameter."""
         if not self._summed and self._model is not None:
             named = self._model.named_parameters(remove_duplicate=False)
             self._summed = {value: self._placed[name].summed for name, value in named if name in self._placed}
@@ -67,7 +67,7 @@ class TensorOrigins:
 
 
 def _summed_by(node: Node, *, axes: Axes) -> Axes | None:
-    """Return the axes over which a product or a collective sums gradients; None for any other node."""
+    """Return the axes over which a matmul or a collective sums gradients; None for any other node."""
     operation = getattr(node, "operation", None)
     if isinstance(operation, MatmulCollectives):
         replicated = operation.y.axes if operation.y.dim is None else ()

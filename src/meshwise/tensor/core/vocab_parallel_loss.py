@@ -1,14 +1,14 @@
-"""Cross-entropy of logits that are split over the vocabulary.
+"""Compute the cross-entropy of logits that are split over the vocabulary.
 
-Of each token a rank has some of the logits. What the loss needs of all of them are two numbers a token, three with
-label smoothing, so those travel (one all-gather) and the logits stay:
+A rank has some of the classes of every token. From its classes each rank computes two numbers per token, three with
+label smoothing. One all-gather exchanges these numbers, and the logits are not sent:
 
     each rank:  log Σ exp(its logits),  the target's logit if it has it,  Σ w · its logits
 
     loss = w[target] · (log Σ exp(all logits) - target's logit), and with label smoothing ε over V classes
            (1 - ε) · loss + ε/V · Σ_v w_v (log Σ exp(all logits) - logit_v)
 
-The gradient of a rank's logits needs no other rank: softmax minus one-hot, where this rank has the target.
+The gradient of a rank's logits needs no communication: the softmax, minus one at the target if this rank has it.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from meshwise.comm.api.world import World
 
-# Elements worked on at a time.
 _BLOCK = 256 << 10
+"""Elements that are processed at a time on a CPU."""
 _GPU_BLOCK = 1 << 25
+"""Elements that are processed at a time on a GPU."""
 
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """Split of the classes: this rank's begin at `first`; `sizes` are each rank's along `axes`."""
+    """Split of the classes over `axes`; `sizes`: each rank's number of classes, in group order."""
 
     world: World
     axes: tuple[str, ...]
@@ -40,13 +41,13 @@ class VocabularySplit:
 
     @property
     def first(self) -> int:
-        """The first class of this rank."""
+        """Index of this rank's first class."""
         return sum(self.sizes[: self.world.group(self.axes).index])
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of `torch.nn.functional.cross_entropy`."""
+    """Options with the names and meanings of `torch.nn.functional.cross_entropy`; `weight` is for all classes."""
 
     weight: Tensor | None = None
     ignore_index: int = -100
@@ -56,7 +57,9 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class _How:
-    """`counts`: 1 for a target that counts, else 0. `weights`: of this rank's classes; `total`: the sum of all."""
+    """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: this rank's weights
+    of classes. `total`: the sum over all classes.
+    """
 
     vocabulary: VocabularySplit
     smoothing: float
@@ -66,10 +69,11 @@ class _How:
 
 
 def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit, options: LossOptions) -> Tensor:
-    """Return the cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
+    """Return the cross-entropy in nats of (N, …, local classes) logits for (N, …) integer targets.
 
-    The result is equal on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`,
-    else a scalar. Raises ValueError for targets of another shape, IndexError for a target that is no class.
+    The result is equal on all ranks of the vocabulary. Its shape is (N, …) for reduction `none`, else it is a scalar.
+    Raises ValueError for targets or weights of another shape or an unknown reduction, and IndexError for a target that
+    is no class; on CUDA a device-side assertion fails instead.
     """
     if local.shape[:-1] != target.shape:
         raise ValueError(
@@ -107,7 +111,7 @@ def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses (…) of logits (…, local classes), for (…) classes and their scales (0: ignored)."""
+    """Autograd function: losses (…) of logits (…, local classes), for (…) target classes and factors (0: ignored)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, classes: Tensor, scale: Tensor, how: _How) -> Tensor:
@@ -145,9 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _log_sum(local: Tensor) -> Tensor:
-    """Return the log Σ exp over the last dim, at least float32, a few rows at a time: nothing as large as `local` is
-    made.
-    """
+    """Return log Σ exp over the last dim, at least in float32; works in blocks of rows to save memory."""
     rows = local.reshape(-1, local.size(-1))
     result = rows.new_empty(rows.size(0), dtype=_wide(local.dtype))
     for part in _blocks(rows):
@@ -156,7 +158,7 @@ def _log_sum(local: Tensor) -> Tensor:
 
 
 def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
-    """Return the product factor · exp(local - log_sum), where factor and log_sum are per row."""
+    """Return factor · exp(local - log_sum); `factor` and `log_sum` have one number per row of `local`."""
     rows = local.reshape(-1, local.size(-1))
     result = torch.empty_like(rows)
     log_sums, factors = log_sum.reshape(-1, 1), factor.reshape(-1, 1)
@@ -166,7 +168,7 @@ def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Return slices of rows that stay in a CPU's cache between two operations; a GPU needs larger ones to be filled."""
+    """Return slices of rows: on a CPU small enough for its cache, on a GPU large enough to fill the device."""
     step = max(1, (_BLOCK if rows.is_cpu else _GPU_BLOCK) // max(1, rows.size(1)))
     return [slice(start, start + step) for start in range(0, rows.size(0), step)]
 

@@ -1,1 +1,1 @@
-"""Detection of the part of each module of a plain model: matrices, the pairs they form, heads, norms."""
+"""Detection of the role that each module of a plain model has in tensor parallelism, such as matrix or norm."""

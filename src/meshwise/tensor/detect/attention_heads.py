@@ -1,12 +1,12 @@
 """Find the heads of an attention: their number, their width, and the attributes that count them.
 
-Ranks share whole heads. So for every matrix of an attention three things must be known: how many features stay
-together, the order of q, k and v in a fused one, and the numbers in the forward that count heads. After the split, a
-forward with `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
+Every rank gets whole heads. So three facts about an attention are needed: the features that stay together in each
+matrix (the grain), the order of q, k and v in a fused matrix, and the attributes that count heads. The split changes
+these attributes. Then a forward with `q.view(batch, -1, self.num_heads, self.head_width)` reads the heads of its rank.
 
-    | queries      heads x width, cut so that the queries of one key head stay together
-    | keys, values key_heads x width
-    | output       as the queries
+    | queries      heads x width features, split so that all queries of one key head stay together
+    | keys, values key_heads x width features
+    | output       reads the features of the queries, and is split like them
 """
 
 import ast
@@ -39,7 +39,7 @@ _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of one attention."""
+    """Numbers of query heads (`count`) and of key heads of one attention, and the features of a head (`width`)."""
 
     count: int
     key_count: int
@@ -47,21 +47,21 @@ class AttentionHeads:
 
     @property
     def features(self) -> int:
-        """Features of all heads: what the output matrix reads."""
+        """Features of all query heads, which the output matrix reads."""
         return self.count * self.width
 
     @property
     def keys(self) -> int:
-        """Features of all key heads: what the matrices of keys and of values write."""
+        """Features of all key heads, which the matrix of keys writes, and the matrix of values too."""
         return self.key_count * self.width
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.count // self.key_count
 
     def kv_replicas(self, degree: int) -> int:
-        """Return how many of `degree` ranks hold the same key head; 0 when they cannot share the heads evenly."""
+        """Return how many of `degree` ranks hold the same key head; 0 if the ranks cannot get equal shares."""
         if self.key_count >= degree:
             return 1
         ranks, left = divmod(degree, self.key_count)
@@ -70,34 +70,35 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """Sharing of the heads of an attention by the ranks of a plan."""
+    """Properties of a plan that limit how attentions are split."""
 
     ranks: int
-    """The number of ranks that share the heads."""
+    """Number of ranks over which the heads of an attention are split."""
     rows_stay: bool
-    """True if ranks have the rows of the hidden states inside a pair too. Under 3d they have other rows: the input is
-    not gathered for all linears at once, and ranks cannot hold the same key head, because their axis splits rows."""
+    """True if a rank has the same rows of the batch in the hidden states and inside a pair; False for 3d. Then every
+    linear gathers its input separately, and no two ranks hold the same key head."""
 
     @classmethod
     def of(cls, plan: Plan) -> "HeadSharing":
-        """Return how a plan shares heads. Raises ValueError for a plan with `dp=auto`."""
+        """Return the properties of `plan`. Raises ValueError for a plan with `dp=auto`."""
         mesh = plan.mesh()
         ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
         return cls(ranks, rows_stay=plan.tp_mode != "3d")
 
 
 def counts_heads(module: nn.Module) -> bool:
-    """Return whether the module itself keeps a count of heads."""
+    """Return whether an attribute of the module itself, with one of the names HEADS, counts heads."""
     return any(_is_count(vars(module).get(name)) for name in HEADS)
 
 
 def find_heads(
     homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
 ) -> AttentionHeads | None:
-    """Return the heads of a branch: its colwise matrices write `firsts` features, its rowwise one reads `features`.
+    """Return the heads of a group of matrices, or None if the matrices do not look like an attention.
 
-    The first module that counts heads decides: one of `homes`, which hold the matrices, then one `around` them. Return
-    None when the sizes do not fit an attention with these heads.
+    `homes`: the modules that hold the matrices. `around`: the modules that enclose the first of them. `firsts`: the
+    output features of each colwise matrix. `features`: the input features of the rowwise matrix. Counts of heads are
+    read from the attributes and configurations of `homes`, then of `around`; the first count that fits the sizes wins.
     """
     for module in (*homes, *around):
         own, read = vars(module), _numbers(module)
@@ -119,12 +120,12 @@ def find_heads(
 
 
 def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width: int) -> str | None:
-    """Return the order of the features of a fused matrix: "sections" (all of q, then k, then v), "interleaved" (head by
-    head) or None if unknown.
+    """Return the order of the output features of the fused matrix `owner.<child>`.
 
-    The order follows from a known class, from section sizes (in features or in heads) that the module keeps as a tuple,
-    or from the use of the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`, `[...,
-    :size]`.
+    "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
+    each section; `width`: features of a head. Evidence is a known class, an attribute (tuple or list) with the section
+    sizes in features or in heads, or the forward's use of the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`,
+    `.view(..., 3, heads, width)`, `[..., :size]`.
     """
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
@@ -136,7 +137,10 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
-    """Return the sizes of the sections that a colwise matrix of an attention writes, if they follow each other."""
+    """Return the section sizes of a colwise matrix from its output size, assuming q, k, v one after the other.
+
+    An output of another size than q, k or v or all three is taken as sections as large as k.
+    """
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
     return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
@@ -145,7 +149,11 @@ def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ..
 def cut_by_rule(
     matrix: MatrixModule, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the sections and the grain that a rule states. Raises ValueError when they do not fit the matrix."""
+    """Return the sections (() for one) and the grain, in features, that a rule states for a matrix.
+
+    `given`: options of the rule. `sections`: section sizes by the matrix's structure, used if the rule states as many;
+    else sections are equal. `default`: the grain if the rule states none. Raises ValueError if they do not fit.
+    """
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
     if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
@@ -156,9 +164,10 @@ def cut_by_rule(
 
 
 def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
-    """Return the attributes of a module that count query heads or their features, each with how many stay together.
+    """Return the attributes that count query heads or their features, each with the number that stays together.
 
-    `group` query heads stay together. An attribute of a configuration that the forward reads is "config.num_heads".
+    `group`: query heads that stay together. An attribute of a configuration is written as "config.num_heads", and is
+    returned only if the forward reads it.
     """
     found = []
     for name, value in _numbers(module).items():
@@ -182,7 +191,7 @@ def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, 
 
 
 def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
-    """Set an attribute of a module to `count`. If it is in a configuration, the module gets a copy of that."""
+    """Set `attribute` of a module to `count`; for "config.NAME", the module first gets its own copy of `config`."""
     holder, _, name = attribute.rpartition(".")
     owner: Any = module
     if holder:
@@ -192,14 +201,14 @@ def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers among a module's attributes, and those its forward reads as `config.name`."""
+    """Return all attributes of a module by name, and as "config.NAME" the fields of a configuration it reads."""
     own = vars(module)
     read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
     return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
 
 
 def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
-    """Return how many of the heads or features that `number` counts stay together; 0 when it counts something else."""
+    """Return how many of the heads or features that `number` counts stay together; 0 if it counts neither."""
     if type(number) is not int:
         return 0
     if name in HEADS and number == heads.count:
@@ -210,7 +219,7 @@ def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
 
 
 def _fields(configuration: Any) -> Mapping[str, Any]:
-    """Return the fields of a configuration, whether it is a mapping or an object."""
+    """Return the fields of a configuration, a mapping or an object, by name; none for anything else."""
     if isinstance(configuration, Mapping):
         return configuration
     return vars(configuration) if isinstance(getattr(configuration, "__dict__", None), dict) else {}
@@ -223,7 +232,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the first count under one of the names, or of a tuple (heads, key_heads, key_heads) its first number."""
+    """Return the first count under one of `names`, or 0; of a tuple (heads, key_heads, key_heads) its first number."""
     for name in names:
         value = source.get(name)
         if isinstance(value, tuple | int) and _is_count(value):
@@ -240,23 +249,23 @@ def _key_count(source: Mapping[str, Any]) -> int:
 
 
 def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
-    """Return the key heads of three matrices if two are equal and smaller, k and v."""
+    """Return [key heads] for three matrices whose two smallest, k and v, have equal sizes; else []."""
     smaller = sorted(firsts)[:2]
     return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
 
 
 def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
-    """Return whether matrices of these sizes are the q, k and v of these heads.
+    """Return whether matrices with `firsts` output features can be the q, k and v of these heads.
 
-    The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must add up to three times
-    the features, unless the heads are `sure`.
+    The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must also add up to three
+    times the features of the heads. `sure` skips this test: the module that holds the matrices counts the heads.
     """
     adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
 
 
 def _split_children(kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the names of children whose output a forward splits, in the same expression or by a name it gave it."""
+    """Yield the names of children whose output the forward splits, directly or through a variable."""
     try:
         tree = source_of(inspect.unwrap(kind.forward))
     except (OSError, SyntaxError, TypeError):
@@ -273,12 +282,12 @@ def _split_children(kind: type[nn.Module]) -> Iterator[str]:
 
 
 def _order_key(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
-    """Return a sort key of a statement's place in a forward without branches; an assignment comes after its value."""
+    """Return a sort key for a node: its end in the source, an assignment after its value."""
     return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
 
 
 def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
-    """Return NAME of an expression `self.NAME(...)`, also behind a variable or a conversion, or None."""
+    """Return NAME of an expression `self.NAME(...)`, also through a variable or a conversion, or None."""
     if isinstance(node, ast.Name):
         return given.get(node.id)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -289,9 +298,7 @@ def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None
 
 
 def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
-    """Return the expression that is split into sections or heads, by `.split`, `.chunk`, a view or `[..., start:stop]`,
-    or None.
-    """
+    """Return the expression that `node` splits by `.split`, `.chunk`, a view or `[..., start:stop]`, or None."""
     if isinstance(node, ast.Subscript):
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
         of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis

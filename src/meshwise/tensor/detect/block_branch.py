@@ -1,24 +1,25 @@
-"""Find the matrices of a block that form a pair.
+"""Find the branches of a block: the matrices that read the hidden states, and the one that writes to them.
 
-A transformer block adds branches to hidden states of one width:
+A transformer block adds the outputs of branches (attention, MLP) to hidden states of one width:
 
     hidden states ──┬── colwise ──┬── (heads, activation: between the two nothing mixes features) ── rowwise ──┬── +
                     └── colwise ──┘                                                                            │
     hidden states ─────────────────────────────────────────────────────────────────────────────────────────────┘
 
-The colwise matrices of a branch read the hidden states, the rowwise one writes them, and between them every feature,
-or every head, is independent. So ranks can share the features and communicate only at the end. Sizes show the role of
-most matrices: one that reads the width and writes another size is colwise, the reverse is rowwise. A square one can be
-either: the queries and the output of an attention usually are. Then the order of registration decides: a branch ends at
+The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature, or
+every head, is independent, so ranks split the features and communicate only at the ends. The sizes show the role of
+most matrices: a rowwise matrix writes the width of the hidden states, a colwise matrix another size. A square matrix
+can be either, as the queries and the output of most attentions. Then the order of registration decides: a branch ends
+at
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
-    | a square after one that is colwise by its sizes    qkv 8x24, output 8x8
+    | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
     | the fourth of four squares, in attention           q, k, v, output
-    | the second of two squares, elsewhere               an MLP whose hidden size is the width
+    | the second of two squares, otherwise               an MLP whose hidden size is the width
 
-at the end of the module that holds them (q, k and v may be in one module and the output in the next), or where another
-branch begins. A gate may be registered behind the rowwise matrix, if its module holds nothing else. What the user or
-the model declares takes precedence.
+The two rules for squares apply at the end of the module that holds the matrices, or where the next branch begins: q, k
+and v may be in one module and the output in the next. The colwise matrices may also be registered after the rowwise
+matrix, if their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
 """
 
 from collections import Counter
@@ -36,28 +37,29 @@ _SQUARES_OF_MLP = 2
 
 @dataclass(frozen=True)
 class BlockBranch:
-    """The matrices that read the hidden states, and the one that writes them."""
+    """Matrices of one attention or MLP: colwise ones read the hidden states, the rowwise one writes them."""
 
     colwise: tuple[MatrixModule, ...]
     rowwise: MatrixModule
 
     @property
     def names(self) -> list[str]:
-        """Names of its matrices."""
+        """Names of the colwise matrices and the rowwise matrix."""
         return [matrix.name for matrix in (*self.colwise, self.rowwise)]
 
     @property
     def looks_like_attention(self) -> bool:
-        """True if the sizes fit an attention and little else."""
+        """True for three or more colwise matrices, or one that writes three times what the rowwise matrix reads."""
         writes = [matrix.outputs for matrix in self.colwise]
         return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
 
 
 def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
-    """Return the width of hidden states: the size that most matrices of the blocks use, and that is read and written.
+    """Return the width of the hidden states: the size that most matrices of the blocks read or write.
 
-    Among equals, as in blocks of one MLP each, prefer a size that is the last dim of parameters `outside` of the
-    blocks, then the first that is read. Return None if no size is both read and written.
+    Only sizes that some matrix reads and some matrix writes count. Of sizes with equally many uses, take one that is in
+    `outside` (last dims of parameters outside of the blocks), then the first that is read. Return None without such a
+    size.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -77,31 +79,31 @@ def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 @dataclass(frozen=True)
 class BlockReading:
-    """The facts about a model by which its blocks are searched for branches."""
+    """Search for the branches in a model's blocks."""
 
     width: int
-
+    """Number of features of the hidden states."""
     declared: Mapping[str, str]
-    """Stated roles by name: of matrices ("colwise", "rowwise", any other word for one in no branch) and of modules
-    ("attention", "whole")."""
+    """Roles by module name that the user or the model states. A matrix is "colwise" or "rowwise"; any other role keeps
+    it out of branches. Other modules may be "attention" or "whole"."""
     names: Collection[str]
-    """The first name of each module of the model. A module with several names is read once."""
+    """First name of each module of the model. A module with several names is read under this name only."""
 
     def branches(self, block: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[MatrixModule]]:
-        """Return the branches of a block called `name`, and the matrices that belong to none."""
+        """Return the branches of a block called `name`, and its matrices that belong to no branch."""
         found: list[BlockBranch] = []
         left = self._walk(block, name, found)
         return found, [item.matrix for item in left]
 
     def _walk(self, module: nn.Module, name: str, found: list[BlockBranch]) -> "list[_Item]":
-        """Find the branches that end inside a module, and return the matrices of the one that does not."""
+        """Append the branches that end inside a module to `found`, and return the matrices of an unfinished branch."""
         left: list[_Item] = []
         before = len(found)
         own_heads = counts_heads(module) or self.declared.get(name) == "attention"
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
             if below not in self.names or isinstance(child, nn.MultiheadAttention):
-                continue  # known by another name, or a branch by itself
+                continue  # read under its first name, or an attention that holds its own matrices
             if self.declared.get(below) == "whole":
                 continue
             matrix = as_matrix(child, name=below)
@@ -138,7 +140,7 @@ class BlockReading:
 
 @dataclass(frozen=True)
 class _Item:
-    """A matrix, its role as far as it is known, and whether the module that holds it counts heads."""
+    """Matrix with its role ("" if its sizes leave it open), and whether the module that holds it counts heads."""
 
     matrix: MatrixModule
     role: str
@@ -146,7 +148,7 @@ class _Item:
 
 
 def _ends(items: Sequence[_Item]) -> bool:
-    """Return whether the last of these matrices can only be rowwise."""
+    """Return whether these matrices form a branch that ends with the last of them, a square matrix."""
     if not items or items[-1].role or any(item.role == "rowwise" for item in items):
         return False
     if any(item.role == "colwise" for item in items):
@@ -156,8 +158,9 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return the only branch of a module with the colwise matrices that are registered behind its rowwise one: w1, w2,
-    w3 of a gated MLP, where w2 is rowwise.
+    """Return a module's only branch with the colwise matrices `items` added, or None if they do not belong to it.
+
+    A gated MLP may register w1, w2 and w3, where w2 is rowwise and w3 is the second colwise matrix.
     """
     if len(branches) != 1 or not items:
         return None

@@ -1,9 +1,11 @@
 """Give a part to each module of a pair: its matrices, and the norms, tables and parameters between them.
 
-    attention   q, k, v (or one fused matrix) ── heads ── output        whole heads to a rank
-    mlp         up (and gate, or both in one) ── hidden ── down         any features to a rank
+A pair is one or more colwise matrices and a rowwise matrix, of an attention or an MLP:
 
-Between the two, modules hold one number per head, or treat every head in the same way.
+    attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
+    mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features
+
+The modules between the matrices of an attention hold one number per head, or treat every head in the same way.
 """
 
 import re
@@ -35,29 +37,29 @@ from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
 
 _GATED = 2
-"""Most hidden features that one matrix of an MLP writes, in multiples of what the next one reads: gate and value."""
+"""Most features that one matrix of an MLP writes, as a multiple of what the next one reads: gate and value."""
 
 
 @dataclass(frozen=True)
 class FoundAttention:
-    """An attention that was found, by the name of the module that holds its first matrices."""
+    """Attention in a model: `name` is the module that holds its first matrix."""
 
     name: str
     heads: AttentionHeads
 
     cut_as_one: bool
-    """True if q, k and v are cut by the same numbers, so that two ranks cannot hold the same key head."""
+    """True if q, k and v are split in the same way, as in a fused matrix; then no two ranks hold the same key head."""
     enters_whole: bool
-    """True if its forward gets the input that its colwise matrices read, so that sizes read from it are right."""
+    """True if sizes that its forward reads from its input are right: the input is gathered, or no size is read."""
 
 
 class ColumnRowPairs:
-    """The parts of all pairs of a model.
+    """Finder of the parts of all pairs of a model; also collects the model's attentions.
 
-    | modules    the model's, by name
-    | options    the numbers that rules give, by name of a module
-    | sharing    how the plan shares heads out
-    | reasons    filled with why a module gets no part, by its name
+    | modules    the model's modules by name
+    | options    the options of rules, such as heads=8, by module name
+    | sharing    the properties of the plan that limit how attentions are split
+    | reasons    mapping to which a text is added for each module that gets no part, by its name
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class ColumnRowPairs:
         self._sharing = sharing
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
-        """Return the parts of a block's branches. The second of two attentions takes keys and values from outside of
-        the blocks: from an encoder's output.
+        """Return the parts of the branches of the block called `block`, by module name.
+
+        An attention after the first in a block is taken as one over an encoder's output, from outside of the blocks.
         """
         found: dict[str, Part] = {}
         before = 0
@@ -92,7 +95,7 @@ class ColumnRowPairs:
         return found
 
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
-        """Return why a branch that looks like attention has no heads, with a rule that states them."""
+        """Return the reason why no heads were found for a branch that looks like attention, with a rule that helps."""
         home = branch.colwise[0].home
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
@@ -135,7 +138,7 @@ class ColumnRowPairs:
         kv_replicas = 1 if cut_as_one or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
-        # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
+        # A single matrix gathers its input itself and keeps only a part, unless its module reads sizes of the input.
         alone = len(branch.colwise) == 1 and sizes_unused(owner)
         outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.child.lower()]
         gathers = not alone and self._share_input(branch, outside)
@@ -216,9 +219,7 @@ class ColumnRowPairs:
     def _cut(
         self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
     ) -> tuple[tuple[int, ...], int] | None:
-        """Return the sections and the grain of a colwise matrix. Note the reason and return None if its order is
-        unknown.
-        """
+        """Return sections and grain of a colwise matrix; if its order is unknown, note a reason and return None."""
         given = self._options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
             return cut_by_rule(matrix, sections=sections, given=given, default=grain)
@@ -238,7 +239,7 @@ class ColumnRowPairs:
         return None
 
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
-        """Return the parts of torch's own attention, whose matrices are parameters that it holds itself."""
+        """Return the parts of torch's MultiheadAttention, whose input matrices are its own parameters, by name."""
         width = module.head_dim
         heads = AttentionHeads(module.num_heads, module.num_heads, width)
         self.attentions.append(FoundAttention(name, heads, cut_as_one=True, enters_whole=True))
@@ -263,10 +264,10 @@ _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 def parts_between(
     owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
 ) -> tuple[dict[str, Part], dict[str, str]]:
-    """Return the parts of the norms, tables and parameters of an attention called `name`, and the reason of each
-    parameter without one, by name.
+    """Return two mappings by name: parts of an attention's norms, tables and parameters, and reasons for no part.
 
-    `grain`: features that stay on one rank; `shared`: two ranks may hold the same key head.
+    `owner`: the module called `name`. `grain`: inner features that stay on one rank, those of one or more heads.
+    `shared`: True if several ranks hold the same key head.
     """
     found: dict[str, Part] = {}
     for inner_name, module in owner.named_modules(prefix=name):

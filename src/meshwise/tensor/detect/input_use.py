@@ -1,9 +1,9 @@
-"""Decide whether a module's input goes to some of its children and nowhere else.
+"""Find out from the source of a module's forward how the forward uses its input.
 
-Three linears that read one tensor may gather it once, at the entry of the module around them, if that tensor goes to
-them alone. Any other reader (a norm, a residual) needs the part that the rank has. The source of the forward shows it.
-If it does not, every linear gathers separately, which only costs traffic. A forward that reads sizes of its input is an
-exception: it needs the sizes of the gathered input.
+Several linears that read one tensor may share one gather, at the entry of the module around them, if nothing else reads
+this tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
+gathers separately, which costs only traffic. A forward may still ask its input for sizes: it needs the sizes of the
+gathered input.
 """
 
 import ast
@@ -17,17 +17,19 @@ from meshwise.model.parameter_reads import source_of
 
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
+"""Attributes and methods of a tensor that read no values."""
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
-    """Return whether each of these children reads the first argument of a module's forward, and nothing else does.
+    """Return whether each of `children` reads the first argument of a module's forward, and nothing else reads it.
 
-    The forward may ask the argument for its sizes.
+    Reading sizes, dtype or device of the argument is allowed. The argument may get a second name (`source`):
 
         q, k, v = self.q(x), self.k(x), self.v(x)
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
-    `others`: children that read such a second name (`source`), if at all; they get another tensor.
+    `others`: children that may read the second name only, because it may be another tensor there. Return False if the
+    source of the forward is not available.
     """
     definition = _forward(module)
     if definition is None:
@@ -48,9 +50,9 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 
 
 def sizes_unused(module: nn.Module) -> bool:
-    """Return whether a module's forward never asks its first argument for its sizes.
+    """Return whether a module's forward never reads sizes, dtype or device of its first argument.
 
-    A method of the module that gets the argument may ask: then the result is False.
+    Return False if a method of the module gets the argument, because the method may read them, or without a source.
     """
     definition = _forward(module)
     if definition is None:
@@ -64,8 +66,10 @@ def sizes_unused(module: nn.Module) -> bool:
 
 
 def splits_by_width(module: nn.Module) -> bool:
-    """Return whether a module's forward uses the number of features of its first argument only to view or split its
-    matrices' results, or divides it by a number of heads.
+    """Return whether a forward uses the number of features of its first argument, and only for reshaping.
+
+    It may pass the number to view, reshape, split and unflatten, or divide it by `//`, as by a number of heads. False
+    without a source, or if the forward does not unpack the sizes.
 
         B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
     """
@@ -99,7 +103,7 @@ def _is_sizes_of(node: ast.expr, name: str) -> bool:
 
 
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
-    """Return the variable that a forward sets to `given` or to another value, and the ids of these nodes."""
+    """Return the variable set to `given` by `… if … else …`, or "", and the ids of the nodes that read `given`."""
     for node in _nodes(definition):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
             either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
@@ -109,12 +113,12 @@ def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int
 
 
 def _child_called(called: ast.expr, itself: str) -> str:
-    """Return NAME of the called expression `self.NAME`, or ""."""
+    """Return NAME if `called` is `self.NAME`, where `itself` is the name of self; else ""."""
     return called.attr if isinstance(called, ast.Attribute) and _is_named(called.value, itself) else ""
 
 
 def _forward(module: nn.Module) -> ast.FunctionDef | None:
-    """Return the syntax tree of a module's forward, or None without source or arguments."""
+    """Return the syntax tree of a module's forward; None if it has no source, or no argument besides self."""
     try:
         definition = source_of(inspect.unwrap(type(module).forward)).body[0]
     except (OSError, SyntaxError, TypeError):
@@ -124,7 +128,7 @@ def _forward(module: nn.Module) -> ast.FunctionDef | None:
 
 @lru_cache(256)
 def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
-    """Return all nodes of a definition, cached because a model has many modules of one class."""
+    """Return all nodes of a definition; cached because a model has many modules of one class."""
     return tuple(ast.walk(definition))
 
 

@@ -1,8 +1,7 @@
-"""Known names of attributes that count heads, and of the few classes that need an entry; and dotted names of modules.
+"""List the attribute and argument names by which attentions are recognised, and take dotted module names apart.
 
-A name here is a convention that several libraries share. A class is here because its forward arranges a fused matrix in
-a way that no attribute shows. Classes are written by their full name, so a library that is not installed needs no
-import.
+The names are conventions of several libraries. A few classes are listed too, because no attribute shows how their
+fused matrix is arranged. Classes are given by their full names, so that no library must be installed.
 """
 
 import re
@@ -12,16 +11,16 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "head
 """Names of the number of attention heads, on a module or on its configuration."""
 
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-"""Names of the number of key and value heads, where it is smaller."""
+"""Names of the number of key and value heads, for attentions where it differs from the number of query heads."""
 
 GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "queries_per_kv")
-"""Names of the number of heads that share a key head."""
+"""Names of the number of query heads that share a key head."""
 
 HEAD_WIDTHS = (
     *("head_dim", "head_size", "head_width", "attention_head_size", "key_value_proj_dim", "d_kv", "d_k", "d_head"),
     "dim_head",
 )
-"""Names of the features of one head."""
+"""Names of the number of features of one head."""
 
 FEATURES = (
     *(
@@ -38,21 +37,21 @@ FEATURES = (
     ),
     *("split_size", "all_head_size", "inner_dim", "attn_dim"),
 )
-"""Names under which an attention keeps the features of all its heads together."""
+"""Names of the number of features of all heads of an attention."""
 
 CONFIGURATIONS = ("config", "cfg", "args")
-"""Names under which modules keep what they were built from."""
+"""Names of the attribute in which a module keeps its configuration."""
 
 BY_HEAD = ("alibi", "position_bias")
-"""Names of arguments of an attention that hold something for every head: (heads, …), (rows · heads, …) with three dims,
-(1 or rows, heads, …) with four."""
+"""Names of arguments of an attention with values for every head. Shapes: (heads, …) or (rows · heads, …) with three
+dims, (1 or rows, heads, …) with four dims."""
 
 MASKS = ("mask", "bias")
-"""Words in the names of masks, and of arguments that are added to scores. One with four dims, (1 or rows, 1 or heads,
-…), may hold something for every head."""
+"""Words in the names of masks, and of other arguments that are added to attention scores. With four dims, (1 or rows,
+1 or heads, …), such an argument may have values for every head."""
 
 STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
-"""Matrices whose weight is (inputs, outputs), and that are otherwise linear layers."""
+"""Classes of linear layers whose weight is stored as (inputs, outputs)."""
 
 INTERLEAVED: Mapping[str, str] = {
     "transformers.models.bloom.modeling_bloom.BloomAttention": "query_key_value",
@@ -60,8 +59,8 @@ INTERLEAVED: Mapping[str, str] = {
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
     "transformers.models.persimmon.modeling_persimmon.PersimmonAttention": "query_key_value",
 }
-"""Attention classes whose fused matrix goes head by head (q, k and v of each head), and the name of that matrix. Any
-other fused matrix is all of q, then all of k, then all of v, if its module shows it; see `order_of_fused`."""
+"""Attention classes whose fused matrix has q, k and v head by head, each with the name of this matrix. For other
+classes `order_of_fused` looks for evidence of the order all of q, then all of k, then all of v."""
 
 DECLARED: Mapping[str, str | None] = {
     "colwise": "colwise",
@@ -72,29 +71,29 @@ DECLARED: Mapping[str, str | None] = {
     "colwise_gather_output": None,
     "embedding_rowwise": None,
 }
-"""The words of a plan that a transformers model declares, and the parts they are here; None: found by structure."""
+"""Role for each word in the tensor-parallel plan (`_tp_plan`) of a transformers model; None: found by structure."""
 
 
 _BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
-"""The name of a block, and of the module in it that is around all others of a pair."""
+"""Matches the name of a block, with the name of its child if there is one."""
 
 
 def enclosing(name: str) -> list[str]:
-    """Return the names of the modules that hold `name`, innermost first; the last is "", the model."""
+    """Return the names of the modules around `name`, innermost first; the last is "", the model."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
 
 
 def branch_around(name: str) -> str:
-    """Return the name of the child of a block that holds `name`; `name` itself if it is in no block."""
+    """Return the part of `name` up to the child of a block: "blocks.0.mlp" for "blocks.0.mlp.up"; else `name`."""
     return match[0] if (match := _BRANCH.match(name)) else name
 
 
 def of_all_blocks(name: str) -> str:
-    """Return the name with `*` for every number: the same for all blocks."""
+    """Return `name` with `*` for every number, as a pattern for all blocks: "blocks.*.mlp"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def full_name(kind: type) -> str:
-    """Return the name of a class with its module."""
+    """Return the dotted name of a class, with its Python module."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,7 +1,8 @@
-"""Find the modules that are matrices: they multiply the last dim of their input, and do nothing else.
+"""Find the modules that are matrices: they multiply the last dim of their input, add a bias, and do nothing else.
 
-A part replaces the forward of a module. So a subclass of a torch class that computes something else (a linear with
-adapters) is not treated as torch's. A linear that computes the same by other code is: it is run with random numbers.
+A split module gets a new forward. So a subclass of nn.Linear or nn.Embedding that computes something else (a linear
+with adapters) must not be split. To find out, a subclass with its own forward is run on random numbers, and its output
+is compared with the output of torch's class.
 """
 
 import copy
@@ -16,18 +17,19 @@ from torch.nn import functional
 from meshwise.tensor.detect.known_names import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Classes of convolutions that may turn an input into hidden states, as the patches of an image."""
 
 
 @dataclass(frozen=True)
 class MatrixModule:
-    """A module that maps (..., inputs) to (..., outputs)."""
+    """Linear layer `name` that maps (..., inputs) to (..., outputs)."""
 
     name: str
     inputs: int
     outputs: int
 
     flipped: bool = False
-    """True if the weight is (inputs, outputs), where a linear layer's is (outputs, inputs)."""
+    """True if the weight is stored as (inputs, outputs), where nn.Linear has (outputs, inputs)."""
 
     @property
     def home(self) -> str:
@@ -36,7 +38,7 @@ class MatrixModule:
 
     @property
     def child(self) -> str:
-        """Name of the matrix in that module."""
+        """Name of the matrix in the module that holds it."""
         return self.name.rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -44,7 +46,7 @@ class MatrixModule:
 
 
 def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
-    """Return the module as a matrix, or None when it is something else."""
+    """Return a description of `module`, called `name`, if it is a matrix; else None."""
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
         return MatrixModule(name, inputs, outputs, flipped=True)
@@ -54,7 +56,7 @@ def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
 
 
 def _multiplies(module: nn.Linear) -> bool:
-    """Return whether a linear with a forward of its own returns what torch's does, for small random numbers."""
+    """Return whether a linear with its own forward returns the output of nn.Linear, for small random matrices."""
     if module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}:
         return False
     x, weight, bias = random_numbers(4, 3), random_numbers(2, 3, seed=1), random_numbers(2, seed=2)
@@ -67,13 +69,13 @@ def _multiplies(module: nn.Linear) -> bool:
 
 
 def random_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Return float64 numbers from a normal distribution, the same in every call with this seed."""
+    """Return a float64 tensor of normal random numbers, equal in every call with the same seed."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def output_of(module: nn.Module, *, x: Tensor) -> Any:
-    """Return the output of a module's class for `x`, without hooks; None when it takes something else."""
+    """Return the result of the module's forward for `x`, without hooks; None if the forward raises."""
     try:
         with torch.no_grad():
             return type(module).forward(module, x)
@@ -86,12 +88,12 @@ def _same_shape(output: Any, expected: Tensor) -> bool:
 
 
 def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
-    """Return whether a module is of a kind and has its forward."""
+    """Return whether a module is an instance of `kind` and does not override its forward."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Return whether a module returns what torch's embedding does, or a multiple of it, for random numbers."""
+    """Return whether a module is an embedding that returns rows of its table, or a constant multiple of the rows."""
     if not isinstance(module, nn.Embedding) or computes_as(module, kind=nn.Embedding):
         return isinstance(module, nn.Embedding)
     own = type(module)
@@ -102,14 +104,14 @@ def looks_up(module: nn.Module) -> bool:
 
 
 class _ConstantEmbedding(nn.Embedding):
-    """An embedding that returns the same random rows for any numbers."""
+    """Embedding that returns the same random rows for every input, to test a subclass that calls super().forward."""
 
     def forward(self, _numbers: Tensor) -> Tensor:
         return random_numbers(2, 3, 4)
 
 
 def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
-    """Yield the matrices inside a module called `name`, in the order in which they were registered."""
+    """Yield the matrices in a module called `name`, itself included, in the order of registration."""
     for inner, child in module.named_modules(prefix=name):
         if matrix := as_matrix(child, name=inner):
             yield matrix

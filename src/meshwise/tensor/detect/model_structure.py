@@ -1,14 +1,15 @@
-"""Find the parts of a model from its structure.
+"""Find the part of each module of a model from the model's structure, and apply the roles that rules state.
 
+module                   evidence                                                                        role
 GPT
-├── embedding            an embedding as wide as the hidden states, the first of them: the vocabulary's
-├── positions            another: positions
-├── blocks               a list of modules with pairs
-│   └── 0                block: `block_branch` reads its branches, `attention_heads` its heads
-│       ├── norm         agrees with a norm's formula, over the hidden states: norm
+├── embedding            as wide as the hidden states; tied to a linear, or largest, or first            embedding
+├── positions            another embedding of this width                                                 positions
+├── blocks               a list of modules with two or more matrices each
+│   └── 0                `block_branch` finds its branches, `attention_heads` their heads                block
+│       ├── norm         computes LayerNorm or RMSNorm over the hidden states                            norm
 │       └── …
-├── norm                 the same, outside of the blocks
-└── head                 as many outputs as the vocabulary has numbers: head; another linear: single or whole
+├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
+└── head                 a linear with as many outputs as the vocabulary has tokens                      head
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,18 +26,19 @@ from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, compu
 from meshwise.tensor.detect.norm_modules import as_norm, goes_feature_by_feature
 
 _KNOWN = ("torch", "transformers", "meshwise")
-"""Packages whose modules have no tables of all features in buffers."""
+"""Packages whose modules have no buffers with a dim of all features of the hidden states."""
 
 
 class ModelStructure:
-    """A model, read for its parts.
+    """Parts of all modules of a model, found from its structure and from stated roles.
 
-    | stated    the roles that someone else gave, by name of a module or parameter
-    | options   the numbers that were given with them
-    | sharing   how the plan shares heads out
-
-    `parts` has the part of every module, and parameter of a module, that has one; `attentions` the
-    attentions that were found, with their heads.
+    | stated       roles by module or parameter name, from rules and from the model's own plan
+    | options      options of rules, such as heads=8, by the same names
+    | sharing      properties of the plan that limit how attentions are split
+    | modules      modules by name, `blocks` the repeated blocks among them
+    | width        number of features of the hidden states; None if unknown
+    | parts        result: parts by module or parameter name; names without a part are missing
+    | attentions   result: the attentions, with their heads
     """
 
     def __init__(
@@ -69,18 +71,18 @@ class ModelStructure:
 
     @property
     def counts_features(self) -> bool:
-        """True if a module of the user's outside of the blocks has a table, as a buffer, as wide as hidden states."""
+        """True if a user's module outside of the blocks has a buffer whose rows are as wide as hidden states."""
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
         own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
     def reason(self, name: str) -> str:
-        """Return why a parameter has no part, in brackets, or "" if that is unknown."""
+        """Return the reason why a parameter has no part, as text in brackets, or "" if it is unknown."""
         return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
-        """Return whether `name` is a matrix in a block whose output is as wide as the hidden states."""
+        """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
         return matrix is not None and matrix.outputs == self.width and self._in_block(name)
 
@@ -99,7 +101,7 @@ class ModelStructure:
         self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
-        """Give a part to a module that is in no pair, if its kind and its place show the part."""
+        """Give a part to a module outside of pairs, from its class, formula and position, or note a reason."""
         around = self.parts[name].role if name in self.parts else ""
         if around not in ("", "block", "pair", "attention"):
             return
@@ -121,8 +123,9 @@ class ModelStructure:
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
-        """Give a part to a parameter that a user's module holds itself: a vector as wide as the hidden states, or,
-        outside of the blocks, a table of such vectors. What could be a matrix is left to the rules.
+        """Give the part `vector` to a parameter that a user's module holds itself, if its last dim is the hidden size.
+
+        It has one row, or is a table outside of the blocks. A parameter that could be a matrix needs a rule.
         """
         if name in self.parts or parameter.shape[-1:] != (self.width,):
             return
@@ -137,12 +140,12 @@ class ModelStructure:
             self.parts[name] = Part("vector")
 
     def _role_outside(self, module: nn.Module, name: str) -> str | None:
-        """Return the part of a module outside of the blocks, as far as torch's own layers go."""
+        """Return the role of one of torch's layers outside of the blocks; None for other modules."""
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = getattr(module, "weight", None) is self._vocabulary.weight
                 if tied and not looks_up(self._vocabulary):
-                    return "whole"  # as its table is
+                    return "whole"  # as the embedding that it is tied to
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
             if matrix.outputs != self.width or matrix.flipped:
@@ -159,8 +162,9 @@ class ModelStructure:
         return "whole" if as_norm(module) else None
 
     def _find_vocabulary(self) -> nn.Embedding | None:
-        """Return the vocabulary embedding: the one tied to a linear outside of the blocks, else the largest, else the
-        first.
+        """Return the vocabulary's embedding, or None: an embedding outside of the blocks, as wide as hidden states.
+
+        Of several, take one tied to a linear, else the largest if a linear has as many outputs, else the first.
         """
         found = [
             module
@@ -176,7 +180,7 @@ class ModelStructure:
         return next(iter([*tied, *sized, *found]), None)
 
     def _state(self, name: str, role: str) -> None:
-        """Set a role that a rule states, in place of the one found."""
+        """Replace a found part by the stated role. Raises ValueError for a role that does not fit the module."""
         module = self.modules.get(name)
         matrix = as_matrix(module, name=name) if module is not None else None
         if _replaces_own_forward(module, role):
@@ -190,7 +194,7 @@ class ModelStructure:
                 raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
         elif role in ("colwise", "rowwise"):
             if name in self.parts or name in self._reasons:
-                return  # it has its part in a pair, or a reason why it has none
+                return  # its part comes from a pair, or a reason was noted
             cut = (
                 cut_by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
                 if matrix and role == "colwise"
@@ -207,7 +211,7 @@ class ModelStructure:
             self.parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
 
     def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
-        """Return whether a batch norm is given the hidden states, or something outside of the blocks."""
+        """Return whether a batch norm is as wide as the hidden states, or stands outside of the blocks."""
         return norm.num_features == self.width or not self._in_block(name)
 
     def _in_block(self, name: str) -> bool:
@@ -218,7 +222,7 @@ class ModelStructure:
 
 
 def _why_unknown(module: nn.Module) -> str:
-    """Return why a module with parameters and without children gets no part."""
+    """Return the reason why a module without children gets no part."""
     name = type(module).__name__
     for kind in (nn.Linear, nn.Embedding):
         if isinstance(module, kind):
@@ -228,14 +232,14 @@ def _why_unknown(module: nn.Module) -> str:
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
-    """Return whether a part would replace the forward of a class that derives from one of torch's."""
+    """Return whether this role would replace a forward that computes more than a matrix or an embedding."""
     if module is None or role not in ("colwise", "rowwise", "single", "head", "embedding"):
         return False
     return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
 
 
 def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the entries of lists that hold pairs, the outermost ones."""
+    """Yield name and module of each block: an outermost entry of a list that has an attention or two matrices."""
     for child_name, child in module.named_children():
         below = f"{name}.{child_name}" if name else child_name
         entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)

@@ -1,14 +1,15 @@
-"""Find the modules that normalise over the features, and their formula.
+"""Find the modules that compute LayerNorm or RMSNorm over the features, and the formula of each.
 
-A split norm has to be computed by parts, so its formula must be known. Every library has a class of its own for the
-same two formulas, and the name of a class proves nothing. So a copy of the module, with random gains, is run with
-random numbers, and its output is compared with both:
+A norm over split features is computed by code of this library, so its formula must be known. Every library has its own
+classes for the same two formulas, and the name of a class proves nothing. So a copy of the module, with random
+parameters, is run on random numbers, and its output is compared with both formulas:
 
     | (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
-    | x / sqrt(mean of squares + epsilon) · gain                  RMSNorm, Zhang & Sennrich, 2019
+    | x / sqrt(mean of squares + epsilon) · gain + bias          RMSNorm, Zhang & Sennrich, 2019 (without bias)
 
-with the gain as it is stored or 1 more, in float64 or less exactly: then its statistics are taken in float32. In the
-same way, a module that scales or shifts is run to see whether it does so feature by feature.
+The gain may be the stored parameter, or 1 + the stored parameter. The input is float64. A module that agrees only to
+1e-5 is taken to compute its statistics in float32. Other modules without children, such as ones that scale or shift,
+are run too, to find out if they mix features.
 """
 
 import copy
@@ -25,13 +26,13 @@ from meshwise.tensor.detect.matrix_modules import output_of, random_numbers
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
 _USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
-"""Epsilons that a forward may use without an attribute; the last stands for none, as in `functional.normalize`."""
+"""Epsilons that a forward may use without an attribute; the last is for a norm without epsilon."""
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
-    """Return the features that a module normalises over, and how; None when it agrees with none of the formulas.
+    """Return the number of features that a module normalises over, and its formula; None if it is no such norm.
 
-    Looks at modules without children whose parameters are vectors of one size, and at torch's own without parameters.
+    A norm has no children. Its parameters are vectors of one size, or it has none and a `normalized_shape` of one dim.
     """
     width = _width(module)
     if width is None:
@@ -53,7 +54,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
 
 
 def goes_feature_by_feature(module: nn.Module) -> bool:
-    """Return whether a module without children mixes no features: half of them give half of the output."""
+    """Return whether features do not mix: half of the input features give half of the output."""
     width = _width(module)
     if width is None or width < 2:
         return False
@@ -66,12 +67,12 @@ def goes_feature_by_feature(module: nn.Module) -> bool:
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
-    """Return numbers so small that an epsilon is no smaller than what it is added to."""
+    """Return random numbers near 1e-3: their squares are as small as usual epsilons, which then show in the output."""
     return (random_numbers(*shape, seed=seed) + 1) * 1e-3
 
 
 def _answer(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Return the output of a module for `x` if that is a tensor of the same shape, or None."""
+    """Return the output of a module for `x` if the output is a tensor as large as `x`; else None."""
     answer = output_of(module, x=x)
     return answer if isinstance(answer, Tensor) and answer.shape == x.shape else None
 
@@ -95,14 +96,12 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
 
 
 def _kept(module: nn.Module) -> list[float]:
-    """Return the small positive numbers that a module keeps."""
+    """Return the numbers between 0 and 1 among a module's attributes: its epsilon is one of them."""
     return [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
-    """Return both formulas with every small positive number that the module keeps, and the usual ones; a gain and a
-    bias by any names.
-    """
+    """Return all formulas to try: each epsilon with both norms, gain or 1 + gain, and all names of gain and bias."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     usual = set(names) <= {"weight", "bias"}
     pairs = [("weight", "bias")] if usual else list(itertools.permutations([*names, ""], 2))
@@ -116,6 +115,7 @@ def _candidates(module: nn.Module) -> list[Norm]:
 
 
 def _compute(norm: Norm, x: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
+    """Return the output of a norm with this formula and these parameters for `x`."""
     epsilon = torch.finfo(x.dtype).eps if norm.epsilon is None else norm.epsilon
     if norm.centred:
         x = x - x.mean(-1, keepdim=True)

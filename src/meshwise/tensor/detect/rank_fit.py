@@ -1,4 +1,4 @@
-"""Check that a model's parts fit the ranks of a plan, and name near plans that do."""
+"""Check that a plan can split a model's parts over its ranks; errors name the nearest plans that can."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,7 @@ from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
 
 
 def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
-    """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share its heads, or
-    would count the tokens of a part.
-    """
+    """Raise PlanError for attentions whose heads do not fit the ranks, or that read sizes of a split input."""
     ranks = sharing.ranks
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
@@ -48,7 +46,7 @@ def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raise PlanError for a model with compiled parts: a graph does not know the waits of collectives."""
+    """Raise PlanError for a model with compiled modules, whose graphs would not contain the collectives."""
     for name, inner in module.named_modules():
         if "_orig_mod" in inner._modules or vars(inner).get("_compiled_call_impl") is not None:
             raise PlanError(
@@ -58,7 +56,10 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
-    """Raise PlanError for a part that a scheme does not have, other than 1d where the hidden states are whole."""
+    """Raise PlanError for a part that sequence parallelism or a `tp_mode` other than 1d cannot split.
+
+    `modules`: the model's modules by name. `width`: the number of features of the hidden states; None if unknown.
+    """
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
     for name, module in modules.items():
         if plan.sequence_parallel and isinstance(module, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
@@ -87,7 +88,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
     whole = any(part.whole_features for part in parts.values())
     for name, part in parts.items():
         if whole and not name.startswith(inside):
-            continue  # what is there has all features
+            continue  # outside of the blocks, hidden states have all features
         own = modules.get(name)
         if own is not None and (reason := _only_1d(own, part, width, rows_move=plan.tp_mode == "3d")):
             raise PlanError(
@@ -103,18 +104,19 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
 
 
 def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
-    """Return whether a module, or one around it, is kept whole."""
+    """Return whether a module, or a module around it, is kept whole."""
     return any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))
 
 
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
+    """Return the reason why only 1d can split a part, or "". `rows_move`: True for 3d, which moves rows."""
     if part.role == "whole":
-        looks_up = isinstance(module, nn.Embedding)  # by numbers, of which there may be as many as features
+        looks_up = isinstance(module, nn.Embedding)  # its number of rows may equal `width` by chance
         sizes = [parameter.shape[-1:] if looks_up else parameter.shape for parameter in module.parameters()]
         reads_stream = any(width in each for each in sizes) or _reads_side_by_side(module, width)
         if reads_stream and not _reads_all(module, part, width):
             does = "makes" if looks_up else "reads"
-            return f"{type(module).__name__} is kept whole, and what it {does} is the stream, split by features"
+            return f"{type(module).__name__} is kept whole, and it {does} hidden states, which are split by features"
     if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.groups > 1:
         return f"{type(module).__name__} has groups of channels, and they become features, which are split"
     if isinstance(module, nn.MultiheadAttention):
@@ -126,22 +128,22 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
 
 
 def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
-    """Return whether a module may be given the features of several tokens, such as the first and the mean of all."""
+    """Return whether a linear may read features of several tokens side by side: its input is a multiple of `width`."""
     return isinstance(module, nn.Linear) and width is not None and module.in_features in range(2 * width, 2**62, width)
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:
-    """Return whether what a module makes of a token may depend on others."""
+    """Return whether a module's output for a token may depend on other tokens."""
     return isinstance(module, BatchNorm) or any(True for _ in module.children())
 
 
 def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
-    """Return whether a module is kept whole and is given all features of the hidden states."""
+    """Return whether a module is a linear that is kept whole and reads all features of the hidden states."""
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
 def _fits(attention: FoundAttention, *, ranks: int, sharing: HeadSharing) -> bool:
-    """Return whether `ranks` ranks can share the heads, each with whole groups of queries and their key."""
+    """Return whether `ranks` ranks can split the heads: each gets whole key heads with all or some of their queries."""
     keys = attention.heads.key_count
     if keys >= ranks:
         return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
@@ -149,7 +151,7 @@ def _fits(attention: FoundAttention, *, ranks: int, sharing: HeadSharing) -> boo
 
 
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
-    """Return rules that keep the `unfit` attentions whole, and the other attentions of the blocks as they are."""
+    """Return the text of rules that keep the `unfit` attentions whole and change no other attention."""
     names = [attention.name for attention in unfit]
     patterns = {of_all_blocks(name) for name in names}
     all_unfit = all(attention.name in names for attention in attentions if of_all_blocks(attention.name) in patterns)
@@ -157,6 +159,7 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
 
 
 def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> str:
+    """Return text with the two nearest values of tp that fit all attentions."""
     most = max(attention.heads.count for attention in attentions)
     works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])
@@ -164,5 +167,6 @@ def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadS
 
 
 def _ranks(plan: Plan, side: int) -> int:
+    """Return the tp of a plan whose heads are split over `side` ranks."""
     power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[plan.tp_mode]
     return int(side**power) * (plan.tp_depth if plan.tp_mode == "2.5d" else 1)

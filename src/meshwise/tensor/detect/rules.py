@@ -1,13 +1,14 @@
-"""Find the part of each module of a plain model.
+"""Find the part of each module of a plain model, from the user's rules, the model's own plan and its structure.
 
-A model is not written for tensor parallelism. So the linears that form a pair, the attributes that count heads and the
-embedding of the vocabulary must be found. There are three sources; for each module the first one that knows it counts:
+A plain model does not tell which linears form a pair, which attributes count heads, and which embedding is the
+vocabulary's. Each module gets its part from the first of these sources that knows the module:
 
-    | 1. rules        {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}        what the user states
-    | 2. declared     the plan that a transformers model carries for its matrices
-    | 3. structure    sizes, names of counts, the order of registration (`detect`)
+    | 1. rules        of the user: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    | 2. declared     roles of matrices in the plan (`_tp_plan`) of a transformers model
+    | 3. structure    sizes, attributes that count heads, the order of registration (`ModelStructure`)
 
-A rule that matches nothing and a parameter without a part are errors, which list near names and rules to copy.
+A rule that matches nothing is an error, which lists near names. A parameter without a part is an error, which lists
+rules to copy.
 """
 
 import dataclasses
@@ -29,10 +30,11 @@ from meshwise.tensor.detect.model_structure import ModelStructure
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_misfits, refuse_modes
 
 Rules: TypeAlias = Mapping[str, str]
-"""A part for every module, or parameter, whose name a pattern matches; `*` stands for one word of a dotted name.
+"""Mapping from a name pattern to the part of the modules or parameters that match; `*` matches one dotted word.
 
     {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
      "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
+     "blocks.*.attention.scale": "inner grain=2",                two heads (or features) that stay together
      "blocks.*.mlp.up": "colwise",
      "blocks.*.mlp.down": "rowwise",
      "classifier": "whole"}
@@ -44,7 +46,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "rowwise": ("grain",),
     "inner": ("grain",),
 }
-"""The options that a rule may give with a part."""
+"""Names of the options that a rule may give with a role."""
 
 _BY_HAND = ("colwise", "rowwise", "single", "head", "embedding", "positions", "patches", "vector", "inner", "each_head")
 _ALLOWED = (*_BY_HAND, "norm", "attention", "whole")
@@ -52,14 +54,14 @@ _ALLOWED = (*_BY_HAND, "norm", "attention", "whole")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule's right side, such as `colwise sections=3`."""
+    """Right side of a rule, such as `colwise sections=3`: a role and options."""
 
     role: str
     options: Mapping[str, int]
 
     @classmethod
     def parse(cls, text: str, *, pattern: str) -> "Rule":
-        """Return the rule that `text` states. Raises ValueError for an unknown word or option."""
+        """Return the rule in `text`; an error names its `pattern`. Raises ValueError for an unknown role or option."""
         role, *words = text.split() or [""]
         if role not in _ALLOWED:
             near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
@@ -77,11 +79,11 @@ class Rule:
 
 
 def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
-    """Return the part of each module, or parameter of a module, under a plan; see `part.Part`.
+    """Return the parts under a plan, by name of a module, or of a parameter that a module holds itself.
 
-    The module is only looked at; it may be on the meta device. Raises ValueError for a rule that matches nothing or
-    contradicts the sizes, and for parameters without a part. Raises PlanError, with the nearest degrees that work, when
-    there are more ranks than heads, or a part lacks the scheme.
+    The module stays unchanged and may be on the meta device. Raises ValueError for a rule that matches nothing or
+    contradicts the sizes, and for parameters without a part. Raises PlanError for a compiled model, and for a part that
+    the plan cannot split, with the nearest plans that can.
     """
     refuse_compiled(module)
     found = _read(module, plan=plan, rules=rules or {})
@@ -92,7 +94,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
 
 @dataclass(frozen=True)
 class _Found:
-    """The parts from all sources, the modules kept whole by a rule, and the parameters without a part (`left`)."""
+    """Parts from all sources, names kept whole by a rule, and names of parameters without a part (`left`)."""
 
     structure: ModelStructure
     parts: Mapping[str, Part]
@@ -126,7 +128,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
 
 
 def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
-    """Return the parts as a plan has them. Raises PlanError where it has none."""
+    """Return the parts with the changes that a plan needs. Raises PlanError if the plan cannot split a part."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_misfits(split, plan=plan, sharing=HeadSharing.of(plan))
@@ -136,12 +138,12 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
 
 
 def _lies_in(name: str, *, holders: Collection[str]) -> bool:
-    """Return whether one of the modules around `name` is among `holders`."""
+    """Return whether a module around `name` is among `holders`."""
     return any(holder in holders for holder in enclosing(name))
 
 
 def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
-    """Return the rule of every module or parameter that one matches; of several, the last."""
+    """Return the rule of every module or parameter that a pattern matches; the last one if several match."""
     modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     matched: dict[str, Rule] = {}
@@ -155,7 +157,7 @@ def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
 
 
 def matches(name: str, *, pattern: str) -> bool:
-    """Return whether a dotted name has as many words as the pattern, each matching."""
+    """Return whether a dotted name matches a pattern word by word, with as many words; `*` matches within a word."""
     words, wanted = name.split("."), pattern.split(".")
     return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
 
@@ -167,9 +169,7 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 
 
 def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
-    """Return the parts of the matrices that a transformers model declares, by name. Raises ValueError for a word among
-    them that has no part here, unless a rule is `stated` for the module or one around it.
-    """
+    """Return the roles in a transformers model's `_tp_plan`, by module name. Raises ValueError for an unknown word."""
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     for owner_name, owner in module.named_modules():
@@ -195,7 +195,7 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 
 
 def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
-    """Return a message about parameters without a part, with rules to copy that were tried."""
+    """Return an error message about parameters without a part, with rules to copy that were tried and work."""
     structure = found.structure
     general = _first_of_each(found.left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
@@ -221,8 +221,9 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether these rules give every parameter a part that the plan has. A matrix that is kept whole in a block
-    writes all features, which only 1d supports.
+    """Return whether these rules give every parameter a part that the plan can split.
+
+    A matrix in a block that is kept whole writes all features of the hidden states, which only 1d supports.
     """
     try:
         found = _read(module, plan=plan, rules=rules)
@@ -234,14 +235,15 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 
 
 def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """Return a rule to copy (name and part) for a parameter without one: from its reason, or one that its module can
-    have. It is for all blocks where it names modules of one class.
+    """Return a rule to copy, as (pattern, right side), for a parameter without a part.
+
+    The rule is the one in `reason`, else "whole". The pattern covers all blocks if these modules have one class.
     """
     name = parameter.rpartition(".")[0]
     stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if stated and stated[1]:
         name = stated[1]
-    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (  # which computes with all it holds
+    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (  # it reads all its parameters
         not name or next(module.get_submodule(name).children(), None) is not None
     ):
         return of_all_blocks(parameter), "whole"
@@ -260,7 +262,7 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
 
 
 def _first_of_each(names: Iterable[str]) -> list[str]:
-    """Return one of the names that differ in numbers only."""
+    """Return the names without those that differ from an earlier name in numbers only."""
     return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]
 
 
@@ -269,8 +271,10 @@ _SMALL = ("norm", "positions", "patches", "vector")
 
 
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
-    """Return the parts of a model. Outside of its blocks hidden states have all features if it has no head, or if code
-    there `counts` features.
+    """Return the parts with `whole_features` set, if hidden states outside of the blocks must have all features.
+
+    That is so, except under 1d or without blocks, if the model has no head, or if its code outside of the blocks uses
+    all features (`counts`). Then the small parts outside of the blocks, such as norms, become whole.
     """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts

@@ -1,4 +1,4 @@
-"""The schemes 1D, 2D, 2.5D and 3D of tensor parallelism: the layouts of each, as data."""
+"""Layouts and collectives of the schemes 1D, 2D, 2.5D and 3D of tensor parallelism, as data."""
 
 import dataclasses
 
@@ -13,9 +13,7 @@ __all__ = ["one_d", "scheme", "three_d", "two_and_a_half_d", "two_d"]
 
 
 def scheme(plan: Plan, *, blocks: bool) -> Scheme:
-    """Return the scheme that a plan names; `blocks`: inside the repeated blocks, where sequence parallelism splits
-    tokens.
-    """
+    """Return the scheme of a plan, inside (`blocks`) or outside of the blocks; only inside, tokens may be split."""
     if plan.tp_mode == "1d":
         chosen = one_d(sequence=blocks and plan.sequence_parallel == 1)
     else:

@@ -1,14 +1,14 @@
-"""Key heads on several ranks, for grouped-query attention with fewer key heads than ranks.
+"""Split grouped-query attention over more ranks than key heads: several ranks hold the same key head.
 
-The axis that splits the heads becomes two axes: the outer one for the key heads, the inner one, `kv`, for the ranks
-that hold the same key head:
+The mesh axis that splits the heads becomes two axes: the outer one splits the key heads, and the ranks along the inner
+one, `kv`, hold the same key head:
 
     | 4 heads, 2 key heads            tp=0                    tp=1
     | on 4 ranks                 kv=0        kv=1        kv=0        kv=1
     | q                            0           1           2           3
     | k, v                         0           0           1           1          gradients summed over kv
 
-Everything else that was split over the one axis is split over both.
+All other tensors that were split over the one axis are split over both axes.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ KV_REPLICA = "kv"
 
 
 def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
-    """Return the plan's mesh, with the axis `kv` where an attention among the parts needs it."""
+    """Return the plan's mesh, with the axis `kv` if a part has `kv_replicas` above 1."""
     mesh, kv_replicas = plan.mesh(), max((part.kv_replicas for part in parts), default=1)
     if kv_replicas == 1:
         return mesh
@@ -38,7 +38,7 @@ def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
 
 
 def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
-    """Return the plan's scheme on a mesh that may have the axis `kv`."""
+    """Return the plan's scheme inside (`blocks`) or outside of the blocks, with `kv` in its axes if `mesh` has it."""
     plain = scheme(plan, blocks=blocks)
     if KV_REPLICA not in mesh.names:
         return plain
@@ -48,7 +48,7 @@ def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
 
 
 def _with_kv_replicas(value: Any, axis: str) -> Any:
-    """Return the value with the axis replaced by the two, wherever it holds it."""
+    """Return a scheme or axes with every `axis` replaced by the two axes `axis` and `kv`, also in nested fields."""
     if isinstance(value, tuple):
         return tuple(name for each in value for name in ((each, KV_REPLICA) if each == axis else (each,)))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):

@@ -1,16 +1,16 @@
-"""1D: each matrix split over tp, in pairs (Shoeybi et al., "Megatron-LM", arXiv 1909.08053).
+"""Scheme 1D: each matrix is split over the axis tp (Shoeybi et al., "Megatron-LM", arXiv 1909.08053).
 
-The first linear of a pair is split by columns, the second by rows; only the end of a pair needs the other ranks:
+The first linear of a pair is split by columns, the second by rows. Only the ends of a pair communicate:
 
     X whole ── colwise W/out ── inner/features ── rowwise W/in ── sum over tp ── whole
 
-Communication of a block of two pairs, b·s tokens of h features: 2 all-reduces of b·s·h elements in the forward and 2 in
-the backward. With `sequence` the hidden states are split over the tokens (Korthikanti et al., arXiv 2205.05198). Each
-of those all-reduces becomes a reduce-scatter and an all-gather of b·s·h, the same traffic, and tensors between pairs
-take 1/tp of the memory. The backward gathers X once more for the gradient of W unless it is kept.
+A block of two pairs with b·s tokens of h features takes 2 all-reduces of b·s·h elements in the forward and 2 in the
+backward. With `sequence` the tokens of the hidden states are split (Korthikanti et al., arXiv 2205.05198). Then each
+all-reduce becomes a reduce-scatter and an all-gather of b·s·h elements, which is the same traffic. Tensors between
+pairs take 1/tp of the memory. The backward gathers X once more for the gradient of W, unless X is kept.
 
-Outside of the pairs: the embedding and the head split the vocabulary; one all-reduce of b·s·h each, the embedding's in
-the forward and the head's in the backward.
+The embedding and the head split the vocabulary. Each takes one all-reduce of b·s·h elements: the embedding in the
+forward, the head in the backward.
 """
 
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
@@ -19,7 +19,7 @@ _TP = ("tp",)
 
 
 def one_d(*, sequence: bool) -> Scheme:
-    """`sequence`: the tokens of the hidden states are split over tp."""
+    """Return the scheme 1D; with `sequence`, the tokens of the hidden states are split over tp too."""
     stream = OperandLayoutMove(_TP, "tokens" if sequence else "none")
     return Scheme(
         colwise=SchemeProduct(out=_TP, within=(), x=stream),

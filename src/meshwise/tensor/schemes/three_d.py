@@ -1,29 +1,29 @@
-"""3D: each matrix on a p x p x p cube (Bian et al., "Maximizing Parallelism", arXiv 2105.14450; Agarwal et al., 1995).
+"""Scheme 3D: a p x p x p cube (Bian et al., "Maximizing Parallelism", arXiv 2105.14450; Agarwal et al., 1995).
 
-Every operand is split p³ ways, and every linear gathers, or reduces, only p² ways split ones. The two linears of a pair
-exchange the roles of j and l:
+The cube has the axes i, j and l. Every operand is stored in p³ parts; a product multiplies or reduces operands in p²
+parts. T are tokens, K and N features. The two linears of a pair exchange the roles of j and l:
 
     | colwise  X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
     |          Y  T/(i·l), N/j     as X of rowwise
     | rowwise  X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
     |          Y  T/(i·j), N/l     as X of colwise
 
-    | forward of one linear   (T·K + K·N + T·N) / p²          backward   the same, kept; X, W twice, free
-    | of a block              (16 b·s·h + 12 h²) / p²         7 b·s·h of inputs, 9 of outputs
+    | forward of one linear   (T·K + K·N + T·N) / p² elements    backward: as many if operands are kept, else X, W twice
+    | forward of one block    (16 b·s·h + 12 h²) / p² elements   7 b·s·h of inputs, 9 b·s·h of outputs, 12 h² of W
 
-W is stored over i along the features of the hidden states in both, so that heads are never cut. Within a pair the rows
-of the batch are split over (i, l): other tensors with a batch dim there (an attention mask) must be moved.
+In both linears, i splits W along the features of the hidden states, so heads are never cut. Inside a pair the rows of
+the batch are split over (i, l). So other tensors with a batch dim, such as an attention mask, must be moved there.
 
-The head is the 2D product with (i·j) for row and l for col. Its rows stay as in the hidden states, so labels fit them,
-and its logits, the largest tensor of all, are never a partial sum. Its W gathers h·v/p elements, where the cube's form
-would reduce b·s·v/p². The embedding is stored like it and is that product backwards.
+The head is the 2D product with (i, j) as row and l as col. Its rows are the rows of the hidden states, so labels fit
+them. Its logits, the largest tensor of all, are never a partial sum. It gathers h·v/p elements of W for a vocabulary of
+v, where a product on the cube would reduce b·s·v/p². The embedding's table is stored like the head's weight.
 """
 
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 
 def three_d() -> Scheme:
-    """Return the only form it has."""
+    """Return the scheme 3D."""
     return Scheme(
         colwise=SchemeProduct(
             out=("j",),

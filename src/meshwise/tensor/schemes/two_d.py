@@ -1,24 +1,26 @@
-"""2D: each matrix on a q x q grid (Xu et al., "Optimus", arXiv 2104.05343; SUMMA, van de Geijn and Watts, 1997).
+"""Scheme 2D: each matrix is split over a q x q grid (Xu et al., "Optimus", arXiv 2104.05343).
+
+The product is SUMMA (van de Geijn and Watts, 1997) on axes row and col, with T tokens, K input and N output features:
 
     X  T/row, K/col ── gathered over col ──┐
-    W  K/row, N/col ── gathered over row ──┴── Y  T/row, N/col          as X is stored: layers follow on each other
+    W  K/row, N/col ── gathered over row ──┴── Y  T/row, N/col          the layout of X in the next linear
 
-Nothing is whole on any rank: parameters and activations are 1/q² each. A linear gathers T·K/q elements of X and K·N/q
-of W in the forward, and reduce-scatters as many in the backward. Unless the gathered operands are kept, the backward
-gathers them again. For a block of width h with an MLP of 4h, b·s tokens in all, that is Optimus' formula:
+A rank holds 1/q² of all parameters and activations. A linear gathers T·K/q elements of X and K·N/q of W in the
+forward, and reduce-scatters as many in the backward. Unless the gathered operands are kept, the backward gathers them
+again. For a block of width h with an MLP of 4h and b·s tokens in total, this is Optimus' formula, in elements:
 
-    forward   (7 b·s·h + 12 h²) / q          backward   the same, kept; twice that, free
+    forward   (7 b·s·h + 12 h²) / q          backward   the same if operands are kept, else twice as many
 
-With the heads and the rows of the batch both local, attention needs no communication. The embedding is the head's
-product backwards. Its table, stored like the head's (so that they may be tied), gathers the features over row, looks up
-its part of the vocabulary, and scatters the sum over col along the features.
+Heads and rows of the batch are both local, so attention needs no communication. The embedding's table is stored like
+the head's weight, so that the two may be tied. A rank gathers the features of its rows over row and looks up the tokens
+in its part of the vocabulary. The results are reduce-scattered over col along the features.
 """
 
 from meshwise.tensor.core.scheme import Axes, OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 
 def two_d(rows: Axes = ("row",)) -> Scheme:
-    """`rows`: the axes that split the batch; W is stored over `row` in any case."""
+    """Return the scheme 2D; `rows`: the axes that split the batch. W is split over `row` and `col` in any case."""
     linear = SchemeProduct(
         out=("col",),
         within=("row",),
