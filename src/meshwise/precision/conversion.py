@@ -1,7 +1,7 @@
 """Convert parameters and activations to the dtype of the computation.
 
-A model that is only cast to bf16 fails at the first tensor in another dtype: the data, a rotary table, a mask, or a
-norm that the author computes in fp32. Three measures make a plain model work unchanged:
+A model that is only cast to bf16 fails at the first tensor in another dtype. Such tensors are the data, a rotary
+table, a mask, or a norm that the author computes in fp32. Three measures make a plain model work unchanged:
 
 - Floating parameters are stored in the dtype of the plan. Parameters of a norm with running statistics keep their own
   dtype: its kernel accepts activations of any dtype, but parameters only in the dtype of the statistics.
@@ -9,8 +9,8 @@ norm that the author computes in fp32. Three measures make a plain model work un
 - Autocast is on during the forward. So the product of an fp32 tensor (a query after an fp32 rotary table) and a bf16
   tensor is computed in bf16. Most operands are in bf16 already, and autocast leaves them as they are.
 
-Statistics and the loss are computed in fp32. torch's kernels for norms and softmax do so for any input, the split
-layers of this library too, and the model's output is converted to fp32 before the loss.
+Statistics and the loss are computed in fp32. torch's kernels for norms and softmax do so for any input, and so do the
+split layers of this library. The model's output is converted to fp32 before the loss.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) 
 class CastHooks:
     """Hooks that convert the inputs of a model's modules to the dtype of their parameters.
 
-    Modules that hold no floating parameters themselves get no hook, nor do norms with running statistics. Without
-    `precision.parameters` the model gets no hooks at all.
+    Modules without floating parameters of their own, and norms with running statistics, get no hook. If
+    `precision.parameters` is None, no module gets a hook.
     """
 
     def __init__(self, module: nn.Module, *, precision: Precision) -> None:

@@ -14,9 +14,9 @@ A `Precision` holds these dtypes. They follow from `precision` and `wire` of the
 
 "As declared" is the dtype that the model gives the tensor.
 
-The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them, as in Megatron-LM
-and FSDP2's mixed precision (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations
-are half as large, and no use of a parameter converts it. `precision/conversion.py` gives activations their dtype.
+The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them. Megatron-LM and
+FSDP2 do the same (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations are half
+as large, and no use of a parameter converts it. `precision/conversion.py` gives activations their dtype.
 """
 
 from collections.abc import Iterable, Mapping

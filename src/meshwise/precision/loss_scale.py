@@ -45,7 +45,7 @@ class LossScale:
     count: float = 0.0
 
     LEAST = 2.0**-14
-    """Smallest scale; a gradient that overflows at this scale overflows at every scale."""
+    """Smallest scale; a gradient that is still not finite is taken as infinite or NaN at every scale."""
     MOST = 2.0**24
     """Scale that is not doubled any more."""
 

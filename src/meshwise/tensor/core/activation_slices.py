@@ -3,12 +3,14 @@
 Dropout draws the same masks under every plan, so it must know which slice of a mask a rank's tensor needs. The layouts
 of the parameters show the slice, which is the same from one split module to the next:
 
-    after               features                   tokens                                rows
-    embedding           hidden states              all                                   of the hidden states
-    entry of block 0    hidden states              this rank's, in sequence parallelism  of the hidden states
-    colwise linear      inner: this rank's heads   all                                   of the pair (3D: other rows)
-    rowwise linear      hidden states              this rank's, in sequence parallelism  of the hidden states
-    last block          hidden states              all                                   of the hidden states
+    | after              features           tokens                                 rows
+    | embedding          hidden             all                                    hidden
+    | entry of block 0   hidden             this rank's, in sequence parallelism   hidden
+    | colwise linear     inner, or heads    all                                    inner
+    | rowwise linear     hidden             this rank's, in sequence parallelism   hidden
+    | last block         hidden             all                                    hidden
+
+"Hidden" is this rank's part in the hidden states, "inner" its part inside a pair. Only under 3D their rows differ.
 """
 
 import dataclasses

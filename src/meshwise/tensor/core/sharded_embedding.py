@@ -68,7 +68,7 @@ class SplitTable(BoundToRank):
         return Projection(self.context, part=Part("head"), shape=self.shape)
 
     def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
-        """Return the embeddings, (…, local features), of (…) token numbers; on a CPU, IndexError for wrong ones."""
+        """Return the embeddings, (…, local features), of (…) token numbers. Raises IndexError for unknown numbers."""
         world, w = self.context.world, self._w
         if w.axes:
             arriving = gradient.all_gather(table, world=world, axes=w.axes, dim=1, sizes=w.sizes)

@@ -21,7 +21,7 @@ from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySpli
 
 
 class SplitLogits(GlobalShapeTensor):
-    """Logits of the full shape, of which a rank holds its classes; autograd goes through the part `local`.
+    """Logits of the full shape that hold this rank's classes as `local`, through which autograd goes.
 
     | vocabulary          the split of the classes over ranks
     | dim_of_vocabulary   the dim of the classes, 0 or more

@@ -28,7 +28,7 @@ _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm
 
 
 class TableWeight(GlobalShapeTensor):
-    """Embedding table in its full shape, of which a rank holds its part.
+    """Embedding table of the full shape that holds this rank's part as `local`.
 
     | size_of_table   (rows, features) of the full table
     | head            function that returns split logits from the hidden states and the rank's part

@@ -72,8 +72,8 @@ def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit,
     """Return the cross-entropy in nats of (N, …, local classes) logits for (N, …) integer targets.
 
     The result is equal on all ranks of the vocabulary. Its shape is (N, …) for reduction `none`, else it is a scalar.
-    Raises ValueError for targets or weights of another shape or an unknown reduction, and IndexError for a target that
-    is no class; on CUDA a device-side assertion fails instead.
+    Raises ValueError for wrong shapes or an unknown reduction. Raises IndexError for a target that is no class; on CUDA
+    a device-side assertion fails instead.
     """
     if local.shape[:-1] != target.shape:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Find the heads of an attention: their number, their width, and the attributes that count them.
 
-Every rank gets whole heads. So three facts about an attention are needed: the features that stay together in each
-matrix (the grain), the order of q, k and v in a fused matrix, and the attributes that count heads. The split changes
-these attributes. Then a forward with `q.view(batch, -1, self.num_heads, self.head_width)` reads the heads of its rank.
+Every rank gets whole heads. So the split needs three facts: the features of a matrix that stay together (the grain),
+the order of q, k and v in a fused matrix, and the attributes that count heads. The split sets these attributes to the
+rank's counts. So a forward with `q.view(batch, -1, self.num_heads, self.head_width)` works on the heads of its rank.
 
     | queries      heads x width features, split so that all queries of one key head stay together
     | keys, values key_heads x width features
@@ -123,9 +123,9 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     """Return the order of the output features of the fused matrix `owner.<child>`.
 
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
-    each section; `width`: features of a head. Evidence is a known class, an attribute (tuple or list) with the section
-    sizes in features or in heads, or the forward's use of the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`,
-    `.view(..., 3, heads, width)`, `[..., :size]`.
+    each section; `width`: features of a head. The evidence is a known class, or an attribute (tuple or list) with the
+    section sizes in features or in heads. Or the forward splits the output, as `self.qkv(x).split(...)`,
+    `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`.
     """
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:

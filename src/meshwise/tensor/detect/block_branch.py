@@ -17,7 +17,7 @@ at
     | the fourth of four squares, in attention           q, k, v, output
     | the second of two squares, otherwise               an MLP whose hidden size is the width
 
-The two rules for squares apply at the end of the module that holds the matrices, or where the next branch begins: q, k
+The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
 and v may be in one module and the output in the next. The colwise matrices may also be registered after the rowwise
 matrix, if their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
 """

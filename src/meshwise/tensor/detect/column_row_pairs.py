@@ -1,6 +1,6 @@
 """Give a part to each module of a pair: its matrices, and the norms, tables and parameters between them.
 
-A pair is one or more colwise matrices and a rowwise matrix, of an attention or an MLP:
+A pair, found as a `BlockBranch`, is one or more colwise matrices and a rowwise matrix of an attention or an MLP:
 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
     mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features
@@ -266,7 +266,7 @@ def parts_between(
 ) -> tuple[dict[str, Part], dict[str, str]]:
     """Return two mappings by name: parts of an attention's norms, tables and parameters, and reasons for no part.
 
-    `owner`: the module called `name`. `grain`: inner features that stay on one rank, those of one or more heads.
+    `owner`: the module called `name`. `grain`: inner features that stay on one rank.
     `shared`: True if several ranks hold the same key head.
     """
     found: dict[str, Part] = {}

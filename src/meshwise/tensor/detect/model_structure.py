@@ -4,7 +4,7 @@ module                   evidence                                               
 GPT
 ├── embedding            as wide as the hidden states; tied to a linear, or largest, or first            embedding
 ├── positions            another embedding of this width                                                 positions
-├── blocks               a list of modules with two or more matrices each
+├── blocks               a list of modules that have an attention or two matrices each
 │   └── 0                `block_branch` finds its branches, `attention_heads` their heads                block
 │       ├── norm         computes LayerNorm or RMSNorm over the hidden states                            norm
 │       └── …

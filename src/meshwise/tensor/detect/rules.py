@@ -273,8 +273,8 @@ _SMALL = ("norm", "positions", "patches", "vector")
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
     """Return the parts with `whole_features` set, if hidden states outside of the blocks must have all features.
 
-    That is so, except under 1d or without blocks, if the model has no head, or if its code outside of the blocks uses
-    all features (`counts`). Then the small parts outside of the blocks, such as norms, become whole.
+    They must if the model has no head, or if its code outside of the blocks uses all features (`counts`). Then small
+    parts outside of the blocks, such as norms, become whole. Under 1d, or without blocks, nothing changes.
     """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts

@@ -1,7 +1,7 @@
 """Split grouped-query attention over more ranks than key heads: several ranks hold the same key head.
 
-The mesh axis that splits the heads becomes two axes: the outer one splits the key heads, and the ranks along the inner
-one, `kv`, hold the same key head:
+The mesh axis that splits the heads becomes two axes. The outer axis splits the key heads. Ranks along the inner axis,
+`kv`, hold the same key head:
 
     | 4 heads, 2 key heads            tp=0                    tp=1
     | on 4 ranks                 kv=0        kv=1        kv=0        kv=1
