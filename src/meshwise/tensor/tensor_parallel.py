@@ -45,7 +45,7 @@ def tensor_parallel(
     Raises ValueError for an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`, for a tied parameter with two
     placements, and for a module that does not fit its part.
     """
-    outside.recall.remember(outside.extents)
+    outside.recall.remember(outside.shard_sizes)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
     for name, part in parts.items():
@@ -85,7 +85,7 @@ class _Split:
 
     def apply(self, name: str, part: Part) -> None:
         """Split the module or parameter called `name`; if another stage holds it, only reshard the module's output."""
-        if part.elsewhere:
+        if part.on_other_stage:
             if name in self._modules:
                 self._put_together(self._modules[name], part)
             return
@@ -142,7 +142,7 @@ class _Split:
     def _put_together(self, module: nn.Module, part: Part) -> None:
         """Register a hook that gathers the module's output, if hidden states here must have all features."""
         if part.whole_features and part.role in ("embedding", "single", "rowwise"):
-            reshard.leave_features(module, context=self._outside, features=self._width())
+            reshard.gather_features_at_exit(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
         """Place parameters that have a dim of features of the hidden states, or of inner features of a pair."""
@@ -155,9 +155,9 @@ class _Split:
         if isinstance(module, nn.Embedding):
             _require_plain_embedding(module, name)
         if isinstance(module, CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
-            reshard.share_channels(module, context=context, axes=axes)
+            reshard.share_input_channels(module, context=context, axes=axes)
         elif part.role == "patches" and module is not None and context.degree(axes) > 1:
-            reshard.share_input(module, context=context, axes=axes)
+            reshard.sum_input_gradient(module, context=context, axes=axes)
         if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
             _set_sharded_class(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
@@ -190,7 +190,7 @@ class _Split:
             placement = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
             self._kept_whole[key] = placement
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
-            reshard.gather_features(module, context=self._outside, features=module.in_features)
+            reshard.gather_features_at_entry(module, context=self._outside, features=module.in_features)
 
     def _around_pair(self, name: str, part: Part) -> None:
         """Set the head counts of the module around a pair to this rank's, and register hooks on its arguments."""
@@ -209,21 +209,23 @@ class _Split:
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
                 set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))
-        if part.becomes is None:
+        if part.sharded_class is None:
             # before the arguments are cut to this rank's heads
             reshard.align_arguments(module, context=context, widths=self._read_by_first(name))
         if part.by_head and context.degree(inner) > 1:
             heads = Layout((inner,), cuts=(DimSplit(grain=part.grain),))
             reshard.slice_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
         if part.gathers:
-            reshard.gather_stream(module, context=context, features=self._width(), readers=part.readers)
+            reshard.gather_input_once(module, context=context, features=self._width(), readers=part.readers)
         if part.even_rows:
             reshard.require_even_rows(module, name=name, context=context)
-        if part.narrows:
-            own = context.own(Layout((context.scheme.inner,), cuts=(DimSplit(grain=part.narrows),)), size=self._width())
+        if part.narrow_grain:
+            own = context.own(
+                Layout((context.scheme.inner,), cuts=(DimSplit(grain=part.narrow_grain),)), size=self._width()
+            )
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
             reshard.narrow_input(module, readers=[m for m in module.children() if m in inside], features=own)
-        if part.becomes is None:
+        if part.sharded_class is None:
             return
         own_parts = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
         projections = {
@@ -231,7 +233,7 @@ class _Split:
             for key, own in own_parts.items()
             if own is not None and own.role in ("colwise", "rowwise")
         }
-        _set_sharded_class(module, part.becomes, sharding=MultiheadSharding(context, projections))
+        _set_sharded_class(module, part.sharded_class, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
         """Return the input sizes of the colwise matrices in a module: over all ranks, and on this rank."""
@@ -259,11 +261,11 @@ class _Split:
         for names in stacks.values():
             first, last = self._modules[names[0]], self._modules[names[-1]]
             if self._inside.degree(self._inside.scheme.tokens) > 1:
-                reshard.enter_tokens(first, context=self._inside)
-                reshard.leave_tokens(last, context=self._inside)
+                reshard.take_tokens_at_entry(first, context=self._inside)
+                reshard.gather_tokens_at_exit(last, context=self._inside)
             if self._parts[names[0]].whole_features:
-                reshard.enter_features(first, context=self._outside, features=self._width())
-                reshard.leave_features(last, context=self._outside, features=self._width())
+                reshard.take_features_at_entry(first, context=self._outside, features=self._width())
+                reshard.gather_features_at_exit(last, context=self._outside, features=self._width())
         leaving = GatheredOutputs()
         leaving.follow(self._root)
         self._watch_what_leaves(leaving, whole=whole)
@@ -291,7 +293,7 @@ class _Split:
         for name, part in self._parts.items():
             if part.stream:
                 return part.stream
-            if part.elsewhere:
+            if part.on_other_stage:
                 continue
             if part.role in ("colwise", "single", "head") and name in self._modules:
                 return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]

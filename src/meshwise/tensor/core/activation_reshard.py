@@ -38,44 +38,44 @@ def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
 
     def before(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
         rows = next(tensor.size(0) for tensor in tensors((args, dict(given))) if tensor.dim())
-        context.extents.rows = tuple(context.world.exchange(rows, axes=axes))
+        context.shard_sizes.rows = tuple(context.world.exchange(rows, axes=axes))
 
     module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
 
-def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
+def take_tokens_at_entry(block: nn.Module, *, context: SplitContext) -> None:
     """Register a hook that takes this rank's tokens of the hidden states that enter `block`."""
     axes, world = context.scheme.tokens, context.world
 
     def take(x: Tensor) -> Tensor:
         bounds = even_split(x.size(-2), world.group(axes).size)
-        context.extents.tokens = tuple(stop - start for start, stop in bounds)
-        return gradient.take(x, world=world, axes=axes, dim=-2, sizes=context.extents.tokens).wait()
+        context.shard_sizes.tokens = tuple(stop - start for start, stop in bounds)
+        return gradient.take(x, world=world, axes=axes, dim=-2, sizes=context.shard_sizes.tokens).wait()
 
     _change_input(block, take)
 
 
-def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
+def gather_tokens_at_exit(block: nn.Module, *, context: SplitContext) -> None:
     """Register a hook that gathers all tokens of the hidden states that `block` returns."""
 
     def replicate(x: Tensor) -> Tensor:
-        scheme, sizes = context.scheme, context.extents.tokens
+        scheme, sizes = context.scheme, context.shard_sizes.tokens
         return gradient.replicate(x, world=context.world, axes=scheme.tokens, dim=-2, sizes=sizes).wait()
 
     _change_output(block, replicate)
 
 
-def enter_features(block: nn.Module, *, context: SplitContext, features: int) -> None:
+def take_features_at_entry(block: nn.Module, *, context: SplitContext, features: int) -> None:
     """Register a hook that takes this rank's part of the `features` of the hidden states that enter `block`."""
     _change_input(block, functools.partial(context.take_features, sizes=context.stream_sizes(features)))
 
 
-def leave_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
+def gather_features_at_exit(module: nn.Module, *, context: SplitContext, features: int) -> None:
     """Register a hook that gathers all `features` of the hidden states that `module` returns."""
     _change_output(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
-def gather_stream(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
+def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
     """Register a hook that gathers the hidden states at the entry of `module`, for `readers` colwise linears inside."""
     move = context.scheme.colwise.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
@@ -91,7 +91,7 @@ def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) ->
     """Register a hook that raises ValueError for uneven rows, if `module` reads the number of rows from its input."""
 
     def before(_module: nn.Module, _args: Any) -> None:
-        rows = context.extents.rows
+        rows = context.shard_sizes.rows
         if rows is not None and len(set(rows)) > 1:
             raise ValueError(
                 f"{name} takes the number of rows from its input, and under tp_mode=3d other ranks' rows come out of "
@@ -122,12 +122,12 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
     module.register_forward_hook(forget, always_call=True)
 
 
-def gather_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
+def gather_features_at_entry(module: nn.Module, *, context: SplitContext, features: int) -> None:
     """Register a hook that gathers all `features` of the hidden states that enter a module computed whole."""
     _change_input(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
-def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
+def share_input_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
     """Register a hook that gathers channels of a split input, and sums the input's gradient over `axes`."""
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
@@ -140,7 +140,7 @@ def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axe
     _change_input(convolution, share)
 
 
-def share_input(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
+def sum_input_gradient(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
     """Register a hook that sums the input's gradient over `axes`: ranks have equal inputs and different parameters."""
     _change_input(module, functools.partial(_copied, context=context, axes=axes))
 
@@ -159,7 +159,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
         return x
     world, group = context.world, context.world.group(there.axes)
-    rows = context.extents.rows or (x.size(0),) * group.size
+    rows = context.shard_sizes.rows or (x.size(0),) * group.size
     sizes = (x.size(0),) * group.size
     if min(rows) < max(rows):  # on some ranks, a dim 0 without rows may fit by chance
         sizes = tuple(world.exchange(x.size(0), axes=there.axes))
@@ -176,7 +176,7 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
     `x` is equal on all ranks with the same rows of a pair. Only under 3D this is a collective.
     """
-    there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.extents.rows
+    there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.shard_sizes.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
     whole = gradient.replicate(x, world=context.world, axes=back.axes, dim=0, sizes=rows).wait()

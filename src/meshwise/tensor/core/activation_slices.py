@@ -116,7 +116,7 @@ def _stream(context: SplitContext, width: int) -> ActivationRegion:
     if context.degree(features) > 1:
         part = Layout((features,)).local((width,), mesh=world.mesh, rank=world.rank)
         cuts.append(DimSlice(-1, part.offsets[0], part.sizes[0]))
-    if context.degree(axes) > 1 and context.extents.tokens is not None and sum(context.extents.tokens) > 1:
+    if context.degree(axes) > 1 and context.shard_sizes.tokens is not None and sum(context.shard_sizes.tokens) > 1:
         index = world.group(axes).index
-        cuts.append(DimSlice(-2, sum(context.extents.tokens[:index]), context.extents.tokens[index]))
+        cuts.append(DimSlice(-2, sum(context.shard_sizes.tokens[:index]), context.shard_sizes.tokens[index]))
     return ActivationRegion(hidden=tuple(cuts))

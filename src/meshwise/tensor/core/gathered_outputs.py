@@ -36,7 +36,9 @@ class GatheredOutputs:
         """Register hooks that note the hidden states that a module returns; `given`: also the ones that it gets."""
 
         def whole() -> Change:
-            return functools.partial(_whole_stream, context=context, features=features, tokens=context.extents.tokens)
+            return functools.partial(
+                _whole_stream, context=context, features=features, tokens=context.shard_sizes.tokens
+            )
 
         def before(_module: nn.Module, args: tuple[Any, ...], by_name: dict[str, Any]) -> None:
             self._note(list(itertools.islice(tensors((args, by_name)), 1)), whole())

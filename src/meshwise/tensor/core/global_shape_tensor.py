@@ -25,7 +25,7 @@ _ABOUT = frozenset(
 )
 """Functions that return shape, dtype or device, and compute nothing."""
 
-OF_THE_PART = frozenset(
+ANSWERED_BY_PART = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
         *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),

@@ -10,7 +10,7 @@ from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.scheme import NOTHING, Scheme, SchemeProduct
+from meshwise.tensor.core.scheme import NO_MOVE, Scheme, SchemeProduct
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.split_logits import SplitLogits
 from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
@@ -136,4 +136,4 @@ def _product(scheme: Scheme, part: Part) -> SchemeProduct:
     if part.shared:
         out = tuple(axis for axis in product.out if axis not in scheme.kv_replicas)
         product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.kv_replicas))
-    return dataclasses.replace(product, x=NOTHING) if part.gathered else product
+    return dataclasses.replace(product, x=NO_MOVE) if part.gathered else product

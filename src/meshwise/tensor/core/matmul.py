@@ -122,11 +122,11 @@ class InputGather:
         self._left = 0
         self._arriving: Finish | None = None
 
-    def join(self) -> None:
+    def add_reader(self) -> None:
         """Count one more product that will need X in its backward."""
         self._readers += 1
 
-    def again(self, stored: Tensor) -> Finish:
+    def regather(self, stored: Tensor) -> Finish:
         """Return a function that waits for the gather of `stored`; the first call starts it, the last call frees it."""
         if self._arriving is None:
             self._arriving = _gather(_there(stored), self._moved, world=self._world)
@@ -186,13 +186,17 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
     of Y only. Under autocast, operands are converted before they are sent. Raises ValueError for parts that do not fit
     `operation`.
     """
-    value, weight, bias = travelling(x.value), travelling(weight), None if bias is None else travelling(bias)
+    value, weight, bias = (
+        to_product_dtype(x.value),
+        to_product_dtype(weight),
+        None if bias is None else to_product_dtype(bias),
+    )
     kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)
     result: Tensor = _Multiply.apply(value, weight, bias, operation, kept)
     return result
 
 
-def travelling(x: Tensor) -> Tensor:
+def to_product_dtype(x: Tensor) -> Tensor:
     """Return the operand in autocast's dtype, or unchanged if autocast is off."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -227,7 +231,7 @@ class _Multiply(torch.autograd.Function):
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
         if ctx.gathering is not None:
-            ctx.gathering.join()
+            ctx.gathering.add_reader()
         ctx.save_for_backward(x if operand.stored is None else operand.stored, weight, *kept)
         return y
 
@@ -238,7 +242,7 @@ class _Multiply(torch.autograd.Function):
         x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
         for_x, for_w, for_bias = asked_for(ctx)[:3]
         arriving = _gather(_there(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
-        whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
+        whole = x if ctx.gathering is None or not for_w else ctx.gathering.regather(x())
         wanted = whole if for_w else None, weight() if for_x else None
         operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(*wanted, operation)
         own, d_bias, experts = dy, None, weight().dim() == 3

@@ -81,7 +81,7 @@ class Part:
     gathers: bool = False
     """attention, pair: True if hidden states are gathered at the module's entry. Its colwise linears then share one
     gather, and its forward reads the sizes of the whole input."""
-    narrows: int = 0
+    narrow_grain: int = 0
     """attention with `gathers`: features that stay together, if the forward takes the width of its heads from the last
     size of its input; else 0. The forward then gets an input as wide as this rank's heads, its linears the whole."""
     even_rows: bool = False
@@ -105,7 +105,7 @@ class Part:
     shared: bool = False
     """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). These ranks have equal parameters
     and sum the gradients."""
-    becomes: type[nn.Module] | None = None
+    sharded_class: type[nn.Module] | None = None
     """attention: sharded class whose forward replaces the module's own, by becoming its first base class. The forward
     finds `SplitContext` and projections in `self.sharding`. None leaves the module's forward."""
     norm: Norm | None = None
@@ -115,7 +115,7 @@ class Part:
     whole_features: bool = False
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
     head: True if it returns whole logits, because another stage of a pipeline gets them."""
-    elsewhere: bool = False
+    on_other_stage: bool = False
     """Any role: True if another stage of the pipeline has the parameters. The module then returns the tensors received
     from that stage, or nothing."""
     inner: bool = False
@@ -124,7 +124,7 @@ class Part:
     @property
     def returns_scores(self) -> bool:
         """True if the module may return attention weights besides the hidden states."""
-        return self.role == "attention" and self.becomes is None
+        return self.role == "attention" and self.sharded_class is None
 
     @property
     def cut(self) -> DimSplit:

@@ -28,12 +28,12 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
     return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
 
 
-def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
+def stream_tokens(shard_sizes: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
     """Return a function that returns a forward's tokens between blocks: on this rank and in total; (0, 0) if whole."""
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 
     def counts() -> tuple[int, int]:
-        sizes = extents.tokens
+        sizes = shard_sizes.tokens
         return (0, 0) if sizes is None else (sizes[world.group(axes).index], sum(sizes))
 
     return counts
@@ -54,14 +54,14 @@ def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
-    """Return the parts of the whole `model` for the stage `module`; parts whose parameters it lacks are `elsewhere`.
+    """Return the parts of the whole `model` for the stage `module`; parts whose parameters it lacks get `on_other_stage`.
 
     Only the `last` stage keeps logits split, because it computes the loss. Other stages send whole logits.
     """
     here, everywhere = _around_parameters(module), _around_parameters(model)
     found = {}
     for name, part in parts.items():
-        changed = dataclasses.replace(part, elsewhere=True) if name in everywhere and name not in here else part
+        changed = dataclasses.replace(part, on_other_stage=True) if name in everywhere and name not in here else part
         found[name] = dataclasses.replace(changed, whole_features=True) if part.role == "head" and not last else changed
     return found
 

@@ -30,7 +30,7 @@ class OperandLayoutMove:
     dim: str = "none"
 
 
-NOTHING = OperandLayoutMove()
+NO_MOVE = OperandLayoutMove()
 """Move of an operand without a collective."""
 
 
@@ -45,9 +45,9 @@ class SchemeProduct:
 
     out: Axes
     within: Axes
-    x: OperandLayoutMove = NOTHING
-    w: OperandLayoutMove = NOTHING
-    y: OperandLayoutMove = NOTHING
+    x: OperandLayoutMove = NO_MOVE
+    w: OperandLayoutMove = NO_MOVE
+    y: OperandLayoutMove = NO_MOVE
     rows: Axes = ()
 
     @property

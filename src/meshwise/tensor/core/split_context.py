@@ -12,7 +12,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import Layout
 from meshwise.model.forward_replay import ForwardReplay
-from meshwise.tensor.core.matmul import InputGather, MatmulInput, OperandMove, Streaming, travelling
+from meshwise.tensor.core.matmul import InputGather, MatmulInput, OperandMove, Streaming, to_product_dtype
 from meshwise.tensor.core.scheme import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 from meshwise.tensor.core.tensor_origins import TensorOrigins
 
@@ -84,13 +84,13 @@ class SharedGather:
 class SplitContext:
     """World and scheme of a split model, inside or outside of its blocks, and state of the current forward.
 
-    `extents`: sizes of the ranks' parts. `streaming`: options of the gathers. `recall`: results kept for a repeated
+    `shard_sizes`: sizes of the ranks' parts. `streaming`: options of the gathers. `recall`: results kept for a repeated
     forward. `origins`: finds gradients that the step sums.
     """
 
     world: World
     scheme: Scheme
-    extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
+    shard_sizes: ShardSizes = dataclasses.field(default_factory=ShardSizes)
     shared_gather: SharedGather = dataclasses.field(default_factory=SharedGather)
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
@@ -115,17 +115,17 @@ class SplitContext:
             return OperandMove()
         if move.dim == "none":
             return OperandMove(move.axes)
-        sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
+        sizes = {"rows": self.shard_sizes.rows, "tokens": self.shard_sizes.tokens, "features": features}[move.dim]
         return OperandMove(move.axes, DIMS[move.dim], sizes)
 
     def unflatten(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
         """Return `x` of (rows · tokens, features) as (rows, tokens, features), if `product` moves rows or tokens."""
         if x.dim() != 2:
             return x
-        if product.x.dim == "rows" and (rows := self.extents.rows) is not None:
+        if product.x.dim == "rows" and (rows := self.shard_sizes.rows) is not None:
             own = rows[self.world.group(product.x.axes).index]
             return x if x.size(0) == own else x.unflatten(0, (own, -1))
-        if "tokens" in (product.x.dim, product.y.dim) and (tokens := self.extents.tokens) is not None:
+        if "tokens" in (product.x.dim, product.y.dim) and (tokens := self.shard_sizes.tokens) is not None:
             own = tokens[self.world.group(product.x.axes).index] if product.x.dim == "tokens" else sum(tokens)
             return x if x.size(0) == own else x.unflatten(0, (-1, own))
         return x
@@ -150,7 +150,7 @@ class SplitContext:
         """Gather `x` as `moved` describes, keep it for `readers` further matrices, and return it as an operand."""
         if not moved.axes:
             return MatmulInput(x)
-        sent, gathering = travelling(x), None
+        sent, gathering = to_product_dtype(x), None
         if moved.dim is None:
             whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
         else:

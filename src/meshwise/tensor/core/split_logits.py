@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, GlobalShapeTensor
+from meshwise.tensor.core.global_shape_tensor import ANSWERED_BY_PART, GlobalShapeTensor
 from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySplit, cross_entropy
 
 
@@ -77,7 +77,7 @@ class SplitLogits(GlobalShapeTensor):
         """Return a result that stays split if `func` allows it, else the result for the whole logits."""
         first = args[0] if args else given.get("input")
         if isinstance(first, SplitLogits):
-            if func in OF_THE_PART:
+            if func in ANSWERED_BY_PART:
                 return func(first.local, *args[1:], **given)
             handler = None if first.altered else _STAYS_SPLIT.get(func)
             result = handler(first, func, args[1:], given) if handler else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, GlobalShapeTensor
+from meshwise.tensor.core.global_shape_tensor import ANSWERED_BY_PART, GlobalShapeTensor
 
 _TRANSPOSES = frozenset(
     {
@@ -64,7 +64,7 @@ class TableWeight(GlobalShapeTensor):
                 return first._like(first.local, flipped=not first.flipped)
             if func in _CONVERSIONS:
                 return first._like(func(first.local, *args[1:], **given), flipped=first.flipped)
-            if func in OF_THE_PART:
+            if func in ANSWERED_BY_PART:
                 return func(first.local, *args[1:], **given)
         elif isinstance(second, TableWeight):
             if func is functional.linear and not second.flipped:

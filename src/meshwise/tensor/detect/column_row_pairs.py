@@ -31,7 +31,7 @@ from meshwise.tensor.detect.attention_heads import (
     sections_of,
 )
 from meshwise.tensor.detect.block_branch import BlockBranch
-from meshwise.tensor.detect.input_use import only_read_by, sizes_unused, splits_by_width
+from meshwise.tensor.detect.forward_input_use import only_read_by, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS, enclosing
 from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
@@ -139,11 +139,11 @@ class ColumnRowPairs:
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
         # A single matrix gathers its input itself and keeps only a part, unless its module reads sizes of the input.
-        alone = len(branch.colwise) == 1 and sizes_unused(owner)
+        alone = len(branch.colwise) == 1 and reads_no_sizes(owner)
         outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.child.lower()]
         gathers = not alone and self._share_input(branch, outside)
         narrows = gathers and heads.features == branch.colwise[0].inputs and splits_by_width(owner)
-        whole = gathers or sizes_unused(owner)
+        whole = gathers or reads_no_sizes(owner)
         found = {
             home: Part(
                 "attention",
@@ -151,10 +151,10 @@ class ColumnRowPairs:
                 key_counts=counts_of_keys(owner, heads=heads),
                 group_counts=counts_of_groups(owner, heads=heads),
                 kv_replicas=kv_replicas,
-                even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
+                even_rows=not self._sharing.rows_stay and not reads_no_sizes(owner),
                 readers=len(branch.colwise) - len(outside) if gathers else 1,
                 gathers=gathers,
-                narrows=grain if narrows else 0,
+                narrow_grain=grain if narrows else 0,
                 by_head=tuple(
                     n for n in signature(owner.forward).parameters if n in BY_HEAD or any(word in n for word in MASKS)
                 ),
@@ -252,7 +252,7 @@ class ColumnRowPairs:
         }
         own = dict(module.named_parameters(recurse=False))
         return {
-            name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
+            name: Part("attention", counts=(("num_heads", 1),), sharded_class=ShardedMultiheadAttention),
             **{f"{below}{key}": part for key, part in found.items() if key in own},
             f"{below}out_proj": Part("rowwise", grain=width),
         }

@@ -92,7 +92,7 @@ def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-def looks_up(module: nn.Module) -> bool:
+def returns_table_rows(module: nn.Module) -> bool:
     """Return whether a module is an embedding that returns rows of its table, or a constant multiple of the rows."""
     if not isinstance(module, nn.Embedding) or computes_as(module, kind=nn.Embedding):
         return isinstance(module, nn.Embedding)

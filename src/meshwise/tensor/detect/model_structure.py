@@ -22,8 +22,8 @@ from meshwise.tensor.detect.attention_heads import HeadSharing, cut_by_rule
 from meshwise.tensor.detect.block_branch import BlockReading, stream_width
 from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
-from meshwise.tensor.detect.norm_modules import as_norm, goes_feature_by_feature
+from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, matrices, returns_table_rows
+from meshwise.tensor.detect.norm_modules import as_norm, mixes_no_features
 
 _KNOWN = ("torch", "transformers", "meshwise")
 """Packages whose modules have no buffers with a dim of all features of the hidden states."""
@@ -116,7 +116,7 @@ class ModelStructure:
         elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
-        elif not any(True for _ in module.children()) and not goes_feature_by_feature(module):
+        elif not any(True for _ in module.children()) and not mixes_no_features(module):
             self._reasons[name] = _why_unknown(module)
         elif around or type(module).__module__.partition(".")[0] != "torch":
             for key, parameter in parameters.items():
@@ -144,7 +144,7 @@ class ModelStructure:
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = getattr(module, "weight", None) is self._vocabulary.weight
-                if tied and not looks_up(self._vocabulary):
+                if tied and not returns_table_rows(self._vocabulary):
                     return "whole"  # as the embedding that it is tied to
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
@@ -155,7 +155,7 @@ class ModelStructure:
             if module.embedding_dim != self.width:
                 return "whole"
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
-            shared = shared and looks_up(module)
+            shared = shared and returns_table_rows(module)
             return "embedding" if shared else "positions"
         if isinstance(module, CONVOLUTIONS):
             return "patches" if module.out_channels == self.width else "whole"
@@ -235,7 +235,7 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
     """Return whether this role would replace a forward that computes more than a matrix or an embedding."""
     if module is None or role not in ("colwise", "rowwise", "single", "head", "embedding"):
         return False
-    return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
+    return not returns_table_rows(module) if role == "embedding" else as_matrix(module, name="") is None
 
 
 def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:

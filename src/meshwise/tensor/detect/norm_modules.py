@@ -53,7 +53,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     return None if near is None else (width, near)
 
 
-def goes_feature_by_feature(module: nn.Module) -> bool:
+def mixes_no_features(module: nn.Module) -> bool:
     """Return whether features do not mix: half of the input features give half of the output."""
     width = _width(module)
     if width is None or width < 2:

@@ -49,7 +49,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     return read == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
 
 
-def sizes_unused(module: nn.Module) -> bool:
+def reads_no_sizes(module: nn.Module) -> bool:
     """Return whether a module's forward never reads sizes, dtype or device of its first argument.
 
     Return False if a method of the module gets the argument, because the method may read them, or without a source.
