@@ -31,9 +31,11 @@ def test_every_dtype_follows_from_the_plan_and_the_parameter(
 
 
 def test_only_fp16_needs_a_loss_scale() -> None:
-    scaled = [text for text in ("fp32", "bf16", "fp16") if precision_of(Plan.parse(f"precision={text}")).scaled]
+    scaled = [
+        text for text in ("fp32", "bf16", "fp16") if precision_of(Plan.parse(f"precision={text}")).needs_loss_scale
+    ]
     assert scaled == ["fp16"]
-    assert precision_of(Plan.parse("wire=fp16")).scaled
+    assert precision_of(Plan.parse("wire=fp16")).needs_loss_scale
 
 
 def test_a_record_that_cannot_work_is_refused() -> None:

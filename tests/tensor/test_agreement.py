@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.core.matmul import Streaming
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 from tensor.plain import Attention
 from tensor.splitting import SCHEMES, gpt_parts, split_agrees
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.plan import Plan
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 from tensor.splitting import split_agrees
 
 WORDS, WIDTH, HEADS, TOKENS = 13, 12, 4, 5

@@ -17,7 +17,7 @@ from meshwise.pipeline.run.split_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.core.matmul import Streaming
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 from meshwise.testing import SavedForBackward
 from meshwise.testing.count import Counts, count
 from tensor.splitting import install

@@ -17,7 +17,7 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 from meshwise.testing import run
 from tensor.plain import shown
 from tensor.splitting import split_agrees

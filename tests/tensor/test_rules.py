@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshwise.plan import Plan
 from meshwise.reference import MLP, MLPConfig
 from meshwise.tensor.core.part import Norm, Part
-from meshwise.tensor.detect.rules import Rules, find_parts
+from meshwise.tensor.detect.find_parts import Rules, find_parts
 from tensor.plain import Block, gpt, shown, stack
 
 

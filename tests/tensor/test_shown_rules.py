@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.plan import Plan
-from meshwise.tensor.detect.rules import Rules, find_parts
+from meshwise.tensor.detect.find_parts import Rules, find_parts
 from tensor.plain import shown
 from tensor.splitting import split_agrees
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 from meshwise.testing import agree, alone, run
 from meshwise.testing.training_outcome import outcome
 from tensor.splitting import split_agrees

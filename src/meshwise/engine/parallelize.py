@@ -50,15 +50,15 @@ from meshwise.pipeline.run.stage import FeatureWidth
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan, PlanError
-from meshwise.precision.conversion import CastHooks, computing, convert, for_loss, place_buffer
+from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
 from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.remote_parts import feature_dims, parts_of_stage, stream_tokens, stream_width
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.detect.rules import Rules, find_parts
+from meshwise.tensor.core.stage_parts import feature_dims, local_and_total_tokens, local_and_total_width, parts_of_stage
+from meshwise.tensor.detect.find_parts import Rules, find_parts
 from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 
@@ -81,7 +81,7 @@ class Options:
     """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
     tensor_rules: Rules | None = None
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
-    `meshwise.tensor.detect.rules.Rules`. None: what the model declares and its structure says."""
+    `meshwise.tensor.detect.find_parts.Rules`. None: what the model declares and its structure says."""
     parts: Mapping[str, Part] | None = None
     """With tp, the result of `find_parts` for this model and plan, where it was called already."""
     example: Any = None
@@ -154,7 +154,9 @@ def parallelize(
         if not any(row.trainable for row in engine.table.rows):
             raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
-        recipe = UpdateRecipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
+        recipe = UpdateRecipe(
+            options.clip_norm, skip, precision, options.loss_scale if precision.needs_loss_scale else None
+        )
         trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
         on_error.pop_all()
     return trainer
@@ -216,9 +218,9 @@ def _computed(forward: Forward, precision: Precision, device: torch.device) -> F
     """Return the forward in the compute dtype, its output converted to a dtype that suits a loss."""
 
     def run(model: nn.Module, batch: Any) -> Any:
-        with computing(precision, device=device):
+        with autocast_context(precision, device=device):
             output = forward(model, batch)
-        return for_loss(output)
+        return widen_for_loss(output)
 
     return forward if precision.computes is None else run
 
@@ -322,9 +324,9 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         recall.remember(stage.crossing)
         extents = ShardSizes()
         stage.crossing.width = FeatureWidth(
-            *stream_width(parts, plan=plan, world=world),
+            *local_and_total_width(parts, plan=plan, world=world),
             made=feature_dims(parts, module=source.module),
-            tokens=stream_tokens(extents, plan=plan, world=world),
+            tokens=local_and_total_tokens(extents, plan=plan, world=world),
             blocks=[name for name, part in parts.items() if part.role == "block"],
         )
         earlier = frozenset(name for name, holders in cut.holders.items() if holders[0] < index)

@@ -37,7 +37,7 @@ from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse, schedule_of
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.value_requests import ASKED, asks_for_values
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 
 WHOLE: Mapping[str, Any] = MappingProxyType(
     {

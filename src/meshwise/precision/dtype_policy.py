@@ -16,7 +16,7 @@ A `Precision` holds these dtypes. They follow from `precision` and `wire` of the
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them. Megatron-LM and
 FSDP2 do the same (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations are half
-as large, and no use of a parameter converts it. `precision/conversion.py` gives activations their dtype.
+as large, and no use of a parameter converts it. `precision/dtype_conversion.py` gives activations their dtype.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,7 +55,7 @@ class Precision:
         return self.compute or self.parameters
 
     @property
-    def scaled(self) -> bool:
+    def needs_loss_scale(self) -> bool:
         """True if some of the training is in fp16, where gradients underflow without a loss scale."""
         return torch.float16 in (self.parameters, self.compute, self.reduction)
 
@@ -77,7 +77,7 @@ class Precision:
 NARROW = (torch.bfloat16, torch.float16)
 """The half-precision dtypes, which need fp32 masters."""
 
-RECORDS: Mapping[str, Precision] = {
+PRECISIONS: Mapping[str, Precision] = {
     "fp32": Precision(),
     "bf16": Precision(parameters=torch.bfloat16, compute=torch.bfloat16, reduction=torch.bfloat16),
     "fp16": Precision(parameters=torch.float16, compute=torch.float16, reduction=torch.float16),
@@ -96,7 +96,7 @@ WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 
 def precision_of(plan: Plan) -> Precision:
     """Return the dtypes for `precision` and `wire` of a plan."""
-    record = RECORDS[plan.precision]
+    record = PRECISIONS[plan.precision]
     return record if plan.wire == "auto" else replace(record, reduction=WIRES[plan.wire])
 
 

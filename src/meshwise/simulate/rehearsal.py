@@ -40,7 +40,7 @@ from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import StageMessages
 from meshwise.simulate.tape import Category, MemoryChange, Tape, TapeSegment
 from meshwise.simulate.value_requests import explaining_values, in_rehearsal
-from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.detect.find_parts import find_parts
 
 
 @dataclass(frozen=True)

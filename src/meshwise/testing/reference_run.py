@@ -28,7 +28,7 @@ from meshwise.model.module_copy import duplicate
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.optim.flat_optimizer import needs_whole
-from meshwise.precision.conversion import CastHooks, computing, convert, for_loss
+from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, widen_for_loss
 from meshwise.precision.dtype_policy import Precision
 
 
@@ -92,9 +92,9 @@ class ReferenceRun:
         forward = self._options.forward or default_forward
         self.draws.begin(self._steps)
         with self.draws.running(_all_of(batch)):
-            with computing(self._precision, device=self._device):
+            with autocast_context(self._precision, device=self._device):
                 output = forward(self.model, batch)
-            output = output if self._precision.computes is None else for_loss(output)
+            output = output if self._precision.computes is None else widen_for_loss(output)
             total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)
         if not float(count):
             raise ValueError("the loss counted nothing in this batch: it returned a count of 0")

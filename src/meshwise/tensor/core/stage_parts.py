@@ -19,7 +19,7 @@ from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 
-def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
+def local_and_total_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
     """Return the features of the hidden states between blocks: on this rank and in total; (0, 0) without blocks."""
     whole = max((part.stream for part in parts.values()), default=0)
     if not whole:
@@ -28,7 +28,7 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
     return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
 
 
-def stream_tokens(shard_sizes: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
+def local_and_total_tokens(shard_sizes: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
     """Return a function that returns a forward's tokens between blocks: on this rank and in total; (0, 0) if whole."""
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 
@@ -54,7 +54,7 @@ def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
-    """Return the parts of the whole `model` for the stage `module`; parts whose parameters it lacks get `on_other_stage`.
+    """Return the parts of the whole `model` for stage `module`; with `on_other_stage` if it lacks their parameters.
 
     Only the `last` stage keeps logits split, because it computes the loss. Other stages send whole logits.
     """

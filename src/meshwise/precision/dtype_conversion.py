@@ -64,7 +64,7 @@ class CastHooks:
             handle.remove()
 
 
-def computing(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast_context(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return the autocast context of a forward on `device`, in the dtype `precision.computes`.
 
     The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast.
@@ -75,7 +75,7 @@ def computing(precision: Precision, *, device: torch.device) -> contextlib.Abstr
     return torch.autocast(device.type, dtype=dtype, cache_enabled=precision.parameters is None)
 
 
-def for_loss(output: Any) -> Any:
+def widen_for_loss(output: Any) -> Any:
     """Return a model's output with its bf16 and fp16 tensors converted to fp32."""
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor, output)
 
