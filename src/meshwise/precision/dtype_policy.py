@@ -60,17 +60,17 @@ class Precision:
         return torch.float16 in (self.parameters, self.compute, self.reduction)
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the master and of the optimizer state, for a parameter declared with `dtype`."""
+        """Return the dtype of the master and of the optimizer state, for a parameter of dtype `dtype`."""
         if self.master is not None and dtype.is_floating_point:
             return self.master
         return dtype if dtype.itemsize >= 4 else torch.float32
 
     def accumulation_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter declared with `dtype` are accumulated."""
+        """Return the dtype in which gradients of a parameter of dtype `dtype` are accumulated."""
         return self.accumulation if self.accumulation and dtype.is_floating_point else self.master_of(dtype)
 
     def reduction_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter declared with `dtype` are sent and reduced."""
+        """Return the dtype in which gradients of a parameter of dtype `dtype` are sent and reduced."""
         return self.reduction if self.reduction and dtype.is_floating_point else self.accumulation_of(dtype)
 
 

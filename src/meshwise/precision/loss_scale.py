@@ -88,5 +88,5 @@ class LossScale:
 
 
 def likely_count(batch: Any) -> int:
-    """Return the number of elements of a batch's smallest tensor, usually its labels; 0 without tensors but scalars."""
+    """Return the size of a batch's smallest tensor (scalars aside), usually its labels; 0 without such a tensor."""
     return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)

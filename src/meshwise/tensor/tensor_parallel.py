@@ -1,9 +1,9 @@
 """Split a plain model by tensor parallelism, without changes to the model's code.
 
-A module with a part (see `core/part.py`) gets a new class: a sharded class, such as `ShardedLinear`, and the module's
-own class are its bases. So `isinstance`, names, hooks and `state_dict` work as before. The user's forward runs
-unchanged on local rows and local features. Parameters keep their full shapes here. The returned placements describe
-what each rank stores, and the engine replaces the parameters accordingly.
+A module that must compute on its shards gets a new class, whose bases are a sharded class (such as `ShardedLinear`)
+and the module's own class. So `isinstance`, names, hooks and `state_dict` work as before. The user's forward runs
+unchanged on local rows and local features, and hooks reshard the activations between modules. Parameters keep their
+full shapes here. The returned placements describe what each rank stores, and the engine replaces the parameters.
 """
 
 import dataclasses

@@ -22,8 +22,8 @@ class OperandLayoutMove:
 
     | axes   the axes of the collective; () for no collective
     | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2), `features` (dim -1)
-    |        of an activation; `out`, `in` of a weight. `none`: no dim is split. Then all ranks have the whole X, the
-    |        backward sums its gradient; or Y is all-reduced, and the backward leaves its gradient unchanged
+    |        of an activation; `out`, `in` of a weight. `none`: no dim is split. Then X is whole on all ranks, and
+    |        the backward sums its gradient; or Y is all-reduced, and the backward leaves its gradient unchanged
     """
 
     axes: Axes = ()
@@ -99,5 +99,5 @@ class Scheme:
 
     @property
     def head_axes(self) -> Axes:
-        """Axes whose ranks have different heads or rows inside a pair, and equal copies of tensors from outside."""
+        """Axes whose ranks have equal rows of the hidden states, but different heads or rows inside a pair."""
         return tuple(axis for axis in (*self.inner, *self.inner_rows) if axis not in self.rows)

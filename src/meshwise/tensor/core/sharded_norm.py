@@ -125,7 +125,7 @@ class SplitStatistics(BoundToRank):
 
     @contextlib.contextmanager
     def narrowed(self, norm: nn.Module) -> Iterator[None]:
-        """Narrow the running statistics to this rank's features inside the block; in training, gather them then."""
+        """Narrow running statistics to this rank's features inside the block; in training, gather them afterwards."""
         whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
         parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
         norm._buffers.update(parts)

@@ -70,7 +70,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """Properties of a plan that limit how attentions are split."""
+    """Properties of a plan that limit how the heads of attentions are split over ranks."""
 
     ranks: int
     """Number of ranks over which the heads of an attention are split."""
@@ -139,7 +139,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
     """Return the section sizes of a colwise matrix from its output size, assuming q, k, v one after the other.
 
-    An output of another size than q, k or v or all three is taken as sections as large as k.
+    An output that is as large as neither q, nor k, nor all three is taken as several sections as large as k.
     """
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
@@ -179,13 +179,13 @@ def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -
 
 
 def counts_of_keys(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
-    """Return the attributes of a module that count key heads."""
+    """Return the names of a module's attributes whose value is the number of key heads."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in KEY_HEADS and value == heads.key_count)
 
 
 def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
-    """Return the attributes of a module that count the query heads of one key head."""
+    """Return the names of a module's attributes whose value is the number of query heads per key head."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
 

@@ -9,8 +9,7 @@ A transformer block adds the outputs of branches (attention, MLP) to hidden stat
 The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature, or
 every head, is independent, so ranks split the features and communicate only at the ends. The sizes show the role of
 most matrices: a rowwise matrix writes the width of the hidden states, a colwise matrix another size. A square matrix
-can be either, as the queries and the output of most attentions. Then the order of registration decides: a branch ends
-at
+can be either, as the queries and the output of most attentions. The order of registration decides where a branch ends:
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
     | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
@@ -54,12 +53,11 @@ class BlockBranch:
         return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
 
 
-def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
+def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
     """Return the width of the hidden states: the size that most matrices of the blocks read or write.
 
     Only sizes that some matrix reads and some matrix writes count. Of sizes with equally many uses, take one that is in
-    `outside` (last dims of parameters outside of the blocks), then the first that is read. Return None without such a
-    size.
+    `outside` (last dims of parameters outside of the blocks), then the first that is read. None if there is no size.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -78,8 +76,8 @@ def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 
 @dataclass(frozen=True)
-class BlockReading:
-    """Search for the branches in a model's blocks."""
+class BranchFinder:
+    """Finder of the branches in the blocks of a model, from sizes and stated roles."""
 
     width: int
     """Number of features of the hidden states."""

@@ -27,7 +27,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import HeadSharing
 from meshwise.tensor.detect.known_names import DECLARED, branch_around, enclosing, of_all_blocks
 from meshwise.tensor.detect.model_structure import ModelStructure
-from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_misfits, refuse_modes
+from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_unfit_attentions, refuse_unsupported_parts
 
 Rules: TypeAlias = Mapping[str, str]
 """Mapping from a name pattern to the part of the modules or parameters that match; `*` matches one dotted word.
@@ -131,9 +131,9 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     """Return the parts with the changes that a plan needs. Raises PlanError if the plan cannot split a part."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_misfits(split, plan=plan, sharing=HeadSharing.of(plan))
+    refuse_unfit_attentions(split, plan=plan, sharing=HeadSharing.of(plan))
     parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
-    refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
+    refuse_unsupported_parts(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 
 

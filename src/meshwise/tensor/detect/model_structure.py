@@ -19,7 +19,7 @@ from torch import nn
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import HeadSharing, cut_by_rule
-from meshwise.tensor.detect.block_branch import BlockReading, stream_width
+from meshwise.tensor.detect.block_branch import BranchFinder, hidden_width
 from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
 from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, matrices, returns_table_rows
@@ -57,7 +57,7 @@ class ModelStructure:
         self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
-        self.width = stream_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
+        self.width = hidden_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
         self._vocabulary = self._find_vocabulary()
         self.parts: dict[str, Part] = {}
         self.attentions = self._pairs.attentions
@@ -89,7 +89,7 @@ class ModelStructure:
     def _read_block(self, block: nn.Module, name: str) -> None:
         if self.width is None:
             return
-        branches, left = BlockReading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
+        branches, left = BranchFinder(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
             for matrix in left:
                 self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with another matrix")

@@ -54,7 +54,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
 
 
 def mixes_no_features(module: nn.Module) -> bool:
-    """Return whether features do not mix: half of the input features give half of the output."""
+    """Return whether no output feature depends on other input features; the test runs half of the features alone."""
     width = _width(module)
     if width is None or width < 2:
         return False

@@ -14,7 +14,7 @@ from meshwise.tensor.detect.known_names import enclosing, of_all_blocks
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
 
 
-def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
+def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
     """Raise PlanError for attentions whose heads do not fit the ranks, or that read sizes of a split input."""
     ranks = sharing.ranks
     for attention in attentions:
@@ -55,7 +55,9 @@ def refuse_compiled(module: nn.Module) -> None:
             )
 
 
-def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
+def refuse_unsupported_parts(
+    parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None
+) -> None:
     """Raise PlanError for a part that sequence parallelism or a `tp_mode` other than 1d cannot split.
 
     `modules`: the model's modules by name. `width`: the number of features of the hidden states; None if unknown.
