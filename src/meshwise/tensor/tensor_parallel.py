@@ -248,10 +248,7 @@ class _Split:
     # ---- hooks of the whole model --------------------------------------------------------------------------------
 
     def add_hooks(self, *, whole: bool) -> None:
-        """Register hooks that split and gather hidden states, exchange row counts and gather the model's output.
-
-        `whole`: True if this rank runs all blocks, because the plan has no pipeline stages.
-        """
+        """Register hooks that reshard hidden states and gather the output; `whole`: this rank runs all blocks."""
         reshard.exchange_row_counts(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}
         self._outside.origins.follow(self._root, placed=placed)

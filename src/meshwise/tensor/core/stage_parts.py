@@ -40,10 +40,7 @@ def local_and_total_tokens(shard_sizes: ShardSizes, *, plan: Plan, world: World)
 
 
 def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """Return the feature dim (-1, or of channels) of the outputs of embeddings and patches, and of modules around them.
-
-    Modules with `whole_features` are left out. The result is by module name.
-    """
+    """Return the feature dim of the outputs of embeddings and patches, and of modules around them, by name."""
     found: dict[str, int] = {}
     for name, part in parts.items():
         if part.role in ("embedding", "positions", "patches") and not part.whole_features:

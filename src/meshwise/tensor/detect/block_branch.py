@@ -156,10 +156,7 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return a module's only branch with the colwise matrices `items` added, or None if they do not belong to it.
-
-    A gated MLP may register w1, w2 and w3, where w2 is rowwise and w3 is the second colwise matrix.
-    """
+    """Return a module's only branch with later colwise matrices added, as w3 of w1, w2, w3; None if they do not fit."""
     if len(branches) != 1 or not items:
         return None
     hidden = branches[0].rowwise.inputs

@@ -221,10 +221,7 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether these rules give every parameter a part that the plan can split.
-
-    A matrix in a block that is kept whole writes all features of the hidden states, which only 1d supports.
-    """
+    """Return whether rules give all parameters a part that the plan can split; whole matrices in blocks need 1d."""
     try:
         found = _read(module, plan=plan, rules=rules)
         if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
