@@ -107,7 +107,7 @@ def test_parameters_without_a_wider_copy_may_be_written_to(plan: str) -> None:
         with torch.no_grad():
             trainer.model.get_parameter("first.weight").fill_(0.5)
         if holds_together(world) and "zero" in plan:
-            with pytest.raises(ValueError, match="hold one copy of it together, so that each"):
+            with pytest.raises(ValueError, match="share one copy of it, so that each"):
                 trainer.step(good())
             return
         trainer.step(good())

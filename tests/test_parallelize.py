@@ -76,7 +76,7 @@ def test_an_optimizer_derived_from_one_that_must_see_whole_tensors_is_refused() 
 
 @pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.SGD, lr=0.1), nn.Linear, "AdamW"])
 def test_an_optimizer_that_is_no_optimizer_class_is_refused(optimizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"is no class of optimizers; give one, and its arguments beside it"):
+    with pytest.raises(ValueError, match=r"is not an optimizer class; pass a class and its arguments"):
         on_ranks(1, linear, optimizer=optimizer)
 
 

@@ -48,10 +48,10 @@ def test_one_tensor_is_rescaled_as_torch_does(plan: str) -> None:
 @pytest.mark.parametrize(
     "plan, why",
     [
-        ("dp=2", "other ranks look up others"),
-        ("dp=2 zero=3", "other ranks look up others"),
+        ("dp=2", "other ranks look up other rows"),
+        ("dp=2 zero=3", "other ranks look up other rows"),
         ("dp=1 precision=bf16", "a master of another dtype"),
-        ("dp=1 zero=3 offload=optimizer:disk,params:disk", "rests elsewhere"),
+        ("dp=1 zero=3 offload=optimizer:disk,params:disk", "is on another tier"),
     ],
 )
 def test_what_would_lose_it_is_refused(plan: str, why: str) -> None:

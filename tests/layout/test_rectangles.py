@@ -92,5 +92,5 @@ def test_a_split_into_nothing_is_refused(size: int, parts: int) -> None:
 
 @pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 21)])
 def test_a_slice_beyond_the_tensor_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"elements {start} to {stop} of a tensor of shape (4, 5)")):
+    with pytest.raises(ValueError, match=re.escape(f"a tensor of shape (4, 5) has no elements {start} to {stop}")):
         rectangles((4, 5), start=start, stop=stop)

@@ -1,1 +1,1 @@
-"""One copy of the model's step per rank, its state replicated or sharded: ZeRO 0 to 3."""
+"""Data parallelism: each rank runs its own rows of the batch; ZeRO 0 to 3 shards gradients, updates and parameters."""

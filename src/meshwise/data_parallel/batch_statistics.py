@@ -1,22 +1,21 @@
-"""Batch normalisation over the batch: over a micro-batch of all ranks, not over the rows of one.
+"""Batch norm statistics over the rows that all ranks have in a micro-batch, not over the rows of one rank.
 
-Under a plan with replicas a rank has some of the rows. Statistics over those rows alone would make the split model
-another model. Here the statistics cover the micro-batch with this number on all ranks together. That equals one process
-that trains on the same micro-batches of the global batch one after the other. So `dp` changes nothing; `microbatches`
-does, as it does on one process.
+With replicas, each rank has only some rows of a micro-batch. Statistics over these rows would change the model. Here
+the statistics cover the rows of micro-batch i on all ranks. One process that trains on the same micro-batches computes
+the same statistics. So `dp` changes no result; `microbatches` does, as on one process.
 
-The statistics of all ranks follow from the mean, the squared deviations and the number of values of each rank (Chan,
-Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979)
+Each rank sends its mean, sum of squared deviations Mᵢ and number of values nᵢ. The statistics of all ranks are (Chan,
+Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979):
 
     n = Σ nᵢ        mean = Σ nᵢ meanᵢ / n        M = Σ (Mᵢ + nᵢ (meanᵢ - mean)²)        variance = M / n
 
-which loses no digits where the mean is large, and takes one all-gather of 2C+1 numbers per rank forward, one
-reduce-scatter of as many backward. A rank without rows takes part with n = 0.
+The formula loses no digits if the mean is large. For C channels, a forward takes one all-gather of 2C+1 numbers per
+rank, and a backward one reduce-scatter of the same size. A rank without rows takes part with n = 0.
 
-An instance norm computes nothing over the batch, but keeps a mean over its samples for eval mode. The mean of all ranks
-is the mean of theirs, weighted by samples.
+An instance norm computes nothing over the batch, but its running statistics for eval mode are means over samples. They
+become the mean over the ranks, weighted by the samples of each rank.
 
-`F.batch_norm` is answered for while the model runs, whatever class of the model's calls it; modules stay what they are.
+While the model runs, calls of `F.batch_norm` are intercepted. So every module that calls it works and stays unchanged.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ from meshwise.model.random_interception import ForwardAndBackwardMode
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of F.batch_norm."""
+    """Arguments of a call of F.batch_norm."""
 
     input: Tensor
     running_mean: Tensor | None
@@ -50,31 +49,37 @@ class _Call:
 
 
 class BatchStatistics(ForwardAndBackwardMode):
-    """The statistics of the batch norms of a module, on one rank."""
+    """Context managers in which the batch norms of a module take their statistics over all ranks."""
 
     def __init__(self, module: nn.Module, *, world: World, axes: tuple[str, ...], joined: bool) -> None:
-        """`axes`: those along which ranks have other rows of the batch. `joined`: the model has such norms somewhere,
-        and so the ranks along them have to run their micro-batches together.
+        """Find the norms of `module`.
+
+        axes: mesh axes whose ranks have different rows of the batch.
+        joined: some stage of the model has such norms, so all ranks have to run their micro-batches together.
         """
         super().__init__()
         self._world, self._axes = world, axes
         self._norms = list(running_norms(module).values())
         self.joined = joined
         self.active = joined and bool(self._norms)
-        """Whether the module has such norms, so that `running` has something to do."""
+        """True if this module has such norms; if False, `running` is not needed."""
         self._counts = True
         self._again = False
         self._counter: Tensor | None = None
 
     @contextlib.contextmanager
     def running(self, *, counts: bool, again: bool = False) -> Iterator[None]:
-        """Inside, the model runs rows that count or do not. `again`: what runs repeats parts of their forward."""
+        """Intercept the norms of a forward or backward that runs inside.
+
+        counts: False if the rows must not enter the statistics, such as a spare row on a rank without rows.
+        again: parts of a forward are repeated, so running statistics are not updated.
+        """
         self._counts, self._again, self._counter = counts, again, None
         with self:
             yield
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of `func`: over the whole micro-batch for a batch norm that takes statistics."""
+        """Return the result of `func`, for a training batch norm with statistics over all ranks."""
         if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
             return self._normalised(call)
         if func is functional.instance_norm:
@@ -100,7 +105,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
 
     def _each_normalised(self, call: inspect.BoundArguments) -> Tensor:
-        """Return the result of an instance norm, and update its running statistics from all ranks."""
+        """Return the result of an instance norm, and update its running statistics over all ranks."""
         call.apply_defaults()
         given = call.arguments
         kept = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
@@ -120,17 +125,16 @@ class BatchStatistics(ForwardAndBackwardMode):
         return output
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean [C], the sum of squared deviations [C] and the number [1] of the values of x[B, C, …] on all
-        ranks.
+        """Return mean (C,), sum of squared deviations (C,) and number (1,) of the values of x (B, C, …) on all ranks.
 
-        Raises ValueError, as torch does, when there is one value only.
+        Raises ValueError, as torch does, if there is only one value per channel.
         """
         others = [dim for dim in range(x.ndim) if dim != 1]
         number = x.numel() // x.shape[1]
         if number:
             variance, own = torch.var_mean(x, others, correction=0)
         else:
-            variance = own = x.sum(others)  # zeros that lead back to x, as on the ranks with rows
+            variance = own = x.sum(others)  # zeros with a graph to x, as on the ranks with rows
         sums = torch.cat([own, variance * number, own.new_full((1,), number)])
         ranks = gradient.all_gather(sums[None], world=self._world, axes=self._axes).wait()
         means, squares, counts = ranks.split([x.shape[1], x.shape[1], 1], dim=1)
@@ -141,7 +145,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return mean, (squares + counts * (means - mean).square()).sum(0), count
 
     def _remember(self, running: Tensor | None, value: Tensor, count: Tensor, momentum: float) -> None:
-        """Update running statistics by a value, unless it comes of no rows or of a repeated forward."""
+        """Update running statistics by a value; do nothing if `count` is 0 or the forward is repeated."""
         if running is not None and not self._again:
             running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
 
@@ -150,18 +154,18 @@ _INSTANCES = inspect.signature(functional.instance_norm)
 
 
 class _OneOfMany(nn.SyncBatchNorm):
-    """SyncBatchNorm without torch's process group: the engine brings its statistics together."""
+    """SyncBatchNorm that runs as a plain batch norm, without torch's process group; the engine joins its statistics."""
 
     forward = BatchNorm.forward
 
 
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
-    """Return the modules of a model that take statistics over the batch, by name."""
+    """Return the batch norms of a model, by module name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
 
 
 def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
-    """Return the norms with running statistics over the batch, by name; instance norms may have some too."""
+    """Return all batch norms, and the instance norms with running statistics, by module name."""
     return {
         name: part
         for name, part in module.named_modules()
@@ -170,7 +174,7 @@ def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
 
 
 def take_over(module: nn.Module) -> contextlib.ExitStack:
-    """Turn every SyncBatchNorm into a plain one until the stack closes; torch's process group is not used."""
+    """Make every SyncBatchNorm of a model run without torch's process group, until the returned stack is closed."""
     undo = contextlib.ExitStack()
     for norm in batch_norms(module).values():
         if type(norm) is nn.SyncBatchNorm:

@@ -1,8 +1,8 @@
-"""A flat buffer with its parameters, gradients, and the slice that this rank owns.
+"""Bucket: flat buffers with the parameters, gradients and masters of one unit, and the slice that this rank owns.
 
-Each of these buffers is whole on every rank or exists only as this rank's shard: the `Reduction` says which, and what
-travels when. A whole buffer where only a shard is kept exists while a unit needs it, and no longer. `ShardGroup` names
-the ranks that share the parameters, `StorageConfig` the plan's reduction, dtypes and tiers.
+The `Reduction` (the ZeRO stage) decides which of these buffers a rank keeps in full and which only as its shard. Under
+zero=3 the full parameters exist only while their unit is in use. `ShardGroup` names the ranks that share the
+parameters, `StorageConfig` the plan's reduction, dtypes and tiers.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from meshwise.precision.dtype_policy import Precision
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: reduction, tiers, dtypes, and the axes whose ranks hold replicas."""
+    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and the axes whose ranks hold replicas."""
 
     reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)
@@ -34,7 +34,7 @@ class StorageConfig:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Ranks that share parameters, and how they store them."""
+    """Ranks that share the same parameters, and the storage configuration of these parameters."""
 
     world: World
     axes: tuple[str, ...]
@@ -42,17 +42,17 @@ class ShardGroup:
 
     @property
     def reduction(self) -> Reduction:
-        """Form of the gradient sum, and the tensors that are kept as shards."""
+        """Gradient reduction: its collectives, and the tensors that are kept as shards."""
         return self.storage.reduction
 
     @property
     def precision(self) -> Precision:
-        """The dtypes."""
+        """Dtypes of parameters, masters, accumulated and reduced gradients."""
         return self.storage.precision
 
     @property
     def tiers(self) -> Tiers:
-        """Tiers in which tensors rest between their uses."""
+        """Memories (device, cpu, disk) in which tensors are kept between their uses."""
         return self.storage.tiers
 
     @property
@@ -62,19 +62,23 @@ class ShardGroup:
 
     @property
     def index(self) -> int:
-        """Index of this rank's shard."""
+        """Index of this rank in the group, and so of its shard."""
         return self.world.group(self.axes).index
 
 
 class Bucket:
-    """The parameters of one unit that share dtype, trainability and the axes over which they are replicated.
+    """The parameters of one unit that share dtype, trainability and replica axes, in one flat buffer.
 
-    `whole` is the buffer that the model's parameters view; its storage is empty while a ZeRO-3 unit is not in use.
-    From stage 1 on, ranks that can share memory hold one buffer together (`shared`); each rank writes its shard.
-    Gathering and publishing then move nothing. `kept`, from element `kept_from` on, is what this rank has to fill.
-    `owned` is the slice [start, stop) that this rank updates. `master` holds its unrounded values in the dtype of the
-    precision, and is `owned` itself when the dtypes are equal. `slices` are what an optimizer updates: the parts of the
-    master that share options.
+    | whole      all elements; the model's parameters are views of it. Empty while a ZeRO-3 unit is not in use
+    | shared     True if the ranks of a host hold one `whole` in shared memory: gather and publish then copy nothing
+    | is_sharded True if only the shard exists between uses (ZeRO-3)
+    | kept       the elements that this rank stores between uses, from element `kept_from` of the bucket on
+    | owned      (start, stop) of the elements that this rank updates; `shard` its equal part of the bucket
+    | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal
+    | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
+    | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
+    | factor     gradients on disk are multiplied by it when they are read
+    | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies
     """
 
     def __init__(self, rows: Sequence[ParameterRow], *, shard_group: ShardGroup) -> None:
@@ -92,7 +96,7 @@ class Bucket:
         self.at_rest = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.away)
         self.shard = self.place.shard(shard_group.index)
         self.owned = self.shard if shard_group.reduction.shards_updates else (0, self.place.size)
-        # What the other ranks read is made by the world: published slices, shards at rest, gradients.
+        # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
         empty = shard_group.world.empty
         common = None
         if shard_group.reduction.shards_updates and not self.away:
@@ -135,11 +139,11 @@ class Bucket:
 
     @property
     def own(self) -> Tensor:
-        """The parameters that this rank updates."""
+        """The elements that this rank updates, in the dtype of the parameters."""
         return self.whole[slice(*self.owned)] if self.kept is self.whole else self.kept
 
     def fill(self, values: Iterable[Tensor]) -> None:
-        """Take the full parameters in piece order, one at a time; keep what this rank stores."""
+        """Store this rank's elements of `values`, the full parameters in piece order, taken one at a time."""
         mesh, rank = self.shard_group.world.mesh, self.shard_group.world.rank
         start, stop = self.kept_from, self.kept_from + self.kept.numel()
         self.kept.zero_()
@@ -176,7 +180,7 @@ class Bucket:
             self.reduction_state[name] = torch.zeros(self.place.size, dtype=wide_sum, device=self.device)
 
     def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
-        """Return neighbouring runs as one chunk to update."""
+        """Return neighbouring runs as one chunk to update, and add their slices to `slices`."""
         assert self.master is not None
         low = self.owned[0]
         slices = [nn.Parameter(self.master[run.start - low : run.stop - low]) for run in runs]
@@ -191,11 +195,11 @@ class Bucket:
         return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
 
     def views(self) -> list[Tensor]:
-        """Return the full parameters, in piece order, as views of `whole`."""
+        """Return this rank's tensors of the parameters, in piece order, as views of `whole`."""
         return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
-        """Start to gather `whole` from the shards; a shared buffer is whole already."""
+        """Start to gather `whole` from the shards (a collective); a shared buffer needs none."""
         if self.shared:
             return Work()
         self.whole.untyped_storage().resize_(self._bytes)
@@ -203,37 +207,37 @@ class Bucket:
         return self.shard_group.world.all_gather(kept, into=self.whole, axes=self.shard_group.axes)
 
     def fetch(self) -> BorrowedTensor:
-        """Start to copy the shard from its tier."""
+        """Start to copy the shard from its tier to the device, unless that has started."""
         if self._loan is None:
             self._loan = self.shard_group.tiers.bring(self.kept)
         return self._loan
 
     def let_go(self) -> None:
-        """Release the gathered parameters: the shard was gathered, or is not needed."""
+        """Release the device copy of a shard from another tier, after its gather or if no gather needs it."""
         if self._loan is not None:
             self._loan.release()
             self._loan = None
 
     def free(self) -> None:
-        """Free the memory of `whole` where a shard is kept elsewhere; its views stay valid for later gathers."""
+        """Free the memory of `whole` under ZeRO-3; its views are valid again after the next gather."""
         if self.at_rest and not self.shared:
             self.whole.untyped_storage().resize_(0)
 
     def publish(self) -> Work:
-        """Send the parameters that this rank has updated to the ranks that do not gather them before each use."""
+        """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
         if self.shared or self.shard_group.reduction.publishes:
             return self.shard_group.world.all_gather(self.own, into=self.whole, axes=self.shard_group.axes)
         return Work()
 
     def round_off(self) -> None:
-        """Round the masters to the dtype of the parameters, and write them there."""
+        """Copy the masters into the parameters, rounded to their dtype."""
         if self.has_master and self.master is not None:
             self.own.copy_(self.master)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step, and wait for reductions of a step that raised."""
+        """Discard the gradients of the last step, and wait for a reduction of a step that raised."""
         if self._arriving is not None:
             self._arriving.work.wait()
             self._arriving = None
@@ -243,7 +247,7 @@ class Bucket:
             self.reduced = None
 
     def deposit(self, index: int, *, gradient: Tensor) -> None:
-        """Add one parameter's gradient to what this step has accumulated."""
+        """Add a gradient to the accumulated gradient of piece number `index`."""
         piece = self.place.pieces[index]
         view = self._buffer()[piece.start : piece.stop].view(piece.shape)
         value = gradient if gradient.layout == torch.strided else gradient.to_dense()
@@ -254,7 +258,7 @@ class Bucket:
             self._filled.add(index)
 
     def accumulated(self, index: int) -> Tensor:
-        """Return one parameter's gradient as accumulated in this step (zeros if there is none), writable."""
+        """Return the accumulated gradient of piece number `index` as a writable view; zeros if there is none."""
         piece = self.place.pieces[index]
         view = self._buffer()[piece.start : piece.stop].view(piece.shape)
         if index not in self._filled:
@@ -270,13 +274,13 @@ class Bucket:
         return self.gradient
 
     def clear_padding(self) -> None:
-        """Zero the padding, which the norm would count."""
+        """Zero the padding of the gradients, which the norm includes."""
         if self.gradient is not None:
             for gap in self.place.padding:
                 self.gradient[slice(*gap)].zero_()
 
     def start_reduce(self) -> None:
-        """Sum the gradients of all ranks into the owned slice; parameters without a gradient count as zero."""
+        """Start to sum the gradients over the ranks; `settle` waits. Parameters without a gradient count as zero."""
         buffer = self._buffer()
         for index, piece in enumerate(self.place.pieces):
             if index not in self._filled:
@@ -293,13 +297,13 @@ class Bucket:
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
-        """Return the gradients in the wire dtype; on a single rank unchanged."""
+        """Return the gradients in the wire dtype; unchanged if the group has one rank."""
         if self.shard_group.size == 1 or self._wire == buffer.dtype:
             return buffer
         return self.shard_group.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
-        """Wait for the reduction that is under way, if any, and call `on_reduced`."""
+        """Wait for the started reduction, add its result to `reduced`, and call `on_reduced`; do nothing if none."""
         if self._arriving is None:
             return
         arriving, self._arriving = self._arriving, None
@@ -325,7 +329,7 @@ class Bucket:
         self.gradient = None
 
     def _updating(self, arrived: Tensor) -> Tensor:
-        """Return reduced gradients in the dtype of the masters, in the accumulation buffer if its dtype is the same."""
+        """Return reduced gradients in the dtype of the masters, in the accumulation buffer if it has this dtype."""
         assert self.master is not None
         assert self.gradient is not None
         if arrived.dtype == self.master.dtype:
@@ -335,7 +339,7 @@ class Bucket:
         return arrived.to(self.master.dtype)
 
     def _put_to_rest(self, arrived: Tensor) -> None:
-        """Add earlier micro-batches' gradients to the reduced one, take its norm, and move it to its tier."""
+        """Add the gradients of earlier micro-batches, compute the norm, and move the sum to its tier."""
         tiers = self.shard_group.tiers
         assert self.reduced is not None
         if self._rounds > 1:
@@ -348,18 +352,14 @@ class Bucket:
         self.gradient = None
 
     def square(self) -> Tensor:
-        """Return the squared norm, fp64, of the reduced gradient that this rank counts: over all ranks, each element
-        once.
-        """
+        """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
         if self._square is None:
             assert self.reduced is not None
             self._square = _square(self._counted(self.reduced))
         return self._square
 
     def scaled(self, factor: float) -> list[Tensor]:
-        """Return the tensors of the reduced gradient to multiply by `factor` now; on disk it is multiplied when
-        read.
-        """
+        """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""
         if self.reduced is None:
             return []
         if not self.shard_group.tiers.on_disk(self.reduced):
@@ -372,13 +372,13 @@ class Bucket:
         return shard if self.counts else shard[:0]
 
     def owned_gradient(self) -> Tensor:
-        """Return the reduced gradient of the elements that this rank updates."""
+        """Return the reduced gradient of the elements that this rank updates, (elements,), on the device."""
         assert self.reduced is not None
         reduced = self.reduced.to(self.device)
         return reduced if self.factor == 1.0 else reduced * self.factor
 
     def gathered_from(self, owned: Tensor) -> Tensor:
-        """Return all elements from those that each rank updates, (elements,), on every rank (a collective)."""
+        """Return values of all elements of the bucket, from the `owned` values of each rank (a collective)."""
         if not self.shard_group.reduction.shards_updates:
             return owned
         whole = torch.empty(self.place.size, dtype=owned.dtype, device=owned.device)
@@ -386,16 +386,16 @@ class Bucket:
         return whole
 
     def summed_shard(self, name: str) -> Tensor:
-        """Return the sum over the ranks of a `summed_state`, for this rank's shard (a collective)."""
+        """Return this rank's shard of the sum over the ranks of the `summed_state` called `name` (a collective)."""
         world, axes = self.shard_group.world, self.shard_group.axes
         total = self.reduction_state[name].clone()
         world.reduce_scatter(total, into=total[slice(*self.shard)], axes=axes).wait()
         return total[slice(*self.shard)]
 
-    # ---- what is there -----------------------------------------------------------------------------------------
+    # ---- dtypes and bytes --------------------------------------------------------------------------------------
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtypes of its tensors by kind, including tensors that the first step will make."""
+        """Return dtypes by kind: parameters; if trainable also master, optimizer_state, reduction, accumulation."""
         found = {"parameters": self.whole.dtype}
         if self.master is not None:
             precision = self.shard_group.precision
@@ -408,11 +408,11 @@ class Bucket:
 
     @property
     def gathered(self) -> int:
-        """Bytes of parameters that are gathered for use now."""
+        """Bytes of `whole` while its unit is gathered; 0 if free, shared, or not sharded."""
         return self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that this rank holds, each with its category: parameters, gradients or reduction."""
+        """Yield (category, tensor) of each stored tensor; categories: parameters, gradients, reduction."""
         yield "parameters", self.kept
         if self.has_master and self.master is not None:
             yield "parameters", self.master
@@ -425,7 +425,7 @@ class Bucket:
 
 
 def _put(part: Tensor, piece: BucketPiece, *, into: Tensor, start: int) -> None:
-    """Copy the elements of a piece that lie in [start, start + size of `into`) of the bucket."""
+    """Copy into `into`, elements [start, start + its size) of the bucket, the elements of a piece that lie there."""
     low, high = max(piece.start, start), min(piece.stop, start + into.numel())
     if low < high:
         into[low - start : high - start].copy_(part[low - piece.start : high - piece.start])

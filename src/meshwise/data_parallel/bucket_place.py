@@ -1,32 +1,33 @@
-"""Place the parameters of a unit in one flat buffer, and choose the slice that each rank owns. Arithmetic only.
+"""Compute the place of each parameter in a bucket's flat buffer, and the shard of each rank. Nothing is allocated.
 
     | a.weight      | b.weight | pad | b.bias | c.scale | pad |      pieces, sorted by optimizer options
     |<---- run: decay -------------->|<-- run: no decay ----->|      a run: neighbours with the same optimizer options
     |   rank 0    |   rank 1     |   rank 2    |    rank 3    |      shards: equal, so a gather is one collective
 
-A shard cuts pieces wherever it falls. Runs begin aligned, like shards. So a kernel that takes several elements at a
-time has whole registers to the end, and gives every element the same bits wherever a run is cut. Sorting by options
-makes a rank's elements with the same learning rate and weight decay one contiguous slice. So an elementwise optimizer
-sees at most one tensor for each group and unit.
+A shard may begin inside a piece. Runs begin at a multiple of `ALIGNMENT`, like shards. So a vectorised kernel computes
+only full registers, and gives every element the same bits wherever a run is cut. Sorting by options makes the elements
+with the same learning rate and weight decay one contiguous slice. So an elementwise optimizer updates at most one
+tensor for each parameter group and bucket.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwise.model.parameter_table import ParameterRow
 
 ALIGNMENT = 16
 """Shards are a multiple of this many elements: 64 bytes in fp32, one cache line and one vector register."""
 
-Options = tuple[tuple[str, Any], ...]
+Options: TypeAlias = tuple[tuple[str, Any], ...]
+"""Optimizer options of a parameter that differ from the optimizer's defaults: (key, value), sorted by key."""
 
 
 @dataclass(frozen=True)
 class BucketPiece:
-    """Elements of one parameter on this rank: [start, stop) of the flat buffer, of this shape."""
+    """One parameter in the flat buffer: elements [start, stop); `shape` is the shape of this rank's tensor."""
 
     row: ParameterRow
     shape: tuple[int, ...]
@@ -36,7 +37,7 @@ class BucketPiece:
 
 @dataclass(frozen=True)
 class OptionRun:
-    """A contiguous slice whose elements share optimizer options."""
+    """Elements [start, stop) of the flat buffer whose parameters have the same optimizer options."""
 
     options: Options
     start: int
@@ -50,7 +51,10 @@ class OptionRun:
 
 @dataclass(frozen=True)
 class BucketPlace:
-    """Pieces in order, runs that cover [0, size) with padding at the end of each, and equal shards."""
+    """Places of parameters in a flat buffer of `size` elements, divided into `parts` equal shards.
+
+    The runs cover [0, size); the padding is at the end of each run.
+    """
 
     pieces: tuple[BucketPiece, ...]
     runs: tuple[OptionRun, ...]
@@ -59,7 +63,10 @@ class BucketPlace:
 
     @classmethod
     def of(cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> "BucketPlace":
-        """Lay `rows`, of these shapes by name, one after the other, padded to `parts` equal aligned shards."""
+        """Return a place in which `rows` lie one after the other, sorted by options.
+
+        shapes: shape of this rank's tensor by parameter name. parts: number of shards, one for each rank.
+        """
         pieces: list[BucketPiece] = []
         starts: dict[Options, int] = {}
         stop = 0
@@ -76,18 +83,18 @@ class BucketPlace:
 
     @property
     def padding(self) -> list[tuple[int, int]]:
-        """The slices that belong to no parameter."""
+        """The (start, stop) of all elements that belong to no parameter."""
         after = [piece.start for piece in self.pieces[1:]] + [self.size]
         return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
 
     def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[OptionRun]]:
-        """Yield the owned elements in parts of at most `most` elements, each as its runs."""
+        """Yield the owned elements (start, stop) in parts of at most `most` elements (None: one part), as runs."""
         start, stop = owned
         for low in range(start, stop, most or stop - start):
             high = min(stop, low + most) if most else stop
             yield [part for run in self.runs if (part := run.within(low, stop=high))]
 
     def shard(self, index: int) -> tuple[int, int]:
-        """[start, stop) of the part that `index` owns."""
+        """Return (start, stop) of the shard of the rank with this index in the group."""
         width = self.size // self.parts
         return index * width, (index + 1) * width

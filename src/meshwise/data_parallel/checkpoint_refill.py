@@ -1,12 +1,12 @@
-"""Slots that a rank fills when it loads a checkpoint.
+"""List the tensors of a rank that a checkpoint fills, and create the optimizer's state that does not exist yet.
 
-The parameters are there already; the optimizer's state is not, before its first step. It is made slice by slice from
-the checkpoint's index, so a rank never holds more than its plan says.
+The parameters exist before a load. The optimizer's state does not exist before its first step. It is created slice by
+slice from the checkpoint's index, so a rank never allocates more than its plan needs.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,22 @@ from meshwise.model.parameter_table import ParameterRow
 
 @dataclass(frozen=True)
 class RefillSlot:
-    """Dtype and shape of a saved tensor of one parameter."""
+    """Dtype and full shape of one tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-Slots = Mapping[str, RefillSlot]
-"""By the slot's name: `parameter`, `optimizer/exp_avg`, `scalar/step`, `reduction/error`."""
+Slots: TypeAlias = Mapping[str, RefillSlot]
+"""Saved tensors of one parameter, by slot: `parameter`, `optimizer/exp_avg`, `scalar/step`, `reduction/error`."""
 
 OPTIMIZER_KINDS = ("optimizer", "scalar", "number")
-"""First words of the slots that hold an optimizer's state."""
+"""First words of the slots of an optimizer's state: tensors, one-element tensors, Python numbers."""
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A number of a parameter, to be put into the state of the slice that holds the parameter."""
+    """Saved scalar of one parameter, which `finish` puts into the optimizer state of the parameter's slice."""
 
     name: str
     slot: str
@@ -46,14 +46,16 @@ class _Number:
 
 
 class CheckpointRefill:
-    """A load under way: `needed` says what to fill, `finish` makes it the state that the next step starts from.
-
-    `slots` says what there is to load, by the name of the parameter. Raises ValueError for a parameter that is not
-    there or has another shape, and for optimizer state that is there for some of the trained parameters only. Nothing
-    is changed before the tensors of `needed` are.
-    """
+    """One load of a checkpoint: the caller fills the tensors of `needed`, then `finish` sets the optimizer's state."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, slots: Mapping[str, Slots]) -> None:
+        """Check that the checkpoint fits the model; change nothing.
+
+        slots: the saved tensors, by parameter name.
+
+        Raises ValueError if a parameter is missing, unknown or of another shape, and if only some of the trained
+        parameters have optimizer state.
+        """
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
@@ -71,7 +73,10 @@ class CheckpointRefill:
         self._keys = self._common_keys()
 
     def needed(self) -> Iterator[StoredSlice]:
-        """Yield every slice that this rank keeps between steps; other ranks may keep the same elements."""
+        """Yield every slice that the caller has to fill on this rank; other ranks may store the same elements.
+
+        Zeroes the reduction's state. Optimizer tensors of the right shape and dtype are filled in place.
+        """
         for bucket in self._buckets():
             here = stored(bucket)
             for piece in bucket.place.pieces:
@@ -82,9 +87,9 @@ class CheckpointRefill:
         yield from buffers(self._engine.modules)
 
     def finish(self) -> None:
-        """Give the optimizer its state.
+        """Replace the optimizer's state by the loaded one; call it when all slices of `needed` are filled.
 
-        Raises ValueError when the parameters of one slice were saved with different numbers.
+        Raises ValueError if the parameters of one slice were saved with different numbers, such as step counts.
         """
         first: dict[tuple[int, str], _Number] = {}
         for number in self._numbers:
@@ -93,7 +98,7 @@ class CheckpointRefill:
             if not torch.equal(known.tensor, number.tensor):
                 raise ValueError(
                     f"the optimizer's {key!r} is {known.tensor.item()} for {known.name} and {number.tensor.item()} for "
-                    f"{number.name}; parameters that are updated together need the same"
+                    f"{number.name}; parameters that are updated together need equal values"
                 )
             number.state[key] = number.tensor.item() if kind == "number" else known.tensor.to(number.device)
         for parameter, state in self._states:
@@ -107,10 +112,9 @@ class CheckpointRefill:
             yield from unit.buckets
 
     def _common_keys(self) -> tuple[str, ...]:
-        """Return the slots of the optimizer's state, the same for all trained parameters. Raises ValueError otherwise.
+        """Return the slots of the optimizer's state. Raises ValueError if they differ between trained parameters.
 
-        Under one plan parameters are updated together that are apart under another, so none can begin anew alone.
-        Those without elements have no state.
+        Some plans update several parameters as one slice. So one parameter alone cannot start with new state.
         """
         found = [(name, tuple(sorted(filter(_is_optimizer_slot, self._slots[name])))) for name in self._trained]
         for name, keys in found[1:]:
@@ -118,14 +122,14 @@ class CheckpointRefill:
                 raise ValueError(
                     f"the checkpoint has {', '.join(found[0][1]) or 'no optimizer state'} for {found[0][0]} and "
                     f"{', '.join(keys) or 'no optimizer state'} for {name}; was one of them frozen when it was saved? "
-                    "Then take the parameters alone, with a new optimizer: export it and load what was exported"
+                    "Then load only the parameters: export the checkpoint, and load the exported file"
                 )
         return found[0][1] if found else ()
 
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
-        """Yield what to fill of the reduction's state, which is zero where the checkpoint has none.
+        """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
 
-        The sum of a `summed_state` goes to the ranks by their shards: each holds its shard of it, and zeros elsewhere.
+        A saved `summed_state` is a sum over ranks. Each rank loads only its shard of it and keeps zeros elsewhere.
         """
         for name, values in bucket.reduction_state.items():
             values.zero_()
@@ -136,11 +140,11 @@ class CheckpointRefill:
                     yield from whole.holdings(piece, slot=f"reduction/{name}", within=(start, stop))
 
     def _state(self, part: BucketSlice, parameter: nn.Parameter) -> Iterator[StoredSlice]:
-        """Make the optimizer's state of a slice, and say what to fill it with."""
+        """Create the optimizer's state of one slice, and yield the slices to fill."""
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
         pieces = _inside(part)
-        names = [piece.row.name for piece in pieces] or self._trained[:1]  # of padding, those of any other
+        names = [piece.row.name for piece in pieces] or self._trained[:1]  # padding alone: as any parameter
         for slot in self._keys:
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
@@ -157,9 +161,9 @@ class CheckpointRefill:
         self._states.append((parameter, new))
 
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
-        """Return a tensor for state of a slice: what is there already, where it is of the kind needed.
+        """Return the tensor for one state of a slice: `old` if it has the right shape and dtype, else a new one.
 
-        State that was saved in the dtype of its parameter follows the parameter to the dtype it has now.
+        State that was saved in the dtype of its parameter now gets the current dtype of the parameter.
         """
         follows = slots[slot] == slots["parameter"]
         dtype = parameter.dtype if follows else slots[slot].dtype
@@ -168,7 +172,7 @@ class CheckpointRefill:
         return self._update.zero_state(parameter, key=slot.partition("/")[2], dtype=dtype)
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
-        """Return the device on which torch's optimizers keep the scalar state of a parameter."""
+        """Return the device of a parameter's scalar state: the parameter's if fused or capturable, else the CPU."""
         for group in self._optimizer.param_groups:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
@@ -180,13 +184,13 @@ def _is_optimizer_slot(slot: str) -> bool:
 
 
 def _inside(part: BucketSlice) -> list[BucketPiece]:
-    """Return the parameters that have elements in a slice; padding has none."""
+    """Return the pieces that have elements in a slice; none if it is padding."""
     pieces = part.bucket.place.pieces
     return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)]
 
 
 def _check_shape(row: ParameterRow, found: RefillSlot) -> None:
-    """Raise ValueError unless the parameter to load has the right shape."""
+    """Raise ValueError if the saved parameter has another shape than the model's."""
     wanted = (*row.shape, *((2,) if row.dtype.is_complex else ()))
     if found.shape != wanted:
         raise ValueError(f"{row.name} has the shape {found.shape} in the checkpoint and {wanted} in the model")

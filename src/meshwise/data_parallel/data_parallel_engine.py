@@ -1,30 +1,32 @@
-"""Data parallel training of one model: gradients summed over the ranks that share its parameters, ZeRO stages 0 to 3.
+"""Data parallel training of one model with ZeRO 0 to 3: run backwards, reduce gradients, publish parameters.
 
-The row of a parameter says what a rank stores of it, and over which axes its gradients are parts of a sum. So the same
-buckets train a model that tensor parallelism has split.
+The row of a parameter names its layout and the axes over which its gradients are summed. So the same buckets also
+train a model that tensor parallelism has split.
 
-Collectives of one step over N > 1 ranks, with m micro-batches and P bytes of trainable parameters (padded to N equal
-shards a bucket; F bytes more when some are frozen). One all-reduce of four fp64 numbers (loss, count, norm, digest) is
-not listed:
+Bytes of the collectives of one step on N > 1 ranks with m micro-batches. P: trainable parameters, F: frozen ones, L:
+the unit that the forward runs last; each bucket is padded to N equal shards. All-gathers use the dtype of the
+parameters, reductions the wire dtype.
 
-    | zero=0    all-reduce P
-    | zero=1    reduce-scatter P, all-gather P
-    | zero=2    m reduce-scatters of P, all-gather P
-    | zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
-    |           (a unit that a tied weight brings back in a pass is gathered again there)
+    | zero   gradients               parameters
+    | 0      all-reduce P            none
+    | 1      reduce-scatter P        all-gather P
+    | 2      reduce-scatter m P      all-gather P
+    | 3      reduce-scatter m P      all-gather m (P + F) in forwards, m (P + F - L) in backwards
 
-Ranks of one host that hold the parameters together gather none under zero=3, and publish them once, as under zero=2;
-neither moves anything. A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the
-backward already. P is in the parameters' dtype for gathers, and in the wire dtype for reductions.
+Not in the table: one all-reduce of four fp64 numbers (loss, count, norm, digest). Under zero=3 a tied weight that is
+used again in the same pass is gathered again. Recomputation adds no gather: the unit is already gathered for its
+backward. Ranks of one host that share the memory of the parameters replace the gathers of zero=3 by one all-gather of
+P, as under zero=2; this all-gather copies nothing.
 
-Reductions start in one fixed order, the reverse of the parameter table, as soon as the units before are complete on
-this rank. The end of the last backward starts the remaining ones. The order never depends on which hooks fired, so
-ranks that took other branches of the model, or had no data, still agree.
+Units are reduced in one fixed order: the reverse of the parameter table. A reduction starts when the gradients of its
+unit and of all units before it are complete on this rank, or at the end of the backward. So the collectives match even
+on ranks that took other branches of the model or had no data.
 """
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +42,18 @@ from meshwise.model.deferred_init import ParameterSource, install
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 IN_FLIGHT = 1
-"""Reductions under way before the next one waits, where a gradient buffer lives only until it is reduced (ZeRO-2, 3):
-one unit is being reduced while the next accumulates."""
+"""Most units that are reduced at once under ZeRO-2 and 3, and when updates run during the backward: one unit is
+reduced while the next one accumulates."""
 
-Arrival = Callable[[ParameterRow, Tensor], None]
+GradientCallback: TypeAlias = Callable[[ParameterRow, Tensor], None]
+"""Callback `(row, gradient)` that receives each gradient of this rank before reduction, instead of the bucket."""
 
 
 class DataParallel:
-    """A module whose parameters are stored over `world` as the rows of `table` say."""
+    """Runs backwards of one module, reduces the gradients over `world`, and publishes the updated parameters.
+
+    It is not an `nn.Module`: callers run `module` themselves and pass the loss to `backward`.
+    """
 
     def __init__(
         self,
@@ -58,7 +64,7 @@ class DataParallel:
         storage: StorageConfig,
         by_module: bool = True,
     ) -> None:
-        """`by_module`: units are gathered when their modules run; otherwise the caller gathers them."""
+        """`by_module`: hooks gather each ZeRO-3 unit when its module runs; if False, the caller calls `gather`."""
         self.module: nn.Module = source.module
         self.table = table
         self.world = world
@@ -78,7 +84,7 @@ class DataParallel:
         self._started = 0
         self._in_flight: list[LiveUnit] = []
         self._reducing = False
-        self._arrival: Arrival | None = None
+        self._on_gradient: GradientCallback | None = None
         self._incomplete = True
         for unit in self._order:
             for bucket, index, parameter in unit.trainable():
@@ -91,12 +97,12 @@ class DataParallel:
 
     @property
     def _awaited(self) -> bool:
-        """True if an arrival callback receives each reduced gradient."""
+        """True if a bucket has an `on_reduced` callback, which updates it during the backward."""
         return any(bucket.on_reduced is not None for bucket in self.buckets)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module."""
+        """The module of this engine as a list of one; a pipeline's engine has several."""
         return [self.module]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
@@ -108,7 +114,10 @@ class DataParallel:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
+        """Raise ValueError if a parameter's `requires_grad`, dtype, tensor or values were changed since `parallelize`.
+
+        Changed values are noticed only if the parameter has a separate master or is in shared memory.
+        """
         for unit in self.units:
             if what := unit.altered():
                 raise ValueError(what)
@@ -116,7 +125,7 @@ class DataParallel:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step, of a step that raised, and of backwards outside of a step."""
+        """Discard all earlier gradients, and wait for transfers and reductions that are still running."""
         self._in_flight.clear()
         self._waiting = {}
         with contextlib.suppress(TierError):
@@ -129,10 +138,11 @@ class DataParallel:
             bucket.begin_step()
 
     def backward(self, loss: Tensor | None, *, last: bool, keep: bool = True) -> None:
-        """Run one micro-batch's backward (None: this rank has none) and reduce what its stage reduces then.
+        """Run the backward of one micro-batch, and reduce the gradients: ZeRO-2 and 3 always, ZeRO-0 and 1 if `last`.
 
-        `last`: no micro-batch follows in this step. `keep=False` runs the backward for its collectives only and
-        throws the gradients away.
+        loss: None if this rank has no rows in the micro-batch; it then only takes part in the reductions.
+        last: no micro-batch follows in this step.
+        keep: False discards the gradients; the backward then only runs for its collectives.
         """
         reduces = last or self.reduction.each_microbatch
         self._started = 0
@@ -141,7 +151,7 @@ class DataParallel:
             absent = self._expect(leaves)
             hidden = self._incomplete and leaves is None
             self._reducing = reduces and not hidden
-            self._arrival = None if keep else throw_away
+            self._on_gradient = None if keep else discard_gradient
             self.gatherer.begin(backward=True)
             with self.gatherer.explained():
                 loss.backward()
@@ -155,14 +165,14 @@ class DataParallel:
             self._settle(0)
         self._reducing = False
 
-    def accumulate(self, arrival: Arrival | None = None) -> None:
-        """Accumulate the gradients of all backwards from now on until `reduce`, or only show them."""
-        self._arrival = arrival
+    def accumulate(self, on_gradient: GradientCallback | None = None) -> None:
+        """Accumulate the gradients of backwards that the caller runs, until `reduce`; or pass them to `on_gradient`."""
+        self._on_gradient = on_gradient
         self._reducing = False
         self._expect(None)
 
     def accumulated(self, name: str) -> Tensor:
-        """Return the gradient of a parameter that this rank has accumulated: part of a sum, writable."""
+        """Return this rank's unreduced gradient of a parameter as a writable view; zeros if it has none."""
         return next(
             bucket.accumulated(index)
             for unit in self._order
@@ -171,26 +181,26 @@ class DataParallel:
         )
 
     def gather(self) -> None:
-        """Start to make all parameters whole."""
+        """Start to gather all units; `LiveUnit.ready` waits for one of them."""
         for unit in self.units:
             unit.start_gather()
         gathered = sum(bucket.gathered for unit in self.units for bucket in unit.buckets)
         self.gatherer.peak = max(self.gatherer.peak, gathered)
 
     def reduce(self) -> None:
-        """Start to reduce what has been accumulated; `settle` ends it."""
+        """Start to reduce the accumulated gradients of all units; `settle` waits for the end."""
         self._waiting = {}
         self._started = 0
         self._start(all_of_them=True)
 
     def settle(self) -> None:
-        """Wait for the reductions under way."""
+        """Wait for all reductions that have started, and stop accumulating gradients."""
         self._waiting = {}
         self._settle(0)
 
-    def inspect(self, loss: Tensor, *, arrival: Arrival) -> None:
-        """Run a backward that shows every gradient of this rank to `arrival` and keeps none."""
-        self._arrival = arrival
+    def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
+        """Run the backward of `loss`, and pass every gradient of this rank to `on_gradient`; keep and reduce none."""
+        self._on_gradient = on_gradient
         self._reducing = False
         self._expect(None)
         self.gatherer.begin(backward=True)
@@ -200,7 +210,7 @@ class DataParallel:
         self._waiting = {}
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's share of the squared norm of the summed gradient, fp64; shards and ties count once."""
+        """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for bucket in self.buckets:
             total += bucket.square()
@@ -208,13 +218,13 @@ class DataParallel:
         return total
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the owned gradients by a factor; gradients on disk are multiplied when they are read."""
+        """Multiply the reduced gradients that this rank owns by `factor`; those on disk are multiplied when read."""
         here = [gradient for bucket in self.buckets for gradient in bucket.scaled(factor)]
         if here and factor != 1.0:
             torch._foreach_mul_(here, factor)
 
     def publish(self) -> None:
-        """Round this rank's masters to parameters, and send these to the ranks that use them."""
+        """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
         for bucket in self.buckets:
             bucket.round_off()
         held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
@@ -222,7 +232,11 @@ class DataParallel:
             work.wait()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of parameters and gradients on this rank, and the peak bytes of gathered parameters."""
+        """Return bytes on this rank by kind: `parameters` (with masters), `gradients`, `reduction` (its state, if any).
+
+        Keys of tensors on another tier begin with it: `cpu/parameters`, `disk/gradients`. `gathered_peak` is the most
+        that gathered ZeRO-3 units have taken at once since the start.
+        """
         held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
         return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": self.gatherer.peak}
 
@@ -240,7 +254,7 @@ class DataParallel:
         parameter.data = value
         return parameter
 
-    # ---- arrivals and reductions -------------------------------------------------------------------------------
+    # ---- gradient hooks and reductions -------------------------------------------------------------------------
 
     def _watch(self, unit: LiveUnit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         row = bucket.place.pieces[index].row
@@ -252,8 +266,8 @@ class DataParallel:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 raise ValueError(
-                    f"a hook on {row.name} has taken its gradient away, as an update in the backward does. The plan "
-                    "accumulates gradients and updates with them itself; let the hook leave .grad"
+                    f"a hook on {row.name} has set its .grad to None, as a hook that updates in the backward does. The "
+                    "plan accumulates and applies the gradients itself; let the hook leave .grad"
                 )
             if self._reducing and id(parameter) not in waiting:
                 raise RuntimeError(
@@ -261,21 +275,21 @@ class DataParallel:
                     "may have begun. An autograd function of the model runs a backward of its own: let it return "
                     "gradients instead"
                 )
-            if self._arrival is None:
+            if self._on_gradient is None:
                 bucket.deposit(index, gradient=gradient)
             else:
-                self._arrival(row, gradient)
+                self._on_gradient(row, gradient)
             waiting.discard(id(parameter))
             if self._reducing and not waiting:
                 self._start(all_of_them=False)
-            self.world.progress()  # the others wait for this rank's part of the last reduction before their next
+            self.world.progress()  # other ranks may wait for this rank's part of the last reduction
 
         handle = parameter.register_post_accumulate_grad_hook(arrived)
         self._handles.append(handle)
         self._watching[id(parameter)] = handle
 
     def _expect(self, leaves: set[int] | None) -> bool:
-        """Expect a gradient of every parameter, or of those among `leaves`; return True if some are left out."""
+        """Expect gradients of all trainable parameters, or of those with an id in `leaves`; return True if fewer."""
         absent = False
         for unit in self._order:
             expected = {id(parameter) for _, _, parameter in unit.trainable()}
@@ -284,7 +298,10 @@ class DataParallel:
         return absent
 
     def _start(self, *, all_of_them: bool) -> None:
-        """Start the reductions of units, in order, whose gradients are complete; of all units with `all_of_them`."""
+        """Start to reduce the next units in order, up to the first unit with missing gradients.
+
+        all_of_them: start all remaining units; missing gradients count as zero.
+        """
         while self._started < len(self._order):
             unit = self._order[self._started]
             if not all_of_them and self._waiting[id(unit)]:
@@ -302,14 +319,14 @@ class DataParallel:
             for bucket in self._in_flight.pop(0).buckets:
                 bucket.settle()
 
-    # ---- the whole of things -----------------------------------------------------------------------------------
+    # ---- full tensors ------------------------------------------------------------------------------------------
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+        """Yield (name, full tensor) in table order, on every rank (collectives); valid until the next is requested."""
         return from_holders(self.table.rows, own=self.own_parameters(), world=self.world, dtype=lambda row: row.dtype)
 
     def own_parameters(self) -> Iterator[Tensor]:
-        """Yield the full parameters that this rank holds or has a part of, in table order."""
+        """Yield the full tensors of the parameters whose parts this rank holds, in table order (collectives)."""
         for unit in self.units:
             unit.ready()
             values = {
@@ -321,20 +338,21 @@ class DataParallel:
             unit.free()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+        """Yield (name, full reduced gradient) of each trainable parameter, on every rank (collectives)."""
         master = self.storage.precision.master_of
         rows = [row for row in self.table.rows if row.trainable]
         return from_holders(rows, own=self.own_gradients(), world=self.world, dtype=lambda row: master(row.dtype))
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the full reduced gradients of the trainable parameters that this rank holds, in table order."""
+        """Yield the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
         for _, gradient in self.whole(lambda bucket: bucket.owned_gradient()):
             yield gradient
 
     def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
-        """Yield a value of each trainable parameter on this rank as a full tensor, in table order (collectives).
+        """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
-        owned: the values of the elements that this rank updates of a bucket, (elements,). One unit is whole at a time.
+        `owned` returns values of the elements of a bucket that this rank updates, (elements,): gradients, say, or state
+        of an optimizer. One unit is gathered at a time.
         """
         for unit in self.units:
             values: dict[str, Tensor] = {}
@@ -348,15 +366,15 @@ class DataParallel:
                     yield row, self._together(row, values[row.name])
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of the buffers, on every rank."""
+        """Return (name, value) of each buffer of the module; every rank holds all buffers."""
         return self.module.named_buffers()
 
     def saves(self, buffer: str) -> bool:  # noqa: ARG002 - every rank has all of them
-        """Return whether this rank is the one that saves a buffer."""
+        """Return whether this rank saves `buffer` in a checkpoint: True on rank 0 alone."""
         return self.world.rank == 0
 
     def _together(self, row: ParameterRow, part: Tensor) -> Tensor:
-        """Return the full tensor from the parts of the ranks along its layout's axes (a collective)."""
+        """Return the full tensor of a parameter; `part` is this rank's part by its layout (a collective)."""
         mesh, group = self.world.mesh, self.world.group(row.layout.axes)
         if group.size == 1:
             return part
@@ -372,10 +390,10 @@ class DataParallel:
 def from_holders(
     rows: Iterable[ParameterRow], *, own: Iterator[Tensor], world: World, dtype: Callable[[ParameterRow], torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) of each row on every rank, sent by those that hold it; every rank calls it.
+    """Yield (name, full tensor) of each row on every rank; a rank that holds the parameter broadcasts it.
 
-    own: the full tensors of the rows that this rank holds, in the order of the rows. dtype: of a row's tensor. Leaves
-    out rows that are counted elsewhere.
+    Every rank calls it. Rows with `counted_elsewhere` are not yielded. `own` has the full tensors of the rows that this
+    rank holds, in the order of `rows`; `dtype` returns the dtype of a row's tensor.
     """
     for row in rows:
         holds = row.is_on(world.mesh, rank=world.rank)
@@ -395,15 +413,15 @@ def from_holders(
         raise AssertionError("a rank holds more parameters than the table says")
 
 
-def throw_away(_row: ParameterRow, _gradient: Tensor) -> None:
-    """Discard a gradient: an arrival that keeps nothing."""
+def discard_gradient(_row: ParameterRow, _gradient: Tensor) -> None:
+    """Do nothing: a `GradientCallback` that discards the gradient."""
 
 
 def reached(loss: Tensor) -> set[int] | None:
     """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
 
-    Returns None when the graph does not show them. A reentrant checkpoint runs its own backwards inside this one: its
-    parameters arrive unannounced, and those with further uses arrive more than once.
+    Returns None if the graph contains a reentrant checkpoint. Such a checkpoint runs further backwards inside this one,
+    so the graph does not show its parameters, and a parameter may receive several gradients.
     """
     leaves: set[int] = set()
     seen = set()
@@ -423,7 +441,7 @@ def reached(loss: Tensor) -> set[int] | None:
 
 
 def _put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
-    """Move our hook behind hooks registered since, so that those see the gradient before this one takes it."""
+    """Move this engine's hook behind hooks that were registered later: they must run before it removes `.grad`."""
     hooks = on._post_accumulate_grad_hooks
     if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
         hooks[handle.id] = hooks.pop(handle.id)

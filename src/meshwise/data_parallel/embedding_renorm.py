@@ -1,8 +1,8 @@
-"""Embeddings with `max_norm`, which write to their weight in their forward.
+"""Refuse plans under which an embedding with `max_norm` would train wrongly.
 
-The rows that are looked up are scaled down where they are read. Ranks with other rows of the batch look up other
-entries, and the updated tensor may not be the one that is read. Then the copies of the weight differ, or the next
-update undoes the change. So it works only for a weight that exists in a single copy.
+The forward of such an embedding scales down, in place, the weight rows that it looks up. Ranks with other batch rows
+look up other weight rows, so the copies of the weight would differ. If a separate master is updated, the next update
+would undo the scaling. So such an embedding needs a weight that exists once.
 """
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from meshwise.plan import Plan, PlanError
 
 
 def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
-    """Raise PlanError for an embedding with `max_norm` whose weight has more copies than the one it rescales."""
+    """Raise PlanError if other copies or a master exist of the weight of an embedding with `max_norm`."""
     owners: dict[Tensor, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
         owners[parameter] = owners.get(parameter, 0) + 1
@@ -22,13 +22,13 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: Sto
             continue
         stored = storage.precision.parameters or part.weight.dtype
         if world.group(plan.loss_axes).size > 1:
-            wrong = "here other ranks look up others. Nearest that works: dp=1, in tp_mode=1d if at all"
+            wrong = "other ranks look up other rows. Nearest that works: dp=1, and tp_mode=1d if tp > 1"
         elif storage.precision.master_of(stored) != stored:
-            wrong = "here a master of another dtype is updated. Nearest that works: precision=fp32, of a model in fp32"
+            wrong = "a master of another dtype is updated. Nearest that works: precision=fp32, with a model in fp32"
         elif storage.tiers.is_offloaded("masters") or storage.tiers.is_offloaded("params"):
-            wrong = "here what is updated rests elsewhere. Nearest that works: offload=none"
+            wrong = "the tensor that is updated is on another tier. Nearest that works: offload=none"
         elif plan.pp > 1 and owners[part.weight] > 1:
-            wrong = "here another stage may have a copy of it. Nearest that works: pp=1"
+            wrong = "another stage may have a copy of it. Nearest that works: pp=1"
         else:
             continue
         raise PlanError(

@@ -14,7 +14,7 @@ from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class Engine(Protocol):
-    """Storage of a model on a rank: a `DataParallel`, or one for each stage. The part `engine/` runs steps with it."""
+    """Parameters and gradients of a rank and their collectives: a `DataParallel`, or a `StagedEngine` of stages."""
 
     world: World
     table: ParameterTable
@@ -22,55 +22,55 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Module that this rank runs."""
+        """Module that this rank runs; a ModuleList if it runs several stages."""
 
     @property
     def units(self) -> Sequence[LiveUnit]:
-        """Units: parameters gathered and reduced together."""
+        """Units on this rank, in table order; the parameters of a unit are gathered and reduced together."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The buckets that have gradients."""
+        """The buckets with trainable parameters, in table order."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """Return the module, or the modules of the stages."""
+        """The module as a list of one, or the modules of this rank's stages."""
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
+        """Return the flat slices that an optimizer updates on this rank, by options; the keys equal on all ranks."""
 
     def check_parameters(self) -> None:
-        """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
+        """Raise ValueError if a parameter's `requires_grad`, dtype or tensor was changed since `parallelize`."""
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's share of the squared norm of the summed gradient, fp64."""
+        """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the owned gradients."""
+        """Multiply the reduced gradients that this rank owns by `factor`."""
 
     def publish(self) -> None:
-        """Round this rank's masters to parameters, and send these to the ranks that use them."""
+        """Round this rank's masters into the parameters, and send these to the other ranks (collectives)."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+        """Yield (name, full tensor) in table order, on every rank (collectives); valid until the next is requested."""
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+        """Yield (name, full reduced gradient) of each trainable parameter, on every rank (collectives)."""
 
     def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
-        """Yield a value of each trainable parameter on this rank as a full tensor, in table order (collectives).
+        """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
-        owned: the values of the elements of a bucket that this rank updates, (elements,).
+        owned: returns the values of the elements of a bucket that this rank updates, (elements,).
         """
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of the buffers, on every rank."""
+        """Yield (name, value) of each buffer, on every rank."""
 
     def saves(self, buffer: str) -> bool:
-        """Return whether this rank is the one that saves a buffer."""
+        """Return whether this rank saves `buffer` in a checkpoint; exactly one rank does."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of parameters and gradients on this rank, and the peak bytes of gathered parameters."""
+        """Return bytes on this rank: `parameters`, `gradients`, `reduction`, `gathered_peak`; see `DataParallel`."""
 
     def close(self) -> None:
         """Remove the hooks from the model."""

@@ -1,4 +1,4 @@
-"""A unit at work: the buckets that are gathered, freed and reduced together."""
+"""A unit on this rank: the buckets that are gathered, freed and reduced together, and the model's view of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,14 +15,18 @@ from meshwise.data_parallel.bucket import Bucket, ShardGroup
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterRow, ParameterUnit
 
-_SHARED = "the ranks of this host hold one copy of it together, so that each of them would write to it"
+_SHARED = "the ranks of this host share one copy of it, so that each of them would write to it"
 
 
 class LiveUnit:
-    """Unit of the parameter table on this rank.
+    """Buckets of one unit, and the module's parameters that view them.
 
-    While a ZeRO-3 unit is not in use, the model's parameters hold NaN in the right shape, so an unexpected use cannot
-    pass for a result.
+    While a ZeRO-3 unit is freed, each parameter is a NaN expanded to its shape, so that an unexpected use shows as NaN.
+
+    | spec         the unit's rows of the parameter table
+    | parameters   parameters of the module, per bucket in piece order
+    | whole        True while the parameters have their values; always True without ZeRO-3
+    | stays_gathered   True if the unit is freed only at the end of a pass, not when the next unit runs
     """
 
     def __init__(self, spec: ParameterUnit, *, shard_group: ShardGroup) -> None:
@@ -33,34 +37,37 @@ class LiveUnit:
         self.parameters: list[list[nn.Parameter]] = []
         self._versions: list[list[int]] = []
         self.whole = True
-        self.encloses = False
+        self.stays_gathered = False
         self._gathering: list[Work] = []
 
     @property
     def rows(self) -> list[ParameterRow]:
-        """Its parameters in the order of `parameters`: bucket by bucket."""
+        """Rows of the parameters, in the order of `parameters`: bucket by bucket."""
         return [piece.row for bucket in self.buckets for piece in bucket.place.pieces]
 
     @property
     def at_rest(self) -> bool:
-        """True if parameters exist as shards between uses."""
+        """True if some parameters exist only as shards between uses (ZeRO-3)."""
         return any(bucket.at_rest for bucket in self.buckets)
 
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
-        """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
+        """Fill the buckets with values from `source` (collectives), and make the module's parameters view them.
+
+        place: puts a tensor into the module as the parameter of a row, and returns this parameter.
+        """
         for bucket in self.buckets:
             world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
             holders = tuple(axis for axis in world.mesh.names if axis not in elsewhere)
             bucket.fill(source.agreed(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces)
             values = self._at_rest(bucket)
             pieces = bucket.place.pieces
-            # As `data`, a parameter has a version of its own, which our writes to the buffer do not change.
+            # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
             self._versions.append([parameter._version for parameter in self.parameters[-1]])
         self.whole = not self.at_rest
 
     def altered(self) -> str:
-        """Return a message if a parameter was replaced since it was put into the model, and what to do instead."""
+        """Return an error message with its remedy if a parameter was changed or written to since `load`, else ""."""
         for bucket, parameters, versions in zip(self.buckets, self.parameters, self._versions, strict=True):
             resting = bucket.at_rest and not self.whole
             memory = bucket.whole.untyped_storage().data_ptr()
@@ -78,8 +85,8 @@ class LiveUnit:
                     )
                 if held.nbytes() != bucket.dtype.itemsize if resting else held.data_ptr() != memory:
                     return (
-                        f"the tensor of {name!r} was replaced after the model was parallelized, so what is trained is "
-                        "no longer what the model uses; set values and devices before parallelize"
+                        f"the tensor of {name!r} was replaced after the model was parallelized, so the model no longer "
+                        "uses the tensor that is trained; set values and devices before parallelize"
                     )
                 if (bucket.has_master or bucket.shared) and parameter._version != version:
                     why = "the next step would overwrite it from its float32 copy" if bucket.has_master else _SHARED
@@ -90,25 +97,25 @@ class LiveUnit:
         return ""
 
     def fetch(self) -> None:
-        """Start to copy the shards from their tiers, before a gather."""
+        """Start to copy the shards from their tiers to the device, unless the unit is gathered or being gathered."""
         if not (self.whole or self._gathering):
             for bucket in self.buckets:
                 if bucket.at_rest:
                     bucket.fetch()
 
     def let_go(self) -> None:
-        """Release the gathered parameters of all buckets."""
+        """Release the device copies of all shards from other tiers."""
         for bucket in self.buckets:
             bucket.let_go()
 
     def start_gather(self) -> None:
-        """Start to make the parameters whole; does nothing when they are, or are about to be."""
+        """Start to gather the parameters; do nothing if they are gathered or being gathered."""
         if self.whole or self._gathering:
             return
         self._gathering = [bucket.gather() for bucket in self.buckets if bucket.at_rest]
 
     def ready(self) -> None:
-        """Return when the parameters are whole and the model sees them."""
+        """Wait until the parameters are gathered, and set them in the module; start the gather if needed."""
         if self.whole:
             return
         self.start_gather()
@@ -120,7 +127,7 @@ class LiveUnit:
         self._show([bucket.views() for bucket in self.buckets])
 
     def free(self) -> None:
-        """Free the gathered parameters; the model then sees NaN in their shapes."""
+        """Free the gathered parameters; the module's parameters then read as NaN. Does nothing without ZeRO-3."""
         if not self.at_rest or not (self.whole or self._gathering):
             self.let_go()
             return
@@ -132,7 +139,7 @@ class LiveUnit:
                 bucket.free()
 
     def trainable(self) -> Iterator[tuple[Bucket, int, nn.Parameter]]:
-        """(bucket, index in the bucket, parameter) for every parameter that has a gradient."""
+        """Yield (bucket, index in the bucket, parameter) of every trainable parameter."""
         for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
             if bucket.trainable:
                 for index, parameter in enumerate(parameters):
@@ -145,11 +152,11 @@ class LiveUnit:
 
     @staticmethod
     def _at_rest(bucket: Bucket) -> list[Tensor]:
-        """Return the tensors that the model sees between uses; an unshared bucket stays as it is."""
+        """Return the module's tensors between uses: NaN for a ZeRO-3 bucket, views of the bucket otherwise."""
         if not bucket.at_rest:
             return bucket.views()
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
-        with torch.inference_mode(mode=False):  # a parameter of meta cannot be what is made there
+        with torch.inference_mode(mode=False):  # a meta parameter cannot take an inference tensor as data
             nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
 

@@ -1,4 +1,4 @@
-"""Logical tensors for an optimizer that updates slices of buckets: norms and full tensors over all ranks."""
+"""Give an optimizer that updates slices of buckets the norms and full tensors of whole parameters (collectives)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,10 +13,10 @@ from meshwise.model.logical_tensors import SlicePart
 
 
 class LogicalSlices:
-    """`LogicalTensors` of an engine.
+    """The `LogicalTensors` that an optimizer receives as `logical` under a plan.
 
-    Communication, for P trainable parameters: `squared_norms` is one all-reduce of P fp64 numbers over all ranks.
-    `whole` gathers each bucket once over the ranks that share it, and each parameter once over its layout's axes.
+    `squared_norms` is one all-reduce over all ranks, of one fp64 number for each trainable parameter. `whole` gathers
+    each bucket once over the ranks that share it, and each parameter once over its layout's axes.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,11 +35,11 @@ class LogicalSlices:
                 )
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
-        """Return which elements of a slice belong to which parameter, in order."""
+        """Return the parts of an optimizer's slice, one for each model parameter in it, in order."""
         return self._parts[parameter]
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
-        """Return the squared 2-norm of `values` over each whole parameter, by name (a collective)."""
+        """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
         world = self._engine.world
         totals = torch.zeros(len(self._names), dtype=torch.float64, device=world.device)
         index = {name: number for number, name in enumerate(self._names)}
@@ -55,14 +55,18 @@ class LogicalSlices:
         return dict(zip(self._names, totals, strict=True))
 
     def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield `values` of each parameter as its full tensor, and write back what the caller changes in it."""
+        """Yield (name, full tensor) of `values`, and write the caller's changes back into `values` (collectives).
+
+        `values` has a tensor of the shape of each slice, by slice. Every rank iterates to the end. With a pipeline,
+        yields the parameters of this rank's stages.
+        """
         world = self._engine.world
 
         def owned(bucket: Bucket) -> Tensor:
             return torch.cat([values[parameter] for _, parameter in bucket.slices])
 
         for row, gathered in self._engine.whole(owned):
-            full = gathered.clone()  # what was gathered may be `values` themselves, or another parameter's memory
+            full = gathered.clone()  # `gathered` may be a view of `values` or of other parameters
             yield row.name, full
             bucket, piece = self._places[row.name]
             stored = row.part(full, mesh=world.mesh, rank=world.rank).reshape(-1)
@@ -74,5 +78,5 @@ class LogicalSlices:
 
 
 def _overlap(piece: BucketPiece, start: int, stop: int) -> tuple[int, int]:
-    """Return the elements of a piece within [start, stop) of its bucket; none if the first is not below the second."""
+    """Return (low, high) of the elements of a piece in [start, stop) of its bucket; there are none if low >= high."""
     return max(piece.start, start), min(piece.stop, stop)

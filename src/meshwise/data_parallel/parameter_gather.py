@@ -1,19 +1,21 @@
-"""ZeRO-3 gathers: parameters become whole just before a module needs them, and rest right after.
+"""ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
-A unit is needed in the forward of its modules and in the backward of what those modules returned. It is freed when the
-next unit is needed, not when its module returns. So a unit with two modules in a row is gathered once, and so is the
-last unit of a forward that begins the backward. The backward of a single autograd thread runs nodes in the reverse
-order of their creation. When it reaches the output of another unit, the last unit is complete.
+A unit runs in the forward of its modules and in the backward of their outputs. It is not freed when its module returns.
+So a unit with two modules in a row is gathered once. The last unit of the forward is also the first of the backward,
+and stays gathered between them. One autograd thread runs the nodes of a backward in the reverse order of their
+creation. So when it reaches the output of another unit, the backward of the unit before is complete.
 
-    | forward     need A | need B: free A, start C | need C: free B, start D | ...
-    | backward    need D | need C: start B | need B: free D ...
+    | forward     run A | run B: free A, prefetch C | run C: free B, prefetch D | ...
+    | backward    run D | run C: free D, prefetch B | run B: free C, prefetch A | ...
 
-Where shards rest on another tier than the device, the one after what comes next is on its way from there already.
+The gather of the next unit starts while a unit runs. If shards are stored on the cpu or disk tier, the shard of the
+unit after the next is already copied to the device.
 
-What comes next is what came next in the last pass: a wrong guess costs a gather, never a result. All ranks predict the
-same, because all saw the same passes.
+The order of units in the last pass predicts the next unit. A wrong prediction costs one gather and changes no result.
+All ranks predict the same unit, because all of them ran the same passes.
 
-A unit whose module encloses another unit's (a parameter owned by the root, say) stays whole until the pass ends.
+A unit whose module encloses the module of another unit stays gathered until the pass ends, such as a parameter that
+the root module owns.
 """
 
 import contextlib
@@ -30,11 +32,14 @@ from meshwise.base.tensor_tree import reachable
 from meshwise.data_parallel.live_unit import LiveUnit
 
 _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
-"""The attributes of a tensor that are views of its values; the others tell about it."""
+"""Getters of tensor attributes that are views of the values; other getters read metadata such as shape and dtype."""
 
 
 class ParameterGatherer:
-    """Keeps the right units of a model whole, by hooks on the modules that the parameter table names."""
+    """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once.
+
+    Also makes `state_dict` and `load_state_dict` of the module raise RuntimeError: it has no full parameters.
+    """
 
     def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:
         self._units = [unit for unit in units if unit.at_rest]
@@ -58,18 +63,18 @@ class ParameterGatherer:
 
     @property
     def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside it, a parameter used outside the modules of its unit is gathered on the spot."""
+        """Context in which a parameter that is used outside the modules of its unit is gathered at once."""
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
     def begin(self, *, backward: bool) -> None:
-        """Begin a pass over the model."""
+        """End the pass before and begin a forward or backward; a forward first frees every unit."""
         self._finish_pass()
         self._backward = backward
         if not backward:
             self.rest()
 
     def rest(self) -> None:
-        """End the passes and release every unit."""
+        """End the pass and free every unit."""
         self._finish_pass()
         self._recorded = False
         self._open = []
@@ -79,7 +84,7 @@ class ParameterGatherer:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Tell what happened when a backward inside meets parameters that rest."""
+        """Inside it, an error from a backward that uses freed parameters is raised again with its cause and remedy."""
         try:
             yield
         except RuntimeError as error:
@@ -103,7 +108,7 @@ class ParameterGatherer:
             passed.append({id(x): (weakref.ref(x), x._version) for x in reachable((args, given)) if x.requires_grad})
             for outer in self._open:
                 if outer is not unit:
-                    outer.encloses = True
+                    outer.stays_gathered = True
             self._open.append(unit)
             self._need(unit)
 
@@ -114,15 +119,15 @@ class ParameterGatherer:
             if torch.is_grad_enabled():
                 self._recorded = True
                 for tensor in reachable(output):
-                    # One that is only passed on has its gradient when the backward has long left this module. Others
-                    # are not asked anything: logits that are split would be put together for an answer.
+                    # An input that is only returned gets its gradient after the backward has left this module, so it
+                    # gets no hook. `_version` is read of inputs alone: split logits would be gathered to answer.
                     given, version = was_there.get(id(tensor), (None, 0))
                     changed = given is None or given() is not tensor or version != tensor._version
                     if tensor.requires_grad and changed:
                         tensor.register_hook(lambda _gradient: self._need(unit))
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        # Always: activation checkpointing ends the forward it repeats, once it has what it needs, by an exception.
+        # always_call: activation checkpointing stops a repeated forward early by an exception.
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -131,7 +136,7 @@ class ParameterGatherer:
 
     def _need(self, unit: LiveUnit) -> None:
         again = bool(self._seen) and self._seen[-1] is unit
-        if not (again or unit.encloses):  # a second module of the same unit: what is on its way stays
+        if not (again or unit.stays_gathered):  # again: a second module of the same unit, so the prefetched unit stays
             self._free_all_but(unit)
         if not again:
             self._seen.append(unit)
@@ -144,10 +149,10 @@ class ParameterGatherer:
         self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
-        # Also when it happens to be whole: nothing tells when the backward of this use comes, so it has to stay.
+        # It stays gathered for the whole pass, even if it is gathered already: no hook announces its backward here.
         self._recorded = self._recorded or torch.is_grad_enabled()
         if unit not in self._open:
-            unit.encloses = True
+            unit.stays_gathered = True
             self._make_whole(unit)
 
     def _make_whole(self, unit: LiveUnit) -> None:
@@ -157,7 +162,7 @@ class ParameterGatherer:
 
     def _free_all_but(self, unit: LiveUnit) -> None:
         for other in list(self._whole):
-            if other is not unit and other not in self._open and not other.encloses:
+            if other is not unit and other not in self._open and not other.stays_gathered:
                 other.free()
                 self._whole.remove(other)
 
@@ -174,7 +179,7 @@ class ParameterGatherer:
 
 
 class _Guard(TorchFunctionMode):
-    """Looks at the arguments of every torch function for a parameter of a unit that is gathered."""
+    """Calls `need` with the unit of each ZeRO-3 parameter that is an argument of a torch function."""
 
     def __init__(self, owners: dict[int, LiveUnit], need: Callable[[LiveUnit], None]) -> None:
         super().__init__()
@@ -201,8 +206,8 @@ class _Guard(TorchFunctionMode):
 
 def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it)
     raise RuntimeError(
-        f"the parameters of {prefix or 'this model'} are spread over the ranks (zero=3), so state_dict() would hold "
-        "none of them; iterate over trainer.full_parameters() on every rank instead"
+        f"the parameters of {prefix or 'this model'} are spread over the ranks (zero=3), so state_dict() would contain "
+        "no values; iterate over trainer.full_parameters() on every rank instead"
     )
 
 

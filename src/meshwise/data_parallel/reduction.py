@@ -1,16 +1,15 @@
-"""How ranks that share parameters bring their gradients together, as values.
+"""Gradient reduction: what each rank keeps in full or as a shard, and which collectives sum the gradients.
 
-A reduction says what a rank keeps whole and what as its shard, what travels and when. The stages of ZeRO (Rajbhandari
-et al., arXiv 1910.02054, section 5) are four of them:
+The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four reductions:
 
-    | zero   parameters (used)   gradients   updated by the optimizer   traffic of a step
-    | 0      whole               whole       everything                 all-reduce(gradients)
-    | 1      whole               whole       shard                      reduce-scatter + all-gather
-    | 2      whole               shard       shard                      the same, a reduce a micro-batch
-    | 3      shard               shard       shard                      + one all-gather more
+    | zero   kept parameters   kept gradients   updated by a rank   collectives
+    | 0      full              full             all                 all-reduce once a step
+    | 1      full              full             its shard           reduce-scatter and all-gather once a step
+    | 2      full              shard            its shard           reduce-scatter per micro-batch, all-gather per step
+    | 3      shard             shard            its shard           reduce-scatter per micro-batch, all-gathers per pass
 
-A reduction that remembers something from step to step (the error of a codec, an outer momentum) names it as state: a
-tensor per logical parameter, which counts as memory, is saved, and is resharded with a checkpoint.
+A reduction may keep state from step to step, such as the error of a compression or an outer momentum: one tensor per
+logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 """
 
 from collections.abc import Mapping
@@ -24,35 +23,35 @@ from meshwise.comm.api.world import Axes, Work, World
 
 @dataclass(frozen=True)
 class Reduction:
-    """What each rank keeps a shard of, and with it what the ranks send one another."""
+    """Kind of gradient reduction: the tensors that a rank keeps as shards, and so the collectives of a step."""
 
     shards_updates: bool = False
-    """Each rank updates its shard of the parameters, not all of them."""
+    """Each rank updates only its shard of the parameters."""
     shards_gradients: bool = False
-    """Reduced gradients are kept as shards; so they are reduced after each micro-batch, not once a step."""
+    """Reduced gradients are kept as shards. So they are reduced after each micro-batch, not once a step."""
     shards_parameters: bool = False
-    """Parameters are whole only while they are used: gathered before, freed after."""
+    """Parameters are kept as shards, gathered before a unit runs and freed when the next unit runs."""
     owned_state: tuple[str, ...] = ()
-    """Names of state kept for the elements that this rank updates, in the dtype of the masters."""
+    """Names of state tensors for the elements that this rank updates, in the dtype of the masters."""
     summed_state: tuple[str, ...] = ()
-    """Names of state that every rank keeps for all elements, in the dtype that gradients accumulate in. It differs from
-    rank to rank; the sum over the ranks is the logical tensor."""
+    """Names of state tensors that every rank keeps for all elements, in the dtype of accumulated gradients. The values
+    differ from rank to rank; their sum over the ranks is the logical tensor."""
 
     @property
     def each_microbatch(self) -> bool:
-        """True if gradients are reduced after each micro-batch, False for once a step."""
+        """True if gradients are reduced after each micro-batch, False if once a step."""
         return self.shards_gradients
 
     @property
     def publishes(self) -> bool:
-        """True if ranks bring updated shards to one another at the end of a step."""
+        """True if the ranks all-gather the updated shards at the end of a step."""
         return self.shards_updates and not self.shards_parameters
 
     def send(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
-        """Start to sum the gradients of all ranks, (elements,) in the dtype that they travel in.
+        """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks; overwrites `gradients`.
 
-        into: where the sum of this rank's shard goes, (elements of the shard,); by default it replaces them in
-        `gradients`. Whether the sum is of all elements or of the shard, `shards_updates` says.
+        The result is the sum of this rank's shard if `shards_updates`, else of all elements. `into` receives the shard,
+        (elements of the shard,); None: the result stays in `gradients`.
         """
         world, axes, shard = peers.world, peers.axes, peers.shard
         if not self.shards_updates:
@@ -63,11 +62,11 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ReducingRanks:
-    """Ranks of one reduction, and what this rank keeps for it.
+    """Ranks of one reduction, with the shard and the state of this rank.
 
     | world, axes   the ranks whose gradients are summed
-    | shard         this rank's elements
-    | state         the tensors that `owned_state` and `summed_state` name, by name; to be written to
+    | shard         elements of the bucket that are this rank's shard
+    | state         the tensors of `owned_state` and `summed_state`, by name; `send` may write to them
     """
 
     world: World
@@ -78,7 +77,7 @@ class ReducingRanks:
 
 @dataclass(frozen=True)
 class ReducedPart:
-    """A reduction under way: `values` hold the sum once `work` is done."""
+    """A reduction that has started: `values` hold the sum once `work` is done."""
 
     work: Work
     values: Tensor
@@ -92,4 +91,4 @@ ZERO: Mapping[int, Reduction] = MappingProxyType(
         3: Reduction(shards_updates=True, shards_gradients=True, shards_parameters=True),
     }
 )
-"""The reduction of each stage of ZeRO."""
+"""The reduction of each stage of ZeRO, by its number."""

@@ -1,22 +1,22 @@
 """Stored tensors of a rank as rectangles of logical tensors, for checkpoints.
 
-A rank holds flat slices of flat buffers, cut by ZeRO wherever a shard ends, of tensors that other schemes have cut
-before. Nothing of that shows outside: a checkpoint only sees that this rank has rows 3 to 7 of `head.weight`.
+A rank stores flat slices of buckets, which ZeRO cuts at any element, of tensors that tensor parallelism may have cut
+before. A checkpoint sees only rectangles, such as rows 3 to 7 of `head.weight`.
 
-    | bucket   | a.weight        | b.weight | b.bias | pad |
-    | shard          |<-------------------->|                    of rank 1
-    | holdings       | a.weight    | b.weight                    each up to three rectangles for a matrix
+    | bucket           | a.weight        | b.weight | b.bias | pad |
+    | shard of rank 1        |<-------------------->|
+    | stored slices          | a.weight   | b.weight|                   each up to three rectangles for a matrix
 
-Slots, by the words in front of the first slash:
+The slot of a tensor is its kind, and its key after a slash:
 
-    | parameter            the parameter, in fp32 where it is updated in fp32
-    | optimizer/exp_avg    optimizer state of the same shape
-    | scalar/step          optimizer state that is one tensor of one element for the whole parameter
-    | number/step          the same as a Python number
+    | parameter            the parameter, in the dtype of its master
+    | optimizer/exp_avg    optimizer state of the shape of the parameter
+    | scalar/step          optimizer state that is a tensor of one element
+    | number/step          optimizer state that is a Python number
     | reduction/error      state of the reduction, of the shape of the parameter
     | buffer               a persistent buffer of the module
 
-A complex tensor is held as the real one that torch.view_as_real makes of it, with a last dim of two.
+A complex tensor is stored as `torch.view_as_real` of it, with a last dim of 2.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ from meshwise.layout.rectangles import Rectangle, rectangles
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A rectangle of a logical tensor on this rank.
+    """A rectangle of a logical tensor, and the tensor of this rank that stores its elements.
 
-    | name     of the parameter or buffer
-    | slot     which of its tensors, see above
-    | shape    the full shape
-    | tensor   the elements of the rectangle, with its sizes; writing to it writes what the rank stores
-    | stable   whether nothing but an optimizer step changes it
+    | name     name of the parameter or buffer
+    | slot     kind of the tensor, see the table of the file
+    | shape    full shape of the logical tensor
+    | tensor   the elements of the rectangle, in its shape: a view, so writing to it changes the stored values
+    | stable   True if only an optimizer step changes the tensor
     """
 
     name: str
@@ -54,17 +54,17 @@ class StoredSlice:
 
     @property
     def key(self) -> str:
-        """Return the name of the logical tensor among the tensors of all slots."""
+        """Name of the logical tensor in a checkpoint: `slot/name`."""
         return f"{self.slot}/{self.name}"
 
     @classmethod
     def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> "StoredSlice":
-        """Return all of a tensor."""
+        """Return a slice that covers all of `tensor`."""
         shape = tuple(tensor.shape)
         return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).real()
 
     def real(self) -> "StoredSlice":
-        """Return the same with real elements."""
+        """Return the slice with a complex tensor viewed as real, with a last dim of 2; unchanged if it is real."""
         if not self.tensor.is_complex():
             return self
         wide = Rectangle((*self.rectangle.offsets, 0), (*self.rectangle.sizes, 2))
@@ -73,7 +73,7 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """Elements of a bucket that lie together: `values[0]` is element `start` of the bucket."""
+    """Values for consecutive elements of a bucket: `values[0]` belongs to element `start` of the bucket."""
 
     bucket: Bucket
     start: int
@@ -81,11 +81,14 @@ class BucketSlice:
 
     @property
     def stop(self) -> int:
-        """The element of the bucket after the last."""
+        """Index in the bucket after the last element."""
         return self.start + self.values.numel()
 
     def holdings(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
-        """Yield the elements of a parameter in this slice and in elements `within` of the bucket."""
+        """Yield the elements of a parameter that lie in this slice and in `within`, as stored slices of `slot`.
+
+        within: (start, stop) of elements of the bucket.
+        """
         low = max(self.start, within[0], piece.start)
         high = min(self.stop, within[1], piece.stop)
         if low >= high:
@@ -97,8 +100,9 @@ class BucketSlice:
                 yield StoredSlice(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).real()
 
     def _sections(self, piece: BucketPiece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
-        """Yield a rectangle of what the rank stores, as rectangles of the full tensor, each with its place in the
-        first.
+        """Yield (rectangle of the full tensor, its place in `local`) for each part of `local`.
+
+        local: a rectangle of this rank's tensor, which may consist of several sections of the full tensor.
         """
         world, row = self.bucket.shard_group.world, piece.row
         beside = 0
@@ -112,7 +116,9 @@ class BucketSlice:
 
 
 def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
-    """Yield the slices that this rank saves: over all ranks, every element of every logical tensor exactly once.
+    """Yield the slices that this rank saves: over all ranks, each element of each logical tensor exactly once.
+
+    Every rank calls it and iterates to the end: state of a reduction may need a collective.
 
     Raises ValueError for optimizer state that is neither one number nor of the shape of its parameter.
     """
@@ -122,30 +128,30 @@ def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Store
                 for piece in bucket.place.pieces:
                     yield from _owned(bucket, piece, optimizer)
                 yield from _reduction_state(bucket)
-    # Stages may have copies of a buffer that each of them changes in the same way.
+    # Several stages may hold copies of one buffer.
     yield from {held.name: held for held in buffers(engine.modules) if engine.saves(held.name)}.values()
 
 
 def buffers(modules: Iterable[nn.Module]) -> Iterator[StoredSlice]:
-    """Yield the persistent buffers of modules, which every rank holds whole; a tied one once."""
+    """Yield the persistent buffers of `modules`, in full; a buffer with several names once, under the first."""
     seen: set[int] = set()
     for path, owner in (named for module in modules for named in module.named_modules()):
         for key, buffer in owner.named_buffers(recurse=False):
-            # Which buffers persist, torch tells by state_dict alone, which a model at rest under zero=3 refuses.
+            # torch's public way to the persistent buffers is state_dict, which a ZeRO-3 model refuses.
             if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield StoredSlice.whole(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
 
 
 def stored(bucket: Bucket) -> BucketSlice:
-    """Return the parameters that this rank keeps between steps, as they are updated: what a load has to fill."""
+    """Return the values that a load has to fill: the master if trainable, otherwise the kept parameters."""
     if bucket.master is not None:
         return BucketSlice(bucket, bucket.owned[0], bucket.master)
     return BucketSlice(bucket, bucket.kept_from, bucket.kept)
 
 
 def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
-    """Yield the slices of a bucket that an optimizer updates."""
+    """Yield (slice of the bucket, optimizer's parameter) for each parameter that the optimizer updates."""
     start = bucket.owned[0]
     for _, parameter in bucket.slices:
         yield BucketSlice(bucket, start, parameter.detach()), parameter
@@ -153,7 +159,7 @@ def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
 
 
 def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
-    """Yield the slices of one parameter that this rank saves."""
+    """Yield the slices of one parameter and of its optimizer state that this rank saves."""
     if not piece.row.numel and bucket.shard_group.index == 0:
         empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
         yield StoredSlice.whole(empty, name=piece.row.name, slot="parameter")
@@ -169,7 +175,7 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
 
 
 def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
-    """Yield the reduction's state that this rank saves; a `summed_state` as the sum over the ranks (a collective)."""
+    """Yield the reduction's state that this rank saves; `summed_state` is summed over the ranks (a collective)."""
     reduction, state = bucket.shard_group.reduction, bucket.reduction_state
     kept = {name: BucketSlice(bucket, bucket.owned[0], state[name]) for name in state if name in reduction.owned_state}
     summed = [name for name in state if name in reduction.summed_state]
@@ -181,20 +187,20 @@ def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
 
 
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
-    """Return whether the first element of the full parameter is this rank's to save: one rank's, whatever the plan."""
+    """Return whether this rank saves the first element of the full parameter, and so its scalars; one rank does."""
     here = part.holdings(piece, slot="parameter", within=part.bucket.shard)
     return any(not any(held.rectangle.offsets) for held in here)
 
 
 def _number(name: str, key: str, value: Any) -> tuple[str, Tensor]:
-    """Return a state of one element, with its slot. Raises ValueError for any other."""
+    """Return (slot, scalar tensor) of optimizer state that is one number. Raises ValueError for any other state."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return f"scalar/{key}", value.detach().reshape(())
     if isinstance(value, bool | int | float):
         return f"number/{key}", torch.tensor(value, dtype=_NUMBERS[type(value)])
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
     raise ValueError(
-        f"the optimizer's {key!r} for {name} is of {what}; a checkpoint takes numbers and tensors of the shape of the "
+        f"the optimizer's {key!r} for {name} is of {what}; a checkpoint stores numbers and tensors of the shape of the "
         "parameter"
     )
 

@@ -1,14 +1,13 @@
-"""When parameters are updated: after the whole step is known to be sound, or as gradients arrive.
+"""Choose when parameters are updated: after the whole backward, or during it, bucket by bucket.
 
                        forward │ backward of c │ of b          │ of a          │ norm │
     StepAfterBackward                                                             │ update a, b, c │
     StepInBackward             │ count         │ reduce, update c │ reduce, update b │ reduce, update a │
 
-What an update needs beside the gradient of its unit is the count that the gradient is divided by. The count is known
-when every rank has run its last forward. One more all-reduce of one number then lets units be updated during the
-backward. On the CPU or a disk, where the update has its own thread and memory, it then takes no extra time. What cannot
-be known by then is the norm, so nothing is clipped; and when the norm turns out not to be finite, other units are
-updated.
+An update divides the summed gradient by the loss count. The count is known when every rank has run its last forward.
+So one more all-reduce, of one number, lets units be updated during the backward. If the CPU updates, on a separate
+thread, the update overlaps with the backward. The gradient norm is known only after the backward. So early updates
+cannot clip, and when the norm turns out not to be finite, some units may be updated already.
 """
 
 import math
@@ -25,40 +24,40 @@ from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 
 
 class UpdateTiming(Protocol):
-    """Decides when the parameters are updated."""
+    """Strategy of a step that decides when the parameters are updated."""
 
     def begin(self) -> None:
-        """Begin a step. Raises TierError when an earlier update failed half way."""
+        """Begin a step. Raises TierError if an earlier update failed half way."""
 
     def counted(self, count: Tensor) -> None:
-        """Take the loss count of this rank after the last forward of a step; every rank calls it.
+        """Receive the loss count of this rank after the last forward of a step; every rank calls it.
 
-        `count`: a scalar on the device, zero on a rank whose rows another rank counts.
+        count: number of samples or tokens in the loss, a scalar on the device; 0 if another rank counts the same rows.
         """
 
     def apply(self, factor: float) -> None:
-        """Update by the gradients times `factor`, and publish the result to the other ranks."""
+        """Update the parameters with the gradients times `factor`, unless done in the backward; publish them."""
 
     def leave_out(self) -> bool:
-        """Leave the update of an unsound step out; return whether a rank had applied a part of it already."""
+        """Skip the update of a step whose gradient is not finite; return True if a rank has updated some parameters."""
 
 
 class StepAfterBackward:
-    """Updates after the backward, when loss and norm are known."""
+    """Updates all parameters after the backward, when loss and norm are known."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
         self._engine = engine
         self._update = update
 
     def begin(self) -> None:
-        """Check that the last update was whole. Raises TierError when one failed half way."""
+        """Raise TierError if an earlier update failed half way."""
         self._update.check()
 
     def counted(self, count: Tensor) -> None:
-        """Do nothing: the count arrives again with the norm."""
+        """Do nothing: the count enters the `factor` of `apply`."""
 
     def apply(self, factor: float) -> None:
-        """Update everything; an updated bucket travels to the other ranks while the next is updated."""
+        """Update all buckets; each is published as soon as it is updated, while the next is updated."""
         self._engine.scale_gradients(factor)
         works: list[Work] = []
         last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
@@ -72,12 +71,12 @@ class StepAfterBackward:
             work.wait()
 
     def leave_out(self) -> bool:
-        """Return False: nothing was updated."""
+        """Return False: no parameter was updated."""
         return False
 
 
 class StepInBackward:
-    """Updates each bucket on a thread as soon as its gradient is reduced."""
+    """Updates each bucket on a separate thread as soon as its gradient is reduced. Sets `on_reduced` of the buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], *, update: ChunkedUpdate, world: World) -> None:
         self._buckets = buckets
@@ -91,7 +90,7 @@ class StepInBackward:
             bucket.on_reduced = self._reduced
 
     def begin(self) -> None:
-        """Forget the count of a step that ended half way."""
+        """Discard the count of a step that raised. Raises TierError if an earlier update failed half way."""
         self._count = None
         self._update.check()
         if self._spoilt:
@@ -100,14 +99,14 @@ class StepInBackward:
                 bucket.clear_padding()
 
     def counted(self, count: Tensor) -> None:
-        """Start the all-reduce of the count: gradients that arrive from now on are final."""
+        """Start the all-reduce of the count; buckets that are reduced from now on are updated at once."""
         self._count = count.to(torch.float64, copy=True)
         self._counting = self._world.all_reduce(self._count, axes=self._world.mesh.names)
         self._left = dict.fromkeys(self._buckets)
         self._update.begin()
 
-    def apply(self, factor: float) -> None:  # noqa: ARG002 - it is known since `counted`
-        """Wait for the last updates, and publish all of them to the other ranks."""
+    def apply(self, factor: float) -> None:  # noqa: ARG002 - 1 / count is applied already
+        """Start the missing updates, wait for all of them, and publish the parameters to the other ranks."""
         for bucket in list(self._left):
             self._reduced(bucket)
         self._count = None
@@ -116,9 +115,9 @@ class StepInBackward:
             work.wait()
 
     def leave_out(self) -> bool:
-        """Abandon the updates under way; return whether a rank had updated a part.
+        """Cancel the updates that have not run; return True if an update has run on some rank (a collective).
 
-        Ranks own different parts of a gradient, and those that own finite parts may have updated them.
+        The ranks own different parts of the gradient, and updates of finite parts may have run.
         """
         self._count = None
         broken = any(self._world.exchange(self._update.abandon()))
@@ -148,7 +147,7 @@ class StepInBackward:
 
 
 def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[ChunkedUpdate, UpdateTiming]:
-    """Return the update of an engine and its timing; `early`: as gradients arrive, where the CPU updates."""
+    """Return the `ChunkedUpdate` of an engine and its timing; `early`: in the backward, if its state is offloaded."""
     early = early and engine.tiers.offload.updates_on_cpu and engine.world.device.type != "meta"
     chunks = [bucket.chunks for bucket in engine.buckets]
     update = ChunkedUpdate(optimizer, chunks=chunks, tiers=engine.tiers, early=early)

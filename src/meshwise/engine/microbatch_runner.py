@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.batch_statistics import BatchStatistics
-from meshwise.data_parallel.data_parallel_engine import DataParallel, throw_away
+from meshwise.data_parallel.data_parallel_engine import DataParallel, discard_gradient
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.parameter_table import ParameterRow
@@ -148,10 +148,10 @@ class WholeModelRunner:
             if part.rows is not None:
                 with self._running(part):
                     loss, _ = self._run(part.rows)
-                arrival = functools.partial(seen, number) if part.counts or self._shares_rows else throw_away
+                show = functools.partial(seen, number) if part.counts or self._shares_rows else discard_gradient
                 if loss.requires_grad:
                     with self._running(part, again=True):
-                        self._engine.inspect(loss if part.counts else loss * 0, arrival=arrival)
+                        self._engine.inspect(loss if part.counts else loss * 0, on_gradient=show)
         self._engine.gatherer.rest()
 
     def predict(self, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts: where a tensor lives on a mesh, as arithmetic on tuples."""
+"""Layouts: the part of a tensor that each rank of a mesh stores, computed without tensors."""
 
 from meshwise.layout.layout import DimSplit, Layout
 from meshwise.layout.rectangles import Rectangle, rectangles

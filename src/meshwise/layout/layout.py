@@ -1,8 +1,7 @@
-"""Layout of one tensor on a mesh.
+"""Layout of one tensor on a mesh: which mesh axes split which dim, and over which axes it is a partial sum.
 
-Every scheme of the field says three things of a tensor: which axes split which of its dims, over which axes it is still
-a partial sum, and that the remaining axes hold copies. A `Layout` is exactly that, so a scheme can be a page of layouts
-instead of a module that slices and communicates.
+The ranks along all other axes hold copies. These three facts describe a tensor in every scheme of tensor parallelism.
+So a scheme here is a table of layouts, not code that slices and communicates.
 """
 
 import itertools
@@ -18,10 +17,10 @@ from meshwise.layout.rectangles import Rectangle
 class DimSplit:
     """Constraint on how a dim may be split.
 
-    sections   sizes of parts that are each split by themselves, such as the q, k and v of a fused projection; () is one
-    grain      elements that stay together, such as the features of an attention head
+    | sections   sizes of parts that are split separately, such as q, k and v of a fused projection; (): one part
+    | grain      number of elements that stay on one rank, such as the features of an attention head
 
-    Prints as `[64|64|64:16]`, and as nothing when the dim may be cut anywhere.
+    Prints as `[64|64|64:16]`, or as "" if the dim may be split between any two elements.
     """
 
     sections: tuple[int, ...] = ()
@@ -33,18 +32,20 @@ class DimSplit:
 
     @classmethod
     def parse(cls, text: str) -> "DimSplit":
-        """Return the cut that prints as `text`."""
+        """Return the `DimSplit` that prints as `text`."""
         sections, _, grain = text.strip("[]").partition(":")
         return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
 
     def spans(self, size: int, *, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the (start, stop) of every section that is left after a cut for each (index, degree) in turn.
+        """Return (start, stop) of one rank's part of each section of a dim of `size` elements.
 
-        Raises ValueError when the sections do not add up to `size` or are no multiples of the grain.
+        places: the rank's index along each axis that splits the dim, and the size of the axis, outermost axis first.
+
+        Raises ValueError if the sections do not add up to `size`, or one is no multiple of the grain.
         """
         sections = self.sections or (size,)
         if sum(sections) != size or any(section % self.grain for section in sections):
-            raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections add up to it, in whole grains")
+            raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections must add up to it, in whole grains")
         spans = list(itertools.pairwise([0, *itertools.accumulate(sections)]))
         for index, degree in places:
             cuts = [even_split((stop - start) // self.grain, degree)[index] for start, stop in spans]
@@ -56,25 +57,26 @@ class DimSplit:
 
 
 ANYWHERE = DimSplit()
+"""No constraint: the dim may be split between any two elements."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which axes split which dim of a tensor, and over which axes it is a partial sum; it is copied over the others.
+    """Mesh axes that split the dims of a tensor, and axes over which it is a partial sum; all others hold copies.
 
     | splits    per dim, the axes that split it, outermost first; () leaves the dim whole
-    | partial   the axes over which the true tensor is the sum of the ranks' tensors
-    | cuts      per dim, how it may be cut; () lets every dim be cut anywhere
+    | partial   axes over whose ranks the tensors must be summed to give the tensor
+    | cuts      per dim, its constraint; (): every dim may be split between any two elements
 
-    Prints short and parses back:
+    `str` and `parse` convert to and from a short text:
 
-        dp,-         a matrix: dp splits its rows
-        row.dep,col  row, and within it dep, splits dim 0; col splits dim 1
-        -,- +tp      whole matrices, to be summed over tp
-        tp[8|8:4],-  tp splits the first 8 rows, and the next 8, four rows at a time
-        ()           a scalar
+        | dp,-          a matrix: dp splits its rows
+        | row.dep,col   row, and within it dep, splits dim 0; col splits dim 1
+        | -,- +tp       whole matrices, to be summed over tp
+        | tp[8|8:4],-   tp splits the first 8 rows, and separately the next 8; groups of 4 rows stay together
+        | ()            a scalar
 
-    Raises ValueError when an axis appears twice, and when more than one dim has sections.
+    Raises ValueError if an axis appears twice, more than one dim has sections, or `cuts` has the wrong length.
     """
 
     splits: tuple[tuple[str, ...], ...]
@@ -87,14 +89,14 @@ class Layout:
         if all(cut == ANYWHERE for cut in self.cuts):
             object.__setattr__(self, "cuts", ())
         if sum(bool(cut.sections) for cut in self.cuts) > 1:
-            raise ValueError(f"two dims have sections in the layout '{self}'; one at most can be put together again")
+            raise ValueError(f"two dims have sections in the layout '{self}'; only one dim may have sections")
         axes = [axis for split in self.splits for axis in split] + list(self.partial)
         if repeated := sorted({axis for axis in axes if axes.count(axis) > 1}):
-            raise ValueError(f"axis {' '.join(repeated)} appears twice in the layout '{self}'; an axis plays one part")
+            raise ValueError(f"axis {' '.join(repeated)} appears twice in the layout '{self}'; name each axis once")
 
     @classmethod
     def replicated(cls, ndim: int) -> "Layout":
-        """Return the layout of a tensor of `ndim` dims that every rank holds whole."""
+        """Return the layout of a tensor of `ndim` dims that every rank stores in full."""
         return cls(((),) * ndim)
 
     @classmethod
@@ -115,25 +117,25 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split it, dim by dim."""
+        """Axes that split the tensor, dim by dim; without the axes of `partial`."""
         return tuple(axis for axes in self.splits for axis in axes)
 
     def local(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> Rectangle:
-        """Return the part of a tensor of full shape `shape` that `rank` holds, where that is one rectangle.
+        """Return the rectangle that `rank` stores of a tensor of full shape `shape`.
 
-        Raises ValueError as `pieces` does, and for a layout with sections.
+        Raises ValueError as `pieces` does, and if sections divide the part into several rectangles.
         """
         [part] = self.pieces(shape, mesh=mesh, rank=rank)
         return part
 
     def pieces(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[Rectangle, ...]:
-        """Return the parts of a tensor of full shape `shape` that `rank` holds, side by side along the dim with
-        sections.
+        """Return the rectangles that `rank` stores of a tensor of full shape `shape`, one for each section.
 
-        A dim is split evenly in grains; the first parts are larger by one when it does not divide. Several axes split
-        it one after the other: the second axis cuts each part of the first. A part is empty when there are more ranks
-        than grains. Raises ValueError when the number of dims differs, the mesh lacks an axis of the layout, or a dim
-        does not fit its cut.
+        The rank stores them concatenated along `side`. A dim is split evenly in grains; if the grains do not divide,
+        the first parts have one more. If several axes split a dim, the second axis splits each part of the first. A
+        part is empty if there are more ranks than grains.
+
+        Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
         """
         bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
         return tuple(
@@ -142,15 +144,13 @@ class Layout:
         )
 
     def local_shape(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Return the shape of what `rank` holds of a tensor of full shape `shape`. Raises ValueError as `pieces`
-        does.
-        """
+        """Return the shape of the tensor that `rank` stores. Raises ValueError as `pieces` does."""
         bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
         return tuple(sum(stop - start for start, stop in spans) for spans in bounds)
 
     @property
     def side(self) -> int:
-        """The dim along which the pieces lie side by side."""
+        """Dim that has sections, along which the rectangles of `pieces` are concatenated; 0 if no dim has."""
         return next((dim for dim, cut in enumerate(self.cuts) if cut.sections), 0)
 
     @property
@@ -160,7 +160,7 @@ class Layout:
     def _bounds(
         self, shape: Sequence[int], *, mesh: Mesh, coordinate: Mapping[str, int]
     ) -> list[list[tuple[int, int]]]:
-        """Per dim, the (start, stop) of every section."""
+        """Return (start, stop) of the rank's part of each section, per dim."""
         if len(shape) != len(self.splits):
             raise ValueError(f"the layout '{self}' has {len(self.splits)} dims, the shape {tuple(shape)} {len(shape)}")
         for axis in self.partial:

@@ -1,8 +1,7 @@
-"""Parts of tensors as offsets and sizes.
+"""Rectangles: parts of a tensor, given by an offset and a size per dim.
 
-Two kinds of cut meet in a split model. A layout cuts a tensor along its dims; a flat buffer shared out over ranks cuts
-the row-major elements of a tensor at any element. A checkpoint, a norm and a conversion between plans need both in
-one currency: rectangles of the full tensor.
+A layout splits a tensor along its dims. ZeRO splits the row-major elements of a tensor at any element. Both kinds of
+part are written as rectangles of the full tensor, so a checkpoint of one plan can be loaded under another.
 """
 
 import math
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A part of a tensor: where it begins and how far it extends, per dim."""
+    """A part of a tensor: its first index (`offsets`) and its number of elements (`sizes`), per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,36 +23,35 @@ class Rectangle:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes it out of the full tensor: `full[rectangle.slices]`."""
+        """Index of the rectangle in the full tensor: `full[rectangle.slices]` is the part."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: "Rectangle") -> "Rectangle | None":
-        """Return the common part of two rectangles of one tensor, or None."""
+        """Return the intersection of two rectangles of one tensor; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, starts, strict=True))
         return Rectangle(starts, sizes) if min(sizes, default=1) > 0 else None
 
     def seen_from(self, origin: Sequence[int]) -> "Rectangle":
-        """Return the same part with its offsets counted from `origin`."""
+        """Return the rectangle with its offsets relative to `origin`."""
         return Rectangle(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle]:
-    """Return the elements `start` to `stop` (excluded) of a row-major tensor, as rectangles in the order of the
-    elements.
+    """Return rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor, in their order.
 
-    At most 2·ndim - 1 of them, so three for a matrix: the rest of a first row, whole rows, the beginning of a last row.
+    They are at most 2·ndim - 1. A matrix has up to three: the end of the first row, full rows, the start of the last.
 
         | shape (4, 5), elements 3 to 16        . . . a a
         |                                       b b b b b
         |                                       b b b b b
         |                                       c . . . .
 
-    Raises ValueError when the range does not lie within the tensor.
+    Raises ValueError if the range does not lie within the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"elements {start} to {stop} of a tensor of shape {tuple(shape)}")
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no elements {start} to {stop}")
     if start == stop:
         return []
     if not shape:
@@ -70,5 +68,5 @@ def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle
 
 
 def _within(index: int, parts: list[Rectangle]) -> list[Rectangle]:
-    """Rectangles of row `index`, as rectangles of the tensor that has this row."""
+    """Return rectangles of row `index` as rectangles of the tensor that contains the row."""
     return [Rectangle((index, *part.offsets), (1, *part.sizes)) for part in parts]

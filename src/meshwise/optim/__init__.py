@@ -1,1 +1,1 @@
-"""Optimizers over the flat slices that a rank owns; `model/logical_tensors.py` serves those that need more."""
+"""Build torch optimizers over the flat slices that a rank owns, and save the hyperparameters of their groups."""

@@ -1,13 +1,13 @@
-"""Build a torch optimizer over flat slices.
+"""Build a torch optimizer over the flat slices that a rank owns, or refuse a class that slices would make wrong.
 
-A rank owns slices of flat buffers, not tensors of the model. An elementwise optimizer gives the same numbers on slices
-as on whole tensors. One that looks at rows, columns or the norm of a tensor does not: it declares what it needs and
-asks for it (`model.logical_tensors`), or is refused where it is known.
+An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
+rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
+(`model.logical_tensors`). Classes of torch that need whole tensors are refused.
 """
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from torch import nn
 from meshwise.model.logical_tensors import NEEDS, LogicalTensors
 from meshwise.optim.parameter_groups import IMPLEMENTATIONS
 
-OptimizerClass = type[torch.optim.Optimizer]
+OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
+"""A class of torch optimizers, such as `torch.optim.AdamW`."""
 
 WHOLE_TENSORS: Mapping[str, str] = {
     "Adafactor": "it factors the second moment of a matrix into rows and columns",
@@ -23,7 +24,7 @@ WHOLE_TENSORS: Mapping[str, str] = {
     "LBFGS": "it takes inner products over the whole model and calls the loss several times a step",
     "SparseAdam": "it needs sparse gradients, and buckets are dense",
 }
-"""torch optimizers that slices would make wrong, and why."""
+"""Why torch's optimizers of these names cannot update slices; classes derived from them are refused too."""
 
 
 def flat_optimizer(
@@ -33,19 +34,19 @@ def flat_optimizer(
     logical: LogicalTensors | None = None,
     **arguments: Any,
 ) -> torch.optim.Optimizer:
-    """Build `optimizer` with one parameter group for each options, in this order, some perhaps empty on this rank.
+    """Build `optimizer` with one parameter group for each key of `groups`, in order; a group may be empty on a rank.
 
-    torch's fused implementation is chosen where the class has one and the arguments do not say otherwise: it reads
-    and writes every buffer once.
+    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one, no parameter is
+    complex, and `arguments` do not name an implementation.
 
-    `logical`: access to whole parameters, given to a class that declares `needs`.
+    groups: flat slices by their optimizer options.
+    logical: access to whole parameters; passed only to a class that declares `needs`.
 
-    Raises ValueError for what is no class of optimizers, for one that must see whole tensors without declaring it, and
-    for arguments the class does not take.
+    Raises ValueError if `optimizer` is no optimizer class, is in `WHOLE_TENSORS`, or does not take an argument.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(  # noqa: TRY004
-            f"optimizer={optimizer!r} is no class of optimizers; give one, and its arguments beside it: "
+            f"optimizer={optimizer!r} is not an optimizer class; pass a class and its arguments: "
             "parallelize(…, optimizer=torch.optim.AdamW, lr=3e-4)"
         )
     if base := next((base.__name__ for base in optimizer.__mro__ if base.__name__ in WHOLE_TENSORS), None):
@@ -69,9 +70,9 @@ def flat_optimizer(
 
 
 def needs_whole(optimizer: object) -> bool:
-    """Return whether an optimizer class declares that it needs whole parameters or norms of them.
+    """Return whether an optimizer class declares `needs`: access to whole parameters or to their norms.
 
-    Raises ValueError for a `needs` with another value.
+    Raises ValueError if `needs` is not one of `model.logical_tensors.NEEDS`.
     """
     needs = getattr(optimizer, "needs", None)
     if needs is not None and needs not in NEEDS:
@@ -80,7 +81,7 @@ def needs_whole(optimizer: object) -> bool:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the optimizer's state on this rank, each tensor once."""
+    """Return the tensors of the optimizer's state on this rank, each once."""
     tensors = {
         id(value): value
         for state in optimizer.state.values()

@@ -1,6 +1,6 @@
-"""The hyperparameters of an optimizer, by the parameters they are for.
+"""Save and restore the hyperparameters of an optimizer's groups, by parameter name.
 
-torch's own `state_dict` numbers parameters and groups, so it fits one plan and one division into groups. Names fit all.
+torch's `state_dict` numbers parameters and groups, so it fits only one plan. Names fit every plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer as JSON values; `names` are the parameter names of each group.
+    """Return each group of an optimizer as JSON: `names` of its parameters (as given) and `values` of hyperparameters.
 
-    Raises ValueError for a hyperparameter that JSON has no value for.
+    Raises ValueError for a hyperparameter that is no number, string, None, or list of these.
     """
     described = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
@@ -23,9 +23,11 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
 
 
 def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the hyperparameters that the parameters of each group were saved with; none where they were not trained.
+    """Return the saved hyperparameters of each group; {} for a group whose parameters were not trained.
 
-    Raises ValueError when parameters of one group were saved with different ones.
+    names: parameter names of each group now. saved: the groups of the checkpoint, from `describe_groups`.
+
+    Raises ValueError if parameters that share a group now were saved with different hyperparameters.
     """
     by_name = {name: group["values"] for group in saved for name in group["names"]}
     found: list[Mapping[str, Any]] = []
@@ -35,18 +37,18 @@ def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str,
             if by_name[name] != by_name[known[0]]:
                 raise ValueError(
                     f"{known[0]} and {name} share a group of the optimizer and were saved with {by_name[known[0]]} and "
-                    f"{by_name[name]}; give them different options again"
+                    f"{by_name[name]}; give them different optimizer options, as when they were saved"
                 )
         found.append(by_name[known[0]] if known else {})
     return found
 
 
 IMPLEMENTATIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""What chooses how an optimizer computes: which of them there is hangs on the device and the dtypes that a rank has."""
+"""Keys that choose an optimizer's implementation: not restored, since they depend on the device and the dtypes."""
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping[str, Any]]) -> None:
-    """Give every group its hyperparameters."""
+    """Set the hyperparameters of each group, in order, to `values`; `IMPLEMENTATIONS` are left as they are."""
     for group, restored in zip(optimizer.param_groups, values, strict=True):
         for key, value in restored.items():
             if key in IMPLEMENTATIONS:
