@@ -271,7 +271,7 @@ def test_a_tensor_that_is_not_contiguous_is_saved_in_its_logical_order(tmp_path:
     tensors = {"columns": full[:, :, 1:3], "turned": full.permute(2, 1, 0), "row": full[1]}
 
     def main(world: World) -> None:
-        holdings = [StoredSlice.whole(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
+        holdings = [StoredSlice.of_full(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
         save(tmp_path / "one", content=SaveContent(holdings), world=world).wait()
 
     run(1, main)
@@ -290,7 +290,7 @@ MEMORY = """
     state = [torch.ones(64 * MB // 4) for _ in range(4)]
 
     def holdings():
-        return [StoredSlice.whole(tensor, name=str(number), slot="parameter") for number, tensor in enumerate(state)]
+        return [StoredSlice.of_full(tensor, name=str(number), slot="parameter") for number, tensor in enumerate(state)]
 
     def peak():
         status = Path("/proc/self/status").read_text()

@@ -11,7 +11,7 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.reduction import Reduction
-from meshwise.data_parallel.update_timing import updating
+from meshwise.data_parallel.update_timing import build_update
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import flat_optimizer
@@ -33,7 +33,7 @@ class HandMade:
         storage = StorageConfig(self.reduction)
         self.engine = DataParallel(source, table=self.table, world=self.world, storage=storage)
         optimizer = flat_optimizer(torch.optim.SGD, groups=self.engine.slices(), lr=0.1, momentum=0.9)
-        self.update, self.timing = updating(self.engine, optimizer=optimizer, early=False)
+        self.update, self.timing = build_update(self.engine, optimizer=optimizer, early=False)
         self.state = TrainingState(self.engine, update=self.update, plan=Plan())
 
     def step(self, loss: Tensor) -> float:

@@ -24,11 +24,11 @@ class Coarse(Reduction):
     owned_state: tuple[str, ...] = ("sent",)
     summed_state: tuple[str, ...] = ("error",)
 
-    def send(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
+    def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
         wanted = gradients + peers.state["error"]
         gradients.copy_((wanted / STEP).round() * STEP)
         peers.state["error"].copy_(wanted - gradients)
-        part = super().send(gradients, into=into, peers=peers)
+        part = super().start(gradients, into=into, peers=peers)
         part.work.wait()
         peers.state["sent"].add_(part.values)
         return part

@@ -128,7 +128,7 @@ def test_each_section_of_a_dim_is_split_separately(drawn: tuple[Layout, tuple[in
             assert start <= piece.offsets[0] <= piece.offsets[0] + piece.sizes[0] <= start + size
             assert piece.offsets[0] % layout.cuts[0].grain == piece.sizes[0] % layout.cuts[0].grain == 0
             counts[piece.slices] += 1
-        together = torch.cat([counts[piece.slices] for piece in pieces], dim=layout.side)
+        together = torch.cat([counts[piece.slices] for piece in pieces], dim=layout.section_dim)
         assert layout.local_shape(shape, mesh=mesh, rank=rank) == tuple(together.shape)
     assert torch.equal(counts, torch.full(shape, mesh.degree("dp"), dtype=torch.int64))
 

@@ -71,7 +71,7 @@ def install(
 def part_of(full: Tensor, placement: Placement, *, world: World) -> Tensor:
     """What this rank stores of a full tensor."""
     pieces = placement.layout.pieces(full.shape, mesh=world.mesh, rank=world.rank)
-    return torch.cat([full[piece.slices] for piece in pieces], dim=placement.layout.side).clone()
+    return torch.cat([full[piece.slices] for piece in pieces], dim=placement.layout.section_dim).clone()
 
 
 def own_rows(inputs: Sequence[Tensor], *, plan: str, world: World) -> list[Tensor]:

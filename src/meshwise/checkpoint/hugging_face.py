@@ -213,7 +213,7 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
 def _fill(module: nn.Module, reader: CheckpointReader) -> None:
     """Give a whole module the values of a checkpoint. Raises ValueError when they are of another model."""
     parameters = [
-        StoredSlice.whole(parameter.detach(), name=name, slot="parameter")
+        StoredSlice.of_full(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
     ]
     reader.fill([*parameters, *(buffer for buffer in buffers([module]) if buffer.key in reader.index.tensors)])

@@ -26,7 +26,7 @@ from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.comm.api.streams import streams_of
 from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import StoredSlice, buffers, owned
+from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.parameter_groups import describe_groups, restore_groups, saved_groups
 from meshwise.plan import Plan
@@ -173,7 +173,7 @@ class TrainingState:
             self._saving.detach()
 
     def _holdings(self) -> Iterator[StoredSlice]:
-        yield from owned(self._engine, optimizer=self._optimizer)
+        yield from slices_to_save(self._engine, optimizer=self._optimizer)
         yield from self._generators()
 
     def _check_optimizer(self, index: CheckpointIndex) -> None:
@@ -198,7 +198,7 @@ class TrainingState:
         states: dict[str, Tensor] = {"random": torch.get_rng_state()}
         if world.device.type == "cuda":
             states["random.cuda"] = streams_of(world.device).generator().get_state()
-        return [StoredSlice.whole(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
+        return [StoredSlice.of_full(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
 
     def _finish_load(self, index: CheckpointIndex, refill: CheckpointRefill, generators: list[StoredSlice]) -> None:
         refill.finish()

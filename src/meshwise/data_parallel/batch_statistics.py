@@ -173,7 +173,7 @@ def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
     }
 
 
-def take_over(module: nn.Module) -> contextlib.ExitStack:
+def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:
     """Make every SyncBatchNorm of a model run without torch's process group, until the returned stack is closed."""
     undo = contextlib.ExitStack()
     for norm in batch_norms(module).values():

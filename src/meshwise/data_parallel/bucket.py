@@ -92,22 +92,22 @@ class Bucket:
         self.device = world.device
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
-        self.away = shard_group.tiers.is_offloaded("params")
-        self.at_rest = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.away)
+        self.is_offloaded = shard_group.tiers.is_offloaded("params")
+        self.is_sharded = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)
         self.shard = self.place.shard(shard_group.index)
         self.owned = self.shard if shard_group.reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
         empty = shard_group.world.empty
         common = None
-        if shard_group.reduction.shards_updates and not self.away:
+        if shard_group.reduction.shards_updates and not self.is_offloaded:
             common = world.shared_empty(self.place.size, dtype=self.dtype, axes=shard_group.axes)
         self.shared = common is not None
         if common is not None:
             self.whole, self.kept = common, common[slice(*self.shard)]
-        elif self.at_rest:
+        elif self.is_sharded:
             self.whole = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
             size = self.shard[1] - self.shard[0]
-            away = self.away
+            away = self.is_offloaded
             self.kept = (
                 shard_group.tiers.empty("params", numel=size, dtype=self.dtype)
                 if away
@@ -117,7 +117,7 @@ class Bucket:
             self.whole = self.kept = empty(self.place.size, dtype=self.dtype)
         else:
             self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
-        self.kept_from = self.shard[0] if self.shared or self.at_rest else 0
+        self.kept_from = self.shard[0] if self.shared or self.is_sharded else 0
         self._bytes = self.whole.untyped_storage().nbytes()
         self.free()
         self.gradient: Tensor | None = None
@@ -138,7 +138,7 @@ class Bucket:
     # ---- parameters --------------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> Tensor:
+    def owned_parameters(self) -> Tensor:
         """The elements that this rank updates, in the dtype of the parameters."""
         return self.whole[slice(*self.owned)] if self.kept is self.whole else self.kept
 
@@ -159,7 +159,7 @@ class Bucket:
             self.shard_group.world.barrier(axes=self.shard_group.axes)
 
     def _make_master(self) -> None:
-        own, tiers = self.own, self.shard_group.tiers
+        own, tiers = self.owned_parameters, self.shard_group.tiers
         wide = self.shard_group.precision.master_of(self.dtype)
         if wide == self.dtype and own.device.type == tiers.updates_on.type:
             self.master = own
@@ -191,7 +191,7 @@ class Bucket:
             assert self.reduced is not None
             return self.reduced[here]
 
-        narrow = self.own[here] if self.has_master else None
+        narrow = self.owned_parameters[here] if self.has_master else None
         return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
 
     def views(self) -> list[Tensor]:
@@ -203,16 +203,16 @@ class Bucket:
         if self.shared:
             return Work()
         self.whole.untyped_storage().resize_(self._bytes)
-        kept = self.fetch().wait()
+        kept = self.fetch_shard().wait()
         return self.shard_group.world.all_gather(kept, into=self.whole, axes=self.shard_group.axes)
 
-    def fetch(self) -> BorrowedTensor:
+    def fetch_shard(self) -> BorrowedTensor:
         """Start to copy the shard from its tier to the device, unless that has started."""
         if self._loan is None:
             self._loan = self.shard_group.tiers.bring(self.kept)
         return self._loan
 
-    def let_go(self) -> None:
+    def release_shard(self) -> None:
         """Release the device copy of a shard from another tier, after its gather or if no gather needs it."""
         if self._loan is not None:
             self._loan.release()
@@ -220,19 +220,19 @@ class Bucket:
 
     def free(self) -> None:
         """Free the memory of `whole` under ZeRO-3; its views are valid again after the next gather."""
-        if self.at_rest and not self.shared:
+        if self.is_sharded and not self.shared:
             self.whole.untyped_storage().resize_(0)
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
         if self.shared or self.shard_group.reduction.publishes:
-            return self.shard_group.world.all_gather(self.own, into=self.whole, axes=self.shard_group.axes)
+            return self.shard_group.world.all_gather(self.owned_parameters, into=self.whole, axes=self.shard_group.axes)
         return Work()
 
     def round_off(self) -> None:
         """Copy the masters into the parameters, rounded to their dtype."""
         if self.has_master and self.master is not None:
-            self.own.copy_(self.master)
+            self.owned_parameters.copy_(self.master)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Bucket:
             into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
         peers = ReducingRanks(shard_group.world, shard_group.axes, slice(*self.shard), self.reduction_state)
-        self._arriving = shard_group.reduction.send(wire, into=into, peers=peers)
+        self._arriving = shard_group.reduction.start(wire, into=into, peers=peers)
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
@@ -351,14 +351,14 @@ class Bucket:
         tiers.store(arrived, into=self.reduced)
         self.gradient = None
 
-    def square(self) -> Tensor:
+    def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
         if self._square is None:
             assert self.reduced is not None
             self._square = _square(self._counted(self.reduced))
         return self._square
 
-    def scaled(self, factor: float) -> list[Tensor]:
+    def gradients_to_scale(self, factor: float) -> list[Tensor]:
         """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""
         if self.reduced is None:
             return []
@@ -409,7 +409,7 @@ class Bucket:
     @property
     def gathered(self) -> int:
         """Bytes of `whole` while its unit is gathered; 0 if free, shared, or not sharded."""
-        return self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
+        return self.whole.untyped_storage().nbytes() if self.is_sharded and not self.shared else 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (category, tensor) of each stored tensor; categories: parameters, gradients, reduction."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import BucketSlice, StoredSlice, buffers, stored, updated
+from meshwise.data_parallel.stored_slices import BucketSlice, StoredSlice, buffers, optimizer_slices, values_to_load
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.model.parameter_table import ParameterRow
 
@@ -78,10 +78,10 @@ class CheckpointRefill:
         Zeroes the reduction's state. Optimizer tensors of the right shape and dtype are filled in place.
         """
         for bucket in self._buckets():
-            here = stored(bucket)
+            here = values_to_load(bucket)
             for piece in bucket.place.pieces:
-                yield from here.holdings(piece, slot="parameter", within=(here.start, here.stop))
-            for part, parameter in updated(bucket):
+                yield from here.slices_of(piece, slot="parameter", within=(here.start, here.stop))
+            for part, parameter in optimizer_slices(bucket):
                 yield from self._state(part, parameter)
             yield from self._reduction_state(bucket)
         yield from buffers(self._engine.modules)
@@ -137,7 +137,7 @@ class CheckpointRefill:
             for piece in bucket.place.pieces:
                 if f"reduction/{name}" in self._slots[piece.row.name]:
                     whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)
-                    yield from whole.holdings(piece, slot=f"reduction/{name}", within=(start, stop))
+                    yield from whole.slices_of(piece, slot=f"reduction/{name}", within=(start, stop))
 
     def _state(self, part: BucketSlice, parameter: nn.Parameter) -> Iterator[StoredSlice]:
         """Create the optimizer's state of one slice, and yield the slices to fill."""
@@ -151,13 +151,13 @@ class CheckpointRefill:
                 new[key] = self._like(parameter, self._slots[names[0]], slot=slot, old=old.get(key))
                 for piece in pieces:
                     values = BucketSlice(part.bucket, part.start, new[key])
-                    yield from values.holdings(piece, slot=slot, within=(part.start, part.stop))
+                    yield from values.slices_of(piece, slot=slot, within=(part.start, part.stop))
             else:
                 device = self._number_device(parameter)
                 for name in names:
                     number = torch.zeros((), dtype=self._slots[name][slot].dtype)
                     self._numbers.append(_Number(name, slot, new, device, number))
-                    yield StoredSlice.whole(number, name=name, slot=slot)
+                    yield StoredSlice.of_full(number, name=name, slot=slot)
         self._states.append((parameter, new))
 
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:

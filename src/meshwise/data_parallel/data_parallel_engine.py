@@ -119,7 +119,7 @@ class DataParallel:
         Changed values are noticed only if the parameter has a separate master or is in shared memory.
         """
         for unit in self.units:
-            if what := unit.altered():
+            if what := unit.change_message():
                 raise ValueError(what)
 
     # ---- a step ------------------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ class DataParallel:
             hidden = self._incomplete and leaves is None
             self._reducing = reduces and not hidden
             self._on_gradient = None if keep else discard_gradient
-            self.gatherer.begin(backward=True)
-            with self.gatherer.explained():
+            self.gatherer.begin_pass(backward=True)
+            with self.gatherer.explained_errors():
                 loss.backward()
-            self.gatherer.rest()
+            self.gatherer.free_all()
             self._incomplete = absent or hidden or any(self._waiting.values())
         else:
-            self.gatherer.rest()
+            self.gatherer.free_all()
         self._waiting = {}
         if reduces:
             self._start(all_of_them=True)
@@ -203,23 +203,23 @@ class DataParallel:
         self._on_gradient = on_gradient
         self._reducing = False
         self._expect(None)
-        self.gatherer.begin(backward=True)
-        with self.gatherer.explained():
+        self.gatherer.begin_pass(backward=True)
+        with self.gatherer.explained_errors():
             loss.backward()
-        self.gatherer.rest()
+        self.gatherer.free_all()
         self._waiting = {}
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for bucket in self.buckets:
-            total += bucket.square()
+            total += bucket.squared_norm()
         self.tiers.settle()
         return total
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients that this rank owns by `factor`; those on disk are multiplied when read."""
-        here = [gradient for bucket in self.buckets for gradient in bucket.scaled(factor)]
+        here = [gradient for bucket in self.buckets for gradient in bucket.gradients_to_scale(factor)]
         if here and factor != 1.0:
             torch._foreach_mul_(here, factor)
 
@@ -334,7 +334,7 @@ class DataParallel:
                 for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True)
             }
             for row in unit.spec.rows:
-                yield self._together(row, values[row.name])
+                yield self._full_tensor(row, values[row.name])
             unit.free()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -345,10 +345,10 @@ class DataParallel:
 
     def own_gradients(self) -> Iterator[Tensor]:
         """Yield the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
-        for _, gradient in self.whole(lambda bucket: bucket.owned_gradient()):
+        for _, gradient in self.full_tensors(lambda bucket: bucket.owned_gradient()):
             yield gradient
 
-    def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+    def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
         `owned` returns values of the elements of a bucket that this rank updates, (elements,): gradients, say, or state
@@ -363,7 +363,7 @@ class DataParallel:
                         values[piece.row.name] = whole[piece.start : piece.stop].view(piece.shape)
             for row in unit.spec.rows:
                 if row.trainable:
-                    yield row, self._together(row, values[row.name])
+                    yield row, self._full_tensor(row, values[row.name])
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Return (name, value) of each buffer of the module; every rank holds all buffers."""
@@ -373,7 +373,7 @@ class DataParallel:
         """Return whether this rank saves `buffer` in a checkpoint: True on rank 0 alone."""
         return self.world.rank == 0
 
-    def _together(self, row: ParameterRow, part: Tensor) -> Tensor:
+    def _full_tensor(self, row: ParameterRow, part: Tensor) -> Tensor:
         """Return the full tensor of a parameter; `part` is this rank's part by its layout (a collective)."""
         mesh, group = self.world.mesh, self.world.group(row.layout.axes)
         if group.size == 1:

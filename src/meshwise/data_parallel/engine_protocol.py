@@ -57,7 +57,7 @@ class Engine(Protocol):
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full reduced gradient) of each trainable parameter, on every rank (collectives)."""
 
-    def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+    def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
         owned: returns the values of the elements of a bucket that this rank updates, (elements,).

@@ -46,9 +46,9 @@ class LiveUnit:
         return [piece.row for bucket in self.buckets for piece in bucket.place.pieces]
 
     @property
-    def at_rest(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if some parameters exist only as shards between uses (ZeRO-3)."""
-        return any(bucket.at_rest for bucket in self.buckets)
+        return any(bucket.is_sharded for bucket in self.buckets)
 
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets with values from `source` (collectives), and make the module's parameters view them.
@@ -59,17 +59,17 @@ class LiveUnit:
             world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
             holders = tuple(axis for axis in world.mesh.names if axis not in elsewhere)
             bucket.fill(source.agreed(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces)
-            values = self._at_rest(bucket)
+            values = self._between_uses(bucket)
             pieces = bucket.place.pieces
             # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
             self._versions.append([parameter._version for parameter in self.parameters[-1]])
-        self.whole = not self.at_rest
+        self.whole = not self.is_sharded
 
-    def altered(self) -> str:
+    def change_message(self) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else ""."""
         for bucket, parameters, versions in zip(self.buckets, self.parameters, self._versions, strict=True):
-            resting = bucket.at_rest and not self.whole
+            freed = bucket.is_sharded and not self.whole
             memory = bucket.whole.untyped_storage().data_ptr()
             for piece, parameter, version in zip(bucket.place.pieces, parameters, versions, strict=True):
                 name, held = piece.row.name, parameter.untyped_storage()
@@ -83,7 +83,7 @@ class LiveUnit:
                         f"{name!r} was {bucket.dtype} when the model was parallelized and is {parameter.dtype} now; "
                         "convert the model before parallelize"
                     )
-                if held.nbytes() != bucket.dtype.itemsize if resting else held.data_ptr() != memory:
+                if held.nbytes() != bucket.dtype.itemsize if freed else held.data_ptr() != memory:
                     return (
                         f"the tensor of {name!r} was replaced after the model was parallelized, so the model no longer "
                         "uses the tensor that is trained; set values and devices before parallelize"
@@ -96,23 +96,23 @@ class LiveUnit:
                     )
         return ""
 
-    def fetch(self) -> None:
+    def fetch_shards(self) -> None:
         """Start to copy the shards from their tiers to the device, unless the unit is gathered or being gathered."""
         if not (self.whole or self._gathering):
             for bucket in self.buckets:
-                if bucket.at_rest:
-                    bucket.fetch()
+                if bucket.is_sharded:
+                    bucket.fetch_shard()
 
-    def let_go(self) -> None:
+    def release_shards(self) -> None:
         """Release the device copies of all shards from other tiers."""
         for bucket in self.buckets:
-            bucket.let_go()
+            bucket.release_shard()
 
     def start_gather(self) -> None:
         """Start to gather the parameters; do nothing if they are gathered or being gathered."""
         if self.whole or self._gathering:
             return
-        self._gathering = [bucket.gather() for bucket in self.buckets if bucket.at_rest]
+        self._gathering = [bucket.gather() for bucket in self.buckets if bucket.is_sharded]
 
     def ready(self) -> None:
         """Wait until the parameters are gathered, and set them in the module; start the gather if needed."""
@@ -122,20 +122,20 @@ class LiveUnit:
         for work in self._gathering:
             work.wait()
         self._gathering = []
-        self.let_go()
+        self.release_shards()
         self.whole = True
         self._show([bucket.views() for bucket in self.buckets])
 
     def free(self) -> None:
         """Free the gathered parameters; the module's parameters then read as NaN. Does nothing without ZeRO-3."""
-        if not self.at_rest or not (self.whole or self._gathering):
-            self.let_go()
+        if not self.is_sharded or not (self.whole or self._gathering):
+            self.release_shards()
             return
         self.ready()
         self.whole = False
-        self._show([self._at_rest(bucket) for bucket in self.buckets])
+        self._show([self._between_uses(bucket) for bucket in self.buckets])
         for bucket in self.buckets:
-            if bucket.at_rest:
+            if bucket.is_sharded:
                 bucket.free()
 
     def trainable(self) -> Iterator[tuple[Bucket, int, nn.Parameter]]:
@@ -151,9 +151,9 @@ class LiveUnit:
                 parameter.data = tensor
 
     @staticmethod
-    def _at_rest(bucket: Bucket) -> list[Tensor]:
+    def _between_uses(bucket: Bucket) -> list[Tensor]:
         """Return the module's tensors between uses: NaN for a ZeRO-3 bucket, views of the bucket otherwise."""
-        if not bucket.at_rest:
+        if not bucket.is_sharded:
             return bucket.views()
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
         with torch.inference_mode(mode=False):  # a meta parameter cannot take an inference tensor as data

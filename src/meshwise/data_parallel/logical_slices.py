@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import updated
+from meshwise.data_parallel.stored_slices import optimizer_slices
 from meshwise.model.logical_tensors import SlicePart
 
 
@@ -26,7 +26,7 @@ class LogicalSlices:
         self._places: dict[str, tuple[Bucket, BucketPiece]] = {}
         for bucket in engine.buckets:
             self._places |= {piece.row.name: (bucket, piece) for piece in bucket.place.pieces}
-            for part, parameter in updated(bucket):
+            for part, parameter in optimizer_slices(bucket):
                 inside = [(piece, _overlap(piece, part.start, part.stop)) for piece in bucket.place.pieces]
                 self._parts[parameter] = tuple(
                     SlicePart(piece.row.name, low - part.start, high - part.start)
@@ -45,7 +45,7 @@ class LogicalSlices:
         index = {name: number for number, name in enumerate(self._names)}
         for bucket in self._engine.buckets:
             if bucket.counts:
-                for part, parameter in updated(bucket):
+                for part, parameter in optimizer_slices(bucket):
                     for piece in bucket.place.pieces:
                         low, high = _overlap(piece, max(part.start, bucket.shard[0]), min(part.stop, bucket.shard[1]))
                         if low < high:
@@ -65,12 +65,12 @@ class LogicalSlices:
         def owned(bucket: Bucket) -> Tensor:
             return torch.cat([values[parameter] for _, parameter in bucket.slices])
 
-        for row, gathered in self._engine.whole(owned):
+        for row, gathered in self._engine.full_tensors(owned):
             full = gathered.clone()  # `gathered` may be a view of `values` or of other parameters
             yield row.name, full
             bucket, piece = self._places[row.name]
             stored = row.part(full, mesh=world.mesh, rank=world.rank).reshape(-1)
-            for part, parameter in updated(bucket):
+            for part, parameter in optimizer_slices(bucket):
                 low, high = _overlap(piece, part.start, part.stop)
                 if low < high:
                     changed = stored[low - piece.start : high - piece.start]

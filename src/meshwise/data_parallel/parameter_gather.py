@@ -42,7 +42,7 @@ class ParameterGatherer:
     """
 
     def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:
-        self._units = [unit for unit in units if unit.at_rest]
+        self._units = [unit for unit in units if unit.is_sharded]
         self._owners = {id(p): unit for unit in self._units for group in unit.parameters for p in group}
         self._whole: list[LiveUnit] = []
         self._open: list[LiveUnit] = []
@@ -66,14 +66,14 @@ class ParameterGatherer:
         """Context in which a parameter that is used outside the modules of its unit is gathered at once."""
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
-    def begin(self, *, backward: bool) -> None:
+    def begin_pass(self, *, backward: bool) -> None:
         """End the pass before and begin a forward or backward; a forward first frees every unit."""
         self._finish_pass()
         self._backward = backward
         if not backward:
-            self.rest()
+            self.free_all()
 
-    def rest(self) -> None:
+    def free_all(self) -> None:
         """End the pass and free every unit."""
         self._finish_pass()
         self._recorded = False
@@ -83,7 +83,7 @@ class ParameterGatherer:
         self._whole = []
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained_errors(self) -> Iterator[None]:
         """Inside it, an error from a backward that uses freed parameters is raised again with its cause and remedy."""
         try:
             yield
@@ -132,7 +132,7 @@ class ParameterGatherer:
 
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.is_grad_enabled() and not self._recorded:
-            self.rest()
+            self.free_all()
 
     def _need(self, unit: LiveUnit) -> None:
         again = bool(self._seen) and self._seen[-1] is unit
@@ -145,7 +145,7 @@ class ParameterGatherer:
             follower.start_gather()
             self._whole.append(follower)
         if (later := self._next(2)) is not None and later not in self._whole:
-            later.fetch()
+            later.fetch_shards()
         self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:

@@ -47,7 +47,7 @@ class Reduction:
         """True if the ranks all-gather the updated shards at the end of a step."""
         return self.shards_updates and not self.shards_parameters
 
-    def send(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
+    def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
         """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks; overwrites `gradients`.
 
         The result is the sum of this rank's shard if `shards_updates`, else of all elements. `into` receives the shard,
@@ -66,7 +66,7 @@ class ReducingRanks:
 
     | world, axes   the ranks whose gradients are summed
     | shard         elements of the bucket that are this rank's shard
-    | state         the tensors of `owned_state` and `summed_state`, by name; `send` may write to them
+    | state         the tensors of `owned_state` and `summed_state`, by name; `start` may write to them
     """
 
     world: World

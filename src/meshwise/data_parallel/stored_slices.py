@@ -58,12 +58,12 @@ class StoredSlice:
         return f"{self.slot}/{self.name}"
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> "StoredSlice":
+    def of_full(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> "StoredSlice":
         """Return a slice that covers all of `tensor`."""
         shape = tuple(tensor.shape)
-        return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).real()
+        return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).as_real()
 
-    def real(self) -> "StoredSlice":
+    def as_real(self) -> "StoredSlice":
         """Return the slice with a complex tensor viewed as real, with a last dim of 2; unchanged if it is real."""
         if not self.tensor.is_complex():
             return self
@@ -84,7 +84,7 @@ class BucketSlice:
         """Index in the bucket after the last element."""
         return self.start + self.values.numel()
 
-    def holdings(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
+    def slices_of(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
         """Yield the elements of a parameter that lie in this slice and in `within`, as stored slices of `slot`.
 
         within: (start, stop) of elements of the bucket.
@@ -97,7 +97,7 @@ class BucketSlice:
         for local in rectangles(piece.shape, start=low - piece.start, stop=high - piece.start):
             block, flat = flat[: local.numel].view(local.sizes), flat[local.numel :]
             for rectangle, inside in self._sections(piece, local):
-                yield StoredSlice(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).real()
+                yield StoredSlice(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).as_real()
 
     def _sections(self, piece: BucketPiece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
         """Yield (rectangle of the full tensor, its place in `local`) for each part of `local`.
@@ -107,15 +107,15 @@ class BucketSlice:
         world, row = self.bucket.shard_group.world, piece.row
         beside = 0
         for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
-            origin = tuple(beside if dim == row.layout.side else 0 for dim in range(len(row.shape)))
+            origin = tuple(beside if dim == row.layout.section_dim else 0 for dim in range(len(row.shape)))
             if common := local.overlap(Rectangle(origin, section.sizes)):
                 inside = common.seen_from(origin)
                 offsets = tuple(map(int.__add__, inside.offsets, section.offsets))
                 yield Rectangle(offsets, common.sizes), common.seen_from(local.offsets)
-            beside += section.sizes[row.layout.side] if row.shape else 0
+            beside += section.sizes[row.layout.section_dim] if row.shape else 0
 
 
-def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
+def slices_to_save(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
     """Yield the slices that this rank saves: over all ranks, each element of each logical tensor exactly once.
 
     Every rank calls it and iterates to the end: state of a reduction may need a collective.
@@ -140,17 +140,17 @@ def buffers(modules: Iterable[nn.Module]) -> Iterator[StoredSlice]:
             # torch's public way to the persistent buffers is state_dict, which a ZeRO-3 model refuses.
             if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield StoredSlice.whole(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
+                yield StoredSlice.of_full(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
 
 
-def stored(bucket: Bucket) -> BucketSlice:
+def values_to_load(bucket: Bucket) -> BucketSlice:
     """Return the values that a load has to fill: the master if trainable, otherwise the kept parameters."""
     if bucket.master is not None:
         return BucketSlice(bucket, bucket.owned[0], bucket.master)
     return BucketSlice(bucket, bucket.kept_from, bucket.kept)
 
 
-def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
+def optimizer_slices(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
     """Yield (slice of the bucket, optimizer's parameter) for each parameter that the optimizer updates."""
     start = bucket.owned[0]
     for _, parameter in bucket.slices:
@@ -162,16 +162,16 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
     """Yield the slices of one parameter and of its optimizer state that this rank saves."""
     if not piece.row.numel and bucket.shard_group.index == 0:
         empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
-        yield StoredSlice.whole(empty, name=piece.row.name, slot="parameter")
-    yield from stored(bucket).holdings(piece, slot="parameter", within=bucket.shard)
-    for part, parameter in updated(bucket):
+        yield StoredSlice.of_full(empty, name=piece.row.name, slot="parameter")
+    yield from values_to_load(bucket).slices_of(piece, slot="parameter", within=bucket.shard)
+    for part, parameter in optimizer_slices(bucket):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 flat = BucketSlice(bucket, part.start, value)
-                yield from flat.holdings(piece, slot=f"optimizer/{key}", within=bucket.shard)
+                yield from flat.slices_of(piece, slot=f"optimizer/{key}", within=bucket.shard)
             elif value is not None and _has_first(part, piece):
                 slot, number = _number(piece.row.name, key, value)
-                yield StoredSlice.whole(number, name=piece.row.name, slot=slot)
+                yield StoredSlice.of_full(number, name=piece.row.name, slot=slot)
 
 
 def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
@@ -182,13 +182,13 @@ def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
     kept |= {name: BucketSlice(bucket, bucket.shard[0], bucket.summed_shard(name)) for name in summed}
     for name, values in kept.items():
         for piece in bucket.place.pieces:
-            for part in values.holdings(piece, slot=f"reduction/{name}", within=bucket.shard):
+            for part in values.slices_of(piece, slot=f"reduction/{name}", within=bucket.shard):
                 yield dataclasses.replace(part, stable=False)  # it changes in the backward
 
 
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
     """Return whether this rank saves the first element of the full parameter, and so its scalars; one rank does."""
-    here = part.holdings(piece, slot="parameter", within=part.bucket.shard)
+    here = part.slices_of(piece, slot="parameter", within=part.bucket.shard)
     return any(not any(held.rectangle.offsets) for held in here)
 
 

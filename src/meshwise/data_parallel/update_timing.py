@@ -29,7 +29,7 @@ class UpdateTiming(Protocol):
     def begin(self) -> None:
         """Begin a step. Raises TierError if an earlier update failed half way."""
 
-    def counted(self, count: Tensor) -> None:
+    def receive_count(self, count: Tensor) -> None:
         """Receive the loss count of this rank after the last forward of a step; every rank calls it.
 
         count: number of samples or tokens in the loss, a scalar on the device; 0 if another rank counts the same rows.
@@ -38,7 +38,7 @@ class UpdateTiming(Protocol):
     def apply(self, factor: float) -> None:
         """Update the parameters with the gradients times `factor`, unless done in the backward; publish them."""
 
-    def leave_out(self) -> bool:
+    def skip_update(self) -> bool:
         """Skip the update of a step whose gradient is not finite; return True if a rank has updated some parameters."""
 
 
@@ -53,7 +53,7 @@ class StepAfterBackward:
         """Raise TierError if an earlier update failed half way."""
         self._update.check()
 
-    def counted(self, count: Tensor) -> None:
+    def receive_count(self, count: Tensor) -> None:
         """Do nothing: the count enters the `factor` of `apply`."""
 
     def apply(self, factor: float) -> None:
@@ -70,7 +70,7 @@ class StepAfterBackward:
         for work in works:
             work.wait()
 
-    def leave_out(self) -> bool:
+    def skip_update(self) -> bool:
         """Return False: no parameter was updated."""
         return False
 
@@ -98,7 +98,7 @@ class StepInBackward:
             for bucket in self._buckets:
                 bucket.clear_padding()
 
-    def counted(self, count: Tensor) -> None:
+    def receive_count(self, count: Tensor) -> None:
         """Start the all-reduce of the count; buckets that are reduced from now on are updated at once."""
         self._count = count.to(torch.float64, copy=True)
         self._counting = self._world.all_reduce(self._count, axes=self._world.mesh.names)
@@ -114,7 +114,7 @@ class StepInBackward:
         for work in [bucket.publish() for bucket in self._buckets]:
             work.wait()
 
-    def leave_out(self) -> bool:
+    def skip_update(self) -> bool:
         """Cancel the updates that have not run; return True if an update has run on some rank (a collective).
 
         The ranks own different parts of the gradient, and updates of finite parts may have run.
@@ -132,7 +132,7 @@ class StepInBackward:
             return
         del self._left[bucket]
         self._counting.wait()
-        bucket.square()  # before it is multiplied
+        bucket.squared_norm()  # before it is multiplied
         there = bucket.shard_group.tiers.mark()
 
         def ready() -> None:
@@ -140,13 +140,15 @@ class StepInBackward:
             total = float(count)
             factor = 1 / total if total > 0 else math.nan
             self._spoilt |= math.isnan(factor)
-            for gradient in bucket.scaled(factor):
+            for gradient in bucket.gradients_to_scale(factor):
                 gradient.mul_(factor)
 
         self._update.arrived(bucket.chunks, ready=ready)
 
 
-def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[ChunkedUpdate, UpdateTiming]:
+def build_update(
+    engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool
+) -> tuple[ChunkedUpdate, UpdateTiming]:
     """Return the `ChunkedUpdate` of an engine and its timing; `early`: in the backward, if its state is offloaded."""
     early = early and engine.tiers.offload.updates_on_cpu and engine.world.device.type != "meta"
     chunks = [bucket.chunks for bucket in engine.buckets]

@@ -99,7 +99,7 @@ class WholeModelRunner:
         self._draws = draws
         self._statistics = statistics
         self._shares_rows = shares_rows
-        self.lockstep = shares_rows or statistics.joined or any(unit.at_rest for unit in engine.units)
+        self.lockstep = shares_rows or statistics.joined or any(unit.is_sharded for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
@@ -152,13 +152,13 @@ class WholeModelRunner:
                 if loss.requires_grad:
                     with self._running(part, again=True):
                         self._engine.inspect(loss if part.counts else loss * 0, on_gradient=show)
-        self._engine.gatherer.rest()
+        self._engine.gatherer.free_all()
 
     def predict(self, batch: Any) -> Any:
         """Return the output for a batch."""
         with self._engine.gatherer.guard:
             output = self._task.forward(self._engine.module, self._begin_forward(batch))
-        self._engine.gatherer.rest()
+        self._engine.gatherer.free_all()
         return output
 
     @contextlib.contextmanager
@@ -180,7 +180,7 @@ class WholeModelRunner:
 
     def _begin_forward(self, rows: Any) -> Any:
         """Begin a forward of the model; return the rows on the device."""
-        self._engine.gatherer.begin(backward=False)
+        self._engine.gatherer.begin_pass(backward=False)
         return placed(rows, world=self._engine.world)
 
 

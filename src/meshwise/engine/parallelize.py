@@ -17,7 +17,7 @@ from torch import nn
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.joining import connect
-from meshwise.data_parallel.batch_statistics import BatchStatistics, running_norms, take_over
+from meshwise.data_parallel.batch_statistics import BatchStatistics, disable_sync_batch_norm, running_norms
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
@@ -396,7 +396,7 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
     """Return whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
     norms = list(running_norms(module))
-    setting.policy.undo.push(take_over(module))
+    setting.policy.undo.push(disable_sync_batch_norm(module))
     if norms and _shares_rows(setting.plan, world):
         raise PlanError(
             f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "

@@ -108,10 +108,10 @@ class StagedEngine:
         dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
         return self._from_holders(lambda engine: engine.own_gradients(), dtype, trainable=True)
 
-    def whole(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+    def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield a value of each trainable parameter of this rank's stages as a full tensor (collectives)."""
         for engine in self._stages.values():
-            yield from engine.whole(owned)
+            yield from engine.full_tensors(owned)
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of the buffers, on every rank, from the first stage that has each."""

@@ -130,7 +130,7 @@ class TrainingSteps:
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
-        updated = self._updating.leave_out()
+        updated = self._updating.skip_update()
         if totals.count:
             problem += culprits(self._engine, run=lambda seen: self._runner.inspect(parts, seen=seen))
         self._skips += 1
@@ -167,7 +167,7 @@ class TrainingSteps:
         return self._world.group(others).index == 0
 
     def _counted(self, count: Tensor) -> None:
-        self._updating.counted(count if self._counts_loss else torch.zeros_like(count))
+        self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))
 
     def _exchange(self, sums: tuple[Tensor, Tensor], inputs: StepInputs) -> StepTotals:
         """Sum loss, count and squared norm over the ranks, and check that all had the same batch and calls.

@@ -17,7 +17,7 @@ from meshwise.checkpoint.training_state import RestoredState, TrainingState
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.data_parallel.update_timing import updating
+from meshwise.data_parallel.update_timing import build_update
 from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepResult, UpdateRecipe, check_count
@@ -54,7 +54,7 @@ class Trainer:
         self._runner = runner
         self._recipe = recipe
         self._policy = policy
-        self._update, when = updating(engine, optimizer=optimizer, early=recipe.early)
+        self._update, when = build_update(engine, optimizer=optimizer, early=recipe.early)
         self._state = TrainingState(engine, update=self._update, plan=plan)
         self._stepping = TrainingSteps(engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy)
 

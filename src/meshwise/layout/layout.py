@@ -131,9 +131,9 @@ class Layout:
     def pieces(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[Rectangle, ...]:
         """Return the rectangles that `rank` stores of a tensor of full shape `shape`, one for each section.
 
-        The rank stores them concatenated along `side`. A dim is split evenly in grains; if the grains do not divide,
-        the first parts have one more. If several axes split a dim, the second axis splits each part of the first. A
-        part is empty if there are more ranks than grains.
+        The rank stores them concatenated along `section_dim`. A dim is split evenly in grains; if their number does not
+        divide, the first parts have one more. If several axes split a dim, the second axis splits each part of the
+        first. A part is empty if there are more ranks than grains.
 
         Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
         """
@@ -149,7 +149,7 @@ class Layout:
         return tuple(sum(stop - start for start, stop in spans) for spans in bounds)
 
     @property
-    def side(self) -> int:
+    def section_dim(self) -> int:
         """Dim that has sections, along which the rectangles of `pieces` are concatenated; 0 if no dim has."""
         return next((dim for dim, cut in enumerate(self.cuts) if cut.sections), 0)
 

@@ -84,13 +84,13 @@ class ParameterRow:
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
         """Return the part of the full tensor that `rank` stores: a view if that is one rectangle."""
         pieces = [full[piece.slices] for piece in self.layout.pieces(self.shape, mesh=mesh, rank=rank)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.layout.side)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.layout.section_dim)
 
     def put(self, part: Tensor, *, into: Tensor, mesh: Mesh, rank: int) -> None:
         """Write what `rank` stores into its place in the full tensor."""
         pieces = self.layout.pieces(self.shape, mesh=mesh, rank=rank)
-        sizes = [piece.sizes[self.layout.side] for piece in pieces] if self.shape else []
-        parts = part.split(sizes, dim=self.layout.side) if len(pieces) > 1 else [part]
+        sizes = [piece.sizes[self.layout.section_dim] for piece in pieces] if self.shape else []
+        parts = part.split(sizes, dim=self.layout.section_dim) if len(pieces) > 1 else [part]
         for piece, values in zip(pieces, parts, strict=True):
             into[piece.slices] = values
 

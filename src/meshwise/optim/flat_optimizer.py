@@ -18,7 +18,7 @@ from meshwise.optim.parameter_groups import IMPLEMENTATIONS
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 """A class of torch optimizers, such as `torch.optim.AdamW`."""
 
-WHOLE_TENSORS: Mapping[str, str] = {
+NEED_WHOLE_TENSORS: Mapping[str, str] = {
     "Adafactor": "it factors the second moment of a matrix into rows and columns",
     "Muon": "it orthogonalises the momentum of a whole matrix",
     "LBFGS": "it takes inner products over the whole model and calls the loss several times a step",
@@ -42,17 +42,17 @@ def flat_optimizer(
     groups: flat slices by their optimizer options.
     logical: access to whole parameters; passed only to a class that declares `needs`.
 
-    Raises ValueError if `optimizer` is no optimizer class, is in `WHOLE_TENSORS`, or does not take an argument.
+    Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, or does not take an argument.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(  # noqa: TRY004
             f"optimizer={optimizer!r} is not an optimizer class; pass a class and its arguments: "
             "parallelize(…, optimizer=torch.optim.AdamW, lr=3e-4)"
         )
-    if base := next((base.__name__ for base in optimizer.__mro__ if base.__name__ in WHOLE_TENSORS), None):
+    if base := next((base.__name__ for base in optimizer.__mro__ if base.__name__ in NEED_WHOLE_TENSORS), None):
         derived = "" if base == optimizer.__name__ else f", as a kind of {base},"
         raise ValueError(
-            f"{optimizer.__name__}{derived} cannot run on slices of parameters: {WHOLE_TENSORS[base]}; use an "
+            f"{optimizer.__name__}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; use an "
             "elementwise optimizer such as AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or Lion-like ones"
         )
     if needs_whole(optimizer):

@@ -156,7 +156,7 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         for name, value in vars(bucket).items():
             if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
-                gathered = bucket.at_rest and value is bucket.whole
+                gathered = bucket.is_sharded and value is bucket.whole
                 gradient = name in ("gradient", "reduced")
                 usual = Category.GRADIENTS if gradient else Category.PARAMETERS
                 note = recorder.watch if value is bucket.whole else recorder.allocated
