@@ -1,5 +1,6 @@
-"""What holds for every test: one thread a process, fixed seeds, the same hypothesis examples, CUDA tests where there is
-CUDA, and real processes that are started once.
+"""Settings of all tests: one thread per process, fixed seeds and hypothesis examples, CUDA tests only with CUDA.
+
+Real processes are started once and reused.
 """
 
 import gc

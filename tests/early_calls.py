@@ -1,4 +1,4 @@
-"""Calls that are made long before those of the other ranks which they meet."""
+"""Check that no collective of a rank waits for a call that another rank has not made yet."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Ports for programs that are started later, and open them by themselves."""
+"""Find a free port for a program that starts later and opens the port itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Grids: a test over a product of values, all of it by `make grid`, a part that has each pair of values by `make test`.
+"""Test grids: `make grid` runs every combination of values, `make test` a part that has each pair of values.
 
-A promise that holds for every schedule, ZeRO stage and degree is a product of thousands of cells. What breaks is nearly
-always one value or two that meet, so the part has, for every two axes, every pair of values that the whole grid has;
-which cells they are depends on the grid alone. A test says its grid and takes one argument for each axis:
+A promise about every schedule, ZeRO stage and degree has thousands of combinations. Most errors depend on one value or
+on two values together. So the part has, for every two axes, every pair of values of the whole grid. The choice of cells
+depends on the grid alone. A test names its grid and takes one argument for each axis:
 
     @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
     def test_…(schedule: str, pp: int, zero: int) -> None: …

@@ -1,4 +1,4 @@
-"""Models with hooks, and how they train: by a plan, and by a plain loop of torch on one process."""
+"""Models with hooks, trained by a plan and by a plain torch loop on one process, for comparison."""
 
 from collections.abc import Callable
 from typing import Any

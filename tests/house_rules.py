@@ -1,4 +1,4 @@
-"""The house rules of docs/architecture.md: each a function from a source tree to the lines that break it."""
+"""House rules of docs/architecture.md: each is a function that yields the lines of a source tree that break it."""
 
 import ast
 import builtins

@@ -1,4 +1,4 @@
-"""Other worlds of processes that have met: each way in which ranks can be joined, on one machine."""
+"""Join the ranks of a test a second time: over shared memory, over borrowed memory, or with gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that one training step enters, in order: traced, and drawn in docs/architecture.md by `make docs`."""
+"""Trace the files that one training step enters, and write their table into docs/architecture.md (`make docs`)."""
 
 import ast
 import sys

@@ -1,10 +1,10 @@
-"""`run`, with processes in place of threads: forked from this one for the call, and joined by the memory they share.
+"""Run the ranks of tests as forked processes that share memory, instead of as threads.
 
     pytest --on processes
 
-What ranks are given and what they close over they have as copies, so a test that looks at what they did to its own
-variables looks at threads alone, and is marked so. What they print is printed here, and what they raise is raised here;
-of ranks that the watch ended, its report is raised.
+Ranks have copies of their arguments and of the test's variables. So a test that reads variables which its ranks have
+changed is marked to run on threads only. The output of ranks is printed by the test, and their errors are raised. If
+the watchdog ended ranks, its report is raised.
 """
 
 from __future__ import annotations

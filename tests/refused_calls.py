@@ -1,4 +1,4 @@
-"""Bad calls of collectives: each is refused before anything moves, and is no call that other ranks have not made."""
+"""Check that bad calls of collectives raise before data moves, and do not count as calls of the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run of a job on some ranks, as the tests of runs look at it."""
+"""Run a whole training job on some ranks, and return its summary and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of a test as processes of their own: a script, or ranks that somebody has started one by one."""
+"""Run programs of a test as separate processes: a script, or ranks that no launcher starts."""
 
 from __future__ import annotations
 

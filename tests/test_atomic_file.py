@@ -1,4 +1,4 @@
-"""A file that is replaced whole or not at all, whatever is at its path."""
+"""Test that a file is replaced completely or not at all, whatever exists at its path."""
 
 import contextlib
 import os

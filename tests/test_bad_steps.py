@@ -1,4 +1,4 @@
-"""A step, and what happens when it must not be applied."""
+"""Test steps whose update must not be applied."""
 
 import math
 import re

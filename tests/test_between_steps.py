@@ -1,4 +1,4 @@
-"""What a user may do to a model between its steps, and what is noticed instead of going wrong."""
+"""Test which changes users may make to a model between steps; every other change raises an error."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The examples run, and show what they say that they show."""
+"""Test that the examples run and print the results that they describe."""
 
 import importlib.util
 import sys

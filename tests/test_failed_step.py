@@ -1,4 +1,4 @@
-"""A step that raised has not been: what it left is what was there before, and tried again it gives the same."""
+"""Test that a step that raises changes nothing, and that its repetition gives the same result."""
 
 from typing import Any
 

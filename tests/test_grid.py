@@ -1,4 +1,4 @@
-"""The part of a grid that `make test` runs has every pair of values; `make grid` runs every cell."""
+"""Test that the part of a grid that `make test` runs has every pair of values, and `make grid` runs every cell."""
 
 import itertools
 from typing import Any

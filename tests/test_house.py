@@ -1,4 +1,4 @@
-"""The house keeps its rules, and each rule catches what it is there to catch."""
+"""Test that the source keeps the house rules, and that each rule finds code that breaks it."""
 
 import ast
 import subprocess

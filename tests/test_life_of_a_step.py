@@ -1,4 +1,4 @@
-"""The page lists the files that a step really enters."""
+"""Test that docs/architecture.md lists the files that a step enters."""
 
 import pytest
 

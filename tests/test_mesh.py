@@ -1,4 +1,4 @@
-"""The arithmetic of named axes."""
+"""Test the mesh: ranks, coordinates and groups along named axes."""
 
 import math
 import re

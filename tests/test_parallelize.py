@@ -1,4 +1,4 @@
-"""What `parallelize` takes, what it refuses, and how it says so."""
+"""Test which arguments `parallelize` accepts, which it refuses, and its error messages."""
 
 import functools
 from collections.abc import Callable

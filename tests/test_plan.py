@@ -1,4 +1,4 @@
-"""A plan is one value, whichever way it was written; what cannot work is refused with the nearest that does."""
+"""Test the notations of a plan; a plan that cannot work is refused with the nearest plan that works."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Ranks with different batches are an error that says what to change."""
+"""Test that ranks with different batches raise an error that says what to change."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Batches of any shape are cut by rows and by tokens."""
+"""Test that trees of tensors, such as batches, are cut by rows and by tokens."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field

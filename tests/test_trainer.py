@@ -1,4 +1,4 @@
-"""Methods of the trainer besides `step`: evaluate, predict, memory, close."""
+"""Test the trainer's methods besides `step`: evaluate, predict, memory, close."""
 
 from typing import Any
 

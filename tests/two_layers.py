@@ -1,4 +1,4 @@
-"""Two layers to train, batches for them, and what a trainer of them holds."""
+"""A model of two layers for tests, with batches for it and the state that its trainer holds."""
 
 import math
 from collections.abc import Callable

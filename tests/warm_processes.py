@@ -1,13 +1,13 @@
-"""Real processes joined by gloo, kept warm: what a test on processes costs is the test, not the start.
+"""Keep real processes that gloo joins alive between tests, so that a test does not pay for their start.
 
-Four processes that import torch and meet take seconds; a job sent to processes that have met takes milliseconds. And
-torch is imported once, by the server that multiprocessing forks them from.
+Four processes that import torch and join take seconds; a job sent to joined processes takes milliseconds. torch is
+imported once, by the server from which multiprocessing forks the processes.
 
-    Processes ── crew of 2 ── rank 0, rank 1               a job goes down a pipe to every rank of a crew,
-              └─ crew of 4 ── rank 0, rank 1, …            an answer comes back from each
+    Processes ── crew of 2 ── rank 0, rank 1               a pipe sends a job to every rank of a crew,
+              └─ crew of 4 ── rank 0, rank 1, …            and each rank sends back an answer
 
-A crew is discarded when a job fails or hangs: its ranks may be anywhere inside a collective, and only a new start
-brings them together again. The next job of that size starts another.
+A crew is discarded when a job fails or hangs: its ranks may be anywhere inside a collective. The next job of this size
+starts a new crew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Run jobs in a warm process: it joins its world, then waits for jobs until it is stopped.
+"""Main loop of a warm process: it joins a world, then runs jobs until it is stopped.
 
-`processes` forks it from a server that has imported this module. A thread reads the pipe, so a rank that is blocked in
-a collective still notices the end of its parent.
+`warm_processes` forks it from a server that has imported this module. A thread reads the pipe, so a rank that is
+blocked in a collective still notices that its parent has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Jobs for a warm process, and its answers.
+"""Jobs that are sent to a warm process, and its answers.
 
-A function travels by name, and its module by name and file. A test module that pytest has loaded under another name, or
-a script that runs as `__main__`, is loaded from the same file on the other side.
+A function is sent by name, and its module by name and file. If pytest has loaded the module under another name, or the
+module is a script that runs as `__main__`, the receiver loads the same file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Collectives with a backward are linear maps, and each backward is the adjoint: ⟨F x, g⟩ = ⟨x, F* g⟩.
+"""Test that the backward of each collective is its adjoint: ⟨F x, g⟩ = ⟨x, F* g⟩.
 
-The products go over all ranks, and count what is alike on all of them once.
+The inner products run over all ranks. Values that are equal on all ranks count once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Last calls of a group that no rank needed of another, and that were not the same: told when the world is closed."""
+"""Test that differing last calls of a group are reported at close, even if no rank needed data of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes a machine is good for, where only a part of it is ours."""
+"""Test how many processes a machine may run if only some of its cores may be used."""
 
 from pathlib import Path
 

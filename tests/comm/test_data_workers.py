@@ -1,4 +1,4 @@
-"""Processes that ranks start, as those that load data: how they are started, and how they end."""
+"""Test processes that ranks start, such as data loaders: their start and their end."""
 
 from __future__ import annotations
 

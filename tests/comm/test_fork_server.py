@@ -1,4 +1,4 @@
-"""The server that ranks are forked from: afresh, or a copy of a command that has done nothing but import."""
+"""Test the server that forks ranks: a fresh process, or a copy of a command that has only imported modules."""
 
 import json
 import subprocess

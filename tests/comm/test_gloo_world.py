@@ -1,4 +1,4 @@
-"""What messages promise beyond what every world does: they go on by themselves."""
+"""Test that messages of the gloo world progress while the rank computes, which not every world promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for another rank of the host: what it costs the one who is waited for."""
+"""Test waits for another rank of the host, and their cost for this other rank."""
 
 from __future__ import annotations
 

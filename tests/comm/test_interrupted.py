@@ -1,4 +1,4 @@
-"""A rank that a signal interrupts in a collective, and that waits for it again: it is told, or all is well."""
+"""Test a rank that a signal interrupts in a collective and that then waits for the collective again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are started again meet in a part of the store that nobody has used; stores of one machine stay on it."""
+"""Test that restarted ranks use a fresh part of the store, and that stores of one machine stay on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group hold together."""
+"""Test tensors in memory that the ranks of a group share."""
 
 import contextlib
 import gc

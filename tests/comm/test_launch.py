@@ -1,4 +1,4 @@
-"""Starting ranks: what they return, what they raise, and that none is left whatever happens to whom."""
+"""Test the launch of ranks: results, errors, and that no rank process survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher has to tell a rank, and what is said where it told a part of it."""
+"""Test the environment variables that a launcher sets for a rank, and the errors if some are missing."""
 
 import os
 from unittest import mock

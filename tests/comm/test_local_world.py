@@ -1,4 +1,4 @@
-"""Ranks that share memory: what `World.empty` gives, ranks that drift apart, and machines where nothing is shared."""
+"""Test ranks that share memory: `World.empty`, ranks at different calls, and machines without shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a store in a copy of its process."""
+"""Test a store in a forked copy of its process."""
 
 import gc
 import os

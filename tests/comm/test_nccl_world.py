@@ -1,6 +1,6 @@
-"""The world over c10d's own collectives, on CPU: gloo's process groups stand in for NCCL's.
+"""Test the NCCL world on the CPU, with gloo's process groups in place of NCCL's.
 
-What NCCL alone can do (parts of unequal size, in one grouped exchange) is tested where there are GPUs.
+Parts of unequal size in one grouped exchange, which only NCCL supports, are tested on machines with GPUs.
 """
 
 from __future__ import annotations

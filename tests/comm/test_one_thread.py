@@ -1,4 +1,4 @@
-"""Copies and sums give the same bits whatever makes them."""
+"""Test that copies and sums give the same bits for any number of threads."""
 
 from collections.abc import Iterator
 from functools import reduce

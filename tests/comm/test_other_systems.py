@@ -1,4 +1,4 @@
-"""Ranks on systems that have less than this one: what is missing is replaced, or messages are used and it is said."""
+"""Test systems that lack a feature of this one: the feature is replaced, or messages are used with a warning."""
 
 from __future__ import annotations
 

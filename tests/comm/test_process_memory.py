@@ -1,4 +1,4 @@
-"""Reading and writing another process's memory: what is there, and what is not."""
+"""Test reading and writing the memory of another process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Collectives begun before others are waited for, in any order: every world gives what the thread world gives.
+"""Test random programs of overlapping collectives: every world gives the results of the thread world.
 
-A seed is a program: calls of all kinds along any axes, the same on every rank. When a rank waits for what, and what it
-never waits for, is drawn for each rank by itself. What was waited for is overwritten at once, as a reused buffer is.
+A seed is a program: calls of all kinds along any axes, the same on every rank. Each rank draws separately when it waits
+for a call, and which calls it never waits for. A tensor is overwritten right after its wait, as a reused buffer is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong in a rank around its work: it ends the run, which otherwise would wait for a result for ever."""
+"""Test failures of a rank outside its work: each ends the run, which would otherwise wait forever for a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank leaves behind, also when its exception or its result does not survive pickle."""
+"""Test the outcome that a rank leaves, even if its exception or result cannot be pickled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Why ranks stand still, from drawn answers.
+"""Test the diagnosis of why ranks wait, on drawn answers of the ranks.
 
-"AB.C"   the calls of a rank, in order, among all ranks; a dot: it is blocked in the last call before it
+"AB.C"   the calls of a rank, in order, among all ranks; a dot: the rank is blocked in the call before the dot
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Memory that others map: what is lent when, where the system has no more, and in a copy of a process."""
+"""Test memory that other processes map: when it is lent, when the system has no more, and in a forked process."""
 
 from __future__ import annotations
 

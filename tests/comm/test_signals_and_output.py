@@ -1,4 +1,4 @@
-"""What a run is started with: signals that it is to ignore, and one output for all ranks."""
+"""Test the start of a run: signals that it must ignore, and one output for all ranks."""
 
 from __future__ import annotations
 

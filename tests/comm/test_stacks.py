@@ -1,4 +1,4 @@
-"""Where an error was raised: the line that its reader has written."""
+"""Test that the reported place of an error is a line of the user's code."""
 
 import contextlib
 from types import FunctionType

@@ -1,4 +1,4 @@
-"""The stack of a thread that runs on while it is read."""
+"""Test reading the stack of a thread that runs at the same time."""
 
 import subprocess
 import sys

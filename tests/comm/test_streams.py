@@ -1,4 +1,4 @@
-"""Streams of a device that runs every operation at once, and torch's generators through one seam."""
+"""Test streams of a device that runs every operation at once, and the interface to torch's generators."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks as threads: what they compute, and how a run ends in which something goes wrong."""
+"""Test ranks as threads: their results, and the end of a run in which a rank fails."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Two threads of one rank that come to its collectives at once: they are told, and no sum is wrong."""
+"""Test that two threads of a rank that call collectives at once get an error, and that no sum is wrong."""
 
 from __future__ import annotations
 

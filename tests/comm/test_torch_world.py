@@ -1,4 +1,4 @@
-"""Real processes: what must not go wrong under way. What every collective gives is in `test_world_contract`."""
+"""Test failures of real processes during collectives; `test_world_contract` tests the results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Worlds on CUDA: ranks that share one GPU (gloo, pinned copies), NCCL on a group of one, and NCCL on several GPUs.
+"""Test worlds on CUDA: ranks that share one GPU (gloo, pinned copies), NCCL on one GPU and on several GPUs.
 
-Streams are tested by putting a long kernel in front of what has to wait for it.
+To test streams, a long kernel runs before the operations that have to wait for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a world of any size."""
+"""Test one rank of a traced world of any size."""
 
 import time
 from typing import Any

@@ -1,7 +1,7 @@
-"""Real processes that hang, die and disagree; each time one report says who, where and why, and nobody is left.
+"""Test real processes that hang, die or disagree: one report names rank, place and cause, and no process is left.
 
 The ranks are forked from a server that has imported torch, so a world of three starts in a fraction of a second. Each
-runs this very file under the name `__rank__`, which calls the scenario that a test named.
+rank runs this file under the name `__rank__`, which calls the scenario that a test named.
 """
 
 import multiprocessing

@@ -1,9 +1,9 @@
-"""What every World promises, checked on threads and on real processes by the same functions.
+"""Test the promises of every World, on threads and on real processes with the same functions.
 
     mesh  dp=2 one=1 tp=2         groups along dp: 0 2 | 1 3      tp: 0 1 | 2 3      dp and tp: 0 1 2 3      one: itself
 
 Rank r holds whole numbers that a formula gives for any rank, small enough to be exact in every dtype. So each rank
-computes what it has to find from the formula alone, and compares exactly.
+computes the expected values from the formula alone, and compares exactly.
 """
 
 import uuid

@@ -1,4 +1,4 @@
-"""An engine with its optimizer and its checkpoints, put together by hand: for what no key of a plan chooses yet."""
+"""Build an engine with its optimizer and checkpoints by hand, for settings that no key of a plan selects."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,17 +1,18 @@
-"""The numbers bar: every plan is the same training as one process.
+"""Test that every plan gives the numbers of one process to 1e-9.
 
-Three steps of AdamW with clipping, float64: loss, gradient norm, every gradient and every parameter of every step to
-1e-9, on every rank, over the grid
+Three steps of AdamW with clipping, in float64. Loss, gradient norm, every gradient and every parameter are compared
+after every step, on every rank, over the grid
 
     zero 0 1 2 3  ×  dp 1 2 3 4  ×  micro-batches 1 3  ×  untied, tied  ×  all trained, some frozen
 
-with the batches of every run as uneven as they come:
+with batches of uneven sizes:
 
-    step 0    12 rows, which every plan of the grid divides
-    step 1     7 rows, which most do not; some targets do not count, and one row has no other
-    step 2     2 rows, fewer than some plans have ranks, and more micro-batches than any rank has rows
+    step 0    12 rows: every plan of the grid divides them
+    step 1     7 rows: most plans do not divide them; some targets do not count, and one row has only such targets
+    step 2     2 rows: fewer than the ranks of some plans, and more micro-batches than rows on any rank
 
-A model that is all trained is born under the plan; one with frozen parts is handed over as a module with its values.
+A model whose parameters are all trained is built under the plan. A model with frozen parts is passed as a module with
+its values.
 """
 
 import copy

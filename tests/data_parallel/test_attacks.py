@@ -1,4 +1,4 @@
-"""Ways to use a model that once gave wrong numbers, or stopped a run that could go on."""
+"""Test unusual uses of a model that once gave wrong numbers or stopped a run without need."""
 
 import copy
 from typing import Any

@@ -1,11 +1,11 @@
-"""Batch norms under replicas are those of one process that trains on the same micro-batches of the global batch.
+"""Test that batch norms under replicas train as on one process with the same micro-batches of the global batch.
 
-What is a micro-batch of one process is this one of all ranks together:
+A micro-batch of the one process consists of the rows that all ranks have in this micro-batch:
 
     10 rows, dp=2 microbatches=2     rank 0: 0 1 2 | 3 4     rank 1: 5 6 7 | 8 9
     one process                      0 1 2 5 6 7  |  3 4 8 9
 
-In float64, loss, every gradient, every parameter and every running statistic after three steps to 1e-9.
+In float64, loss, every gradient, every parameter and every running statistic after three steps agree to 1e-9.
 """
 
 import copy

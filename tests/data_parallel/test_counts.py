@@ -1,7 +1,7 @@
-"""The collectives of a step are those of the formula at the top of `data_parallel.engine`, call by call, byte by byte.
+"""Test that the collectives of a step match the table in `data_parallel_engine.py`, in calls and in bytes.
 
-P and F are the bytes of trained and frozen parameters, each unit padded to equal shards of whole cache lines; u is how
-many units have any. The all-reduce that a step ends with (loss, count, norm, digest) is 4 numbers of 8 bytes.
+P and F are the bytes of trained and frozen parameters, each unit padded to equal shards of whole cache lines. u is the
+number of units that have any. A step ends with one all-reduce of 4 numbers of 8 bytes (loss, count, norm, digest).
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""zero=3: parameters are whole only while they are needed, and every way of needing them is noticed."""
+"""Test ZeRO-3 gathers: parameters are gathered only while they are needed, and every kind of use gathers them."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Hooks on parameters, of models that are given and born, put on before and after."""
+"""Test hooks on parameters, registered before and after `parallelize`, on given modules and on deferred models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What an instance norm keeps for evaluation is, under replicas, what one process keeps that trains on all samples."""
+"""Test that the running statistics of an instance norm under replicas equal those of one process."""
 
 import copy
 

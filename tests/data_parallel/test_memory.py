@@ -1,4 +1,7 @@
-"""Memory falls as ZeRO says (Rajbhandari et al., arXiv 1910.02054, section 5; in fp32: 4 + 4 + 8 bytes a parameter)."""
+"""Test that memory falls as ZeRO promises (Rajbhandari et al., arXiv 1910.02054, section 5).
+
+In fp32 one process needs 4 + 4 + 8 bytes per parameter.
+"""
 
 import ctypes
 import gc

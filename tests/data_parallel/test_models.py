@@ -1,4 +1,4 @@
-"""The numbers bar for models, batches and optimizers of other kinds than the grid's: still one process, to 1e-9."""
+"""Test that other models, batches and optimizers give the numbers of one process to 1e-9."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Pieces, runs, shards and padding of a flat buffer: drawn once, and true of every layout."""
+"""Test pieces, runs, shards and padding of flat buffers with drawn parameters."""
 
 import pytest
 import torch

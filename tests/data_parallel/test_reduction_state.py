@@ -1,4 +1,4 @@
-"""What a reduction remembers is state of the logical parameters: in the memory of a rank, saved, and resharded."""
+"""Test that the state of a reduction belongs to logical parameters: it counts as memory, is saved and resharded."""
 
 from dataclasses import dataclass
 from pathlib import Path

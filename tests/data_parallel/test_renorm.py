@@ -1,4 +1,4 @@
-"""Embeddings with `max_norm` write to their weight as they run: what that cannot be kept under is refused."""
+"""Test embeddings with `max_norm`, which write to their weight in the forward, and the plans that refuse them."""
 
 import pytest
 import torch

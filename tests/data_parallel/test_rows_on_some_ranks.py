@@ -1,4 +1,4 @@
-"""A row of the parameter table may live on a part of the ranks: those at its coordinates along some axes."""
+"""Test rows of the parameter table that only the ranks at some mesh coordinates hold."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""zero=3: modules that return tensors in ways of their own, forwards without gradients, losses without one."""
+"""Test ZeRO-3 with unusual outputs of modules, forwards without gradients, and losses without a gradient."""
 
 import copy
 from collections.abc import Callable

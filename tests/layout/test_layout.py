@@ -1,4 +1,4 @@
-"""Where a tensor lives: layouts print, parse back, and their parts tile the tensor."""
+"""Test that layouts print and parse back, and that the parts of all ranks tile the tensor."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Parts of tensors cover exactly what they are parts of."""
+"""Test that the rectangles of a range of elements cover exactly these elements."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""An optimizer may ask for whole parameters, or for norms of them, however they are split."""
+"""Test optimizers that need whole parameters or their norms, however the parameters are split."""
 
 import functools
 from collections.abc import Mapping

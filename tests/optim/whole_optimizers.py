@@ -1,4 +1,4 @@
-"""Two optimizers that need more than single elements, as a user would write them."""
+"""Two optimizers that need norms or whole tensors, written as a user would write them."""
 
 from collections.abc import Iterable
 from typing import Any
