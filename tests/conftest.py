@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import on_processes
+import run_on_processes
 from grid import name
 from warm_processes import Processes
 
@@ -102,7 +102,7 @@ class Imported:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Imported())
     if config.getoption("--on") == "processes":
-        on_processes.install()
+        run_on_processes.install()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, RanksDisagree
 from meshwise.comm.api.world import World, require_same
 from meshwise.testing import run
-from scripts import ended_ranks
+from script_processes import ended_ranks
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.comm import World, run
-from scripts import ended
+from script_processes import ended
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # not in torch's stubs
 
-import scripts
+import script_processes
 from meshwise.comm import World
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_world import run_threads
@@ -136,7 +136,7 @@ NO_RESULT = "of 2 ended with exit status 0 and no result; something calls os._ex
 
 def ended(folder: Path, main: str, threads: str, *words: str, size: int = 2) -> subprocess.CompletedProcess[str]:
     """What a script with ranks that call this says."""
-    return scripts.ended(SCRIPT.format(main=main, size=size), *words, folder=folder, OMP_NUM_THREADS=threads)
+    return script_processes.ended(SCRIPT.format(main=main, size=size), *words, folder=folder, OMP_NUM_THREADS=threads)
 
 
 def test_a_number_of_threads_that_is_none_leaves_each_rank_its_part_of_the_cores(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_parallel.engines import HandMade
+from data_parallel.hand_made_engine import HandMade
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.reduction import ZERO

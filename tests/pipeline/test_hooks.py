@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hooked import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
+from hooked_models import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError

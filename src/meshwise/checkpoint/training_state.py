@@ -28,7 +28,7 @@ from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, Checkpoint
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
 from meshwise.memory.chunked_update import ChunkedUpdate
-from meshwise.optim.parameter_groups import describe_groups, restore_groups, saved_groups
+from meshwise.optim.group_hyperparameters import describe_groups, restore_groups, saved_groups
 from meshwise.plan import Plan
 
 

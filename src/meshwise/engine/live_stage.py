@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.data_parallel.batch_statistics import BatchStatistics
+from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.microbatch_runner import Seen

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.batch_statistics import BatchStatistics
+from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel, discard_gradient
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.model.forward import Forward, Loss, call_loss

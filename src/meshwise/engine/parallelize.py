@@ -17,7 +17,7 @@ from torch import nn
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.joining import connect
-from meshwise.data_parallel.batch_statistics import BatchStatistics, disable_sync_batch_norm, running_norms
+from meshwise.data_parallel.batch_norm_statistics import BatchStatistics, disable_sync_batch_norm, running_norms
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwise.model.logical_tensors import NEEDS, LogicalTensors
-from meshwise.optim.parameter_groups import IMPLEMENTATIONS
+from meshwise.optim.group_hyperparameters import IMPLEMENTATIONS
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 """A class of torch optimizers, such as `torch.optim.AdamW`."""

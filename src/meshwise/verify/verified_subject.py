@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwise.base.tensor_tree import map_tensors
-from meshwise.data_parallel.batch_statistics import batch_norms
+from meshwise.data_parallel.batch_norm_statistics import batch_norms
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.module_copy import duplicate

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooked import Hook, Model, agrees, batch, by_one, by_plan, hooked, loss, stronger
+from hooked_models import Hook, Model, agrees, batch, by_one, by_plan, hooked, loss, stronger
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.verify import verify
