@@ -74,10 +74,10 @@ class Bucket:
     | is_sharded True if only the shard exists between uses (ZeRO-3)
     | kept       the elements that this rank stores between uses, from element `kept_from` of the bucket on
     | owned      (start, stop) of the elements that this rank updates; `shard` its equal part of the bucket
-    | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal
+    | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal; None if frozen
     | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
-    | factor     gradients on disk are multiplied by it when they are read
+    | factor     gradients on disk are multiplied by it when they are read; `on_reduced` is called after a reduction
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies
     """
 

@@ -92,7 +92,7 @@ class DataParallel:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets that have gradients, in table order."""
+        """The buckets with trainable parameters, in table order."""
         return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
 
     @property
@@ -106,7 +106,7 @@ class DataParallel:
         return [self.module]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
+        """Return the flat slices that an optimizer updates on this rank, by options; the keys equal on all ranks."""
         groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
         for bucket in self.buckets:
             for options, parameter in bucket.slices:
@@ -139,6 +139,8 @@ class DataParallel:
 
     def backward(self, loss: Tensor | None, *, last: bool, keep: bool = True) -> None:
         """Run the backward of one micro-batch, and reduce the gradients: ZeRO-2 and 3 always, ZeRO-0 and 1 if `last`.
+
+        Returns when the reductions have ended; all ZeRO-3 units are freed then.
 
         loss: None if this rank has no rows in the micro-batch; it then only takes part in the reductions.
         last: no micro-batch follows in this step.
@@ -272,7 +274,7 @@ class DataParallel:
             if self._reducing and id(parameter) not in waiting:
                 raise RuntimeError(
                     f"{row.name} received a gradient, but the graph of the loss does not lead to it, and its reduction "
-                    "may have begun. An autograd function of the model runs a backward of its own: let it return "
+                    "may have begun. An autograd function of the model calls backward() itself: let it return "
                     "gradients instead"
                 )
             if self._on_gradient is None:

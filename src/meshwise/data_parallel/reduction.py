@@ -48,7 +48,7 @@ class Reduction:
         return self.shards_updates and not self.shards_parameters
 
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
-        """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks; overwrites `gradients`.
+        """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks; may overwrite `gradients`.
 
         The result is the sum of this rank's shard if `shards_updates`, else of all elements. `into` receives the shard,
         (elements of the shard,); None: the result stays in `gradients`.
