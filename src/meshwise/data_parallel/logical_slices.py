@@ -9,7 +9,7 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import optimizer_slices
-from meshwise.model.logical_tensors import SlicePart
+from meshwise.model.full_parameter_access import SlicePart
 
 
 class LogicalSlices:

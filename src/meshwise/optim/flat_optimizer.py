@@ -2,7 +2,7 @@
 
 An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
 rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
-(`model.logical_tensors`). Classes of torch that need whole tensors are refused.
+(`model.full_parameter_access`). Classes of torch that need whole tensors are refused.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from meshwise.model.logical_tensors import NEEDS, LogicalTensors
+from meshwise.model.full_parameter_access import NEEDS, LogicalTensors
 from meshwise.optim.group_hyperparameters import IMPLEMENTATIONS
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
@@ -72,7 +72,7 @@ def flat_optimizer(
 def needs_whole(optimizer: object) -> bool:
     """Return whether an optimizer class declares `needs`: access to whole parameters or to their norms.
 
-    Raises ValueError if `needs` is not one of `model.logical_tensors.NEEDS`.
+    Raises ValueError if `needs` is not one of `model.full_parameter_access.NEEDS`.
     """
     needs = getattr(optimizer, "needs", None)
     if needs is not None and needs not in NEEDS:

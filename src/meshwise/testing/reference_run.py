@@ -23,7 +23,7 @@ from meshwise.base.tensor_tree import map_tensors, rows
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
-from meshwise.model.logical_tensors import WholeParameters
+from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.module_copy import duplicate
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
