@@ -100,7 +100,7 @@ def in_modes(world: World, plan: str, *, modes: Sequence[str], layers: int, rows
     assert any(world.exchange(trainer.blocks.modes))  # a stage may have no block
     found = {}
     for mode in modes:
-        trainer.blocks.choose(dict.fromkeys(trainer.blocks.modes, mode))
+        trainer.blocks.set_modes(dict.fromkeys(trainer.blocks.modes, mode))
         trainer._stepping._steps = 0  # a model draws by the number of the step
         found[mode] = outcome(trainer, batches(rows)[0])
     trainer.close()

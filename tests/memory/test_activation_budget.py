@@ -4,8 +4,8 @@ import pytest
 
 from memory.recomputed_model import batches, on, under
 from meshwise.comm.api.world import World
-from meshwise.memory.activation_policy import ROUNDS
-from meshwise.memory.recompute_cost import RecomputeCost, pick
+from meshwise.memory.activation_policy import MEASURED_STEPS
+from meshwise.memory.recompute_cost import RecomputeCost, choose_modes
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 
@@ -29,15 +29,15 @@ def cost(none: int, selective: int, full: int, *seconds: float, in_flight: float
 )
 def test_a_budget_buys_the_most_seconds_a_byte(budget: int, modes: str) -> None:
     costs = {"a": cost(210, 150, 10, 1.0, 2.0), "b": cost(100, 30, 10, 1.0, 5.0), "c": cost(20, 20, 10, 1.0, 1.0)}
-    assert " ".join(pick(costs, budget=budget, allowed=("none", "selective", "full")).values()) == modes
+    assert " ".join(choose_modes(costs, budget=budget, allowed=("none", "selective", "full")).values()) == modes
 
 
 def test_micro_batches_in_flight_count() -> None:
     costs = {"a": cost(100, 50, 10, 1.0, 2.0, in_flight=3)}
-    assert pick(costs, budget=299, allowed=("none", "full")) == {"a": "full"}
-    assert pick(costs, budget=300, allowed=("none", "full")) == {"a": "none"}
+    assert choose_modes(costs, budget=299, allowed=("none", "full")) == {"a": "full"}
+    assert choose_modes(costs, budget=300, allowed=("none", "full")) == {"a": "none"}
     with pytest.raises(PlanError, match="with all 1 blocks of this rank recomputed they keep 30 bytes"):
-        pick(costs, budget=29, allowed=("none", "full"))
+        choose_modes(costs, budget=29, allowed=("none", "full"))
 
 
 def test_a_budget_is_met_and_explained() -> None:
@@ -45,7 +45,7 @@ def test_a_budget_is_met_and_explained() -> None:
         trainer = under(world, plan)
         before = dict(trainer.blocks.modes)
         assert set(before.values()) == {"full"}
-        for batch in batches()[:ROUNDS]:
+        for batch in batches()[:MEASURED_STEPS]:
             trainer.step(batch)
         return dict(trainer.blocks.modes), dict(trainer.blocks.costs), trainer.blocks.table()
 
@@ -64,7 +64,7 @@ def test_halves_of_a_block_are_measured_and_chosen_each_for_itself() -> None:
     def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, RecomputeCost]]:
         cut = CutOptions(at=("layers.0", "layers.0.second", "layers.1.second"))
         trainer = under(world, plan, cut=cut)
-        for batch in batches()[:ROUNDS]:
+        for batch in batches()[:MEASURED_STEPS]:
             trainer.step(batch)
         return dict(trainer.blocks.modes), dict(trainer.blocks.costs)
 

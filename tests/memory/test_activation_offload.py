@@ -15,7 +15,7 @@ from meshwise import testing
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.activation_offload import ActivationTier, activation_tier
-from meshwise.memory.activation_policy import ROUNDS
+from meshwise.memory.activation_policy import MEASURED_STEPS
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import ActivationTransfers, DiskMover
 from meshwise.memory.swap_file import SwapFile, TierError
@@ -198,7 +198,7 @@ def grown(world: World, plan: str, folder: str) -> int:
     trainer = parallelize(lambda: model(width, layers), plan, loss=measured, world=world, lr=1e-3, options=options)
     x = torch.randn(rows, width)
     trainer.step(x[:16])
-    for _ in range(ROUNDS if "budget" in plan else 0):
+    for _ in range(MEASURED_STEPS if "budget" in plan else 0):
         trainer.step(x)
     before = resident()
     trainer.step(x)

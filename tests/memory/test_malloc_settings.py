@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from meshwise.comm.launch.fork_server import start_context
-from meshwise.memory.malloc_settings import APART, KEPT, keep_freed_memory, set_malloc
+from meshwise.memory.malloc_settings import KEEP_FREED, MAP_SEPARATELY, keep_freed_memory, set_malloc
 
 SIZE = 64 << 20
 
@@ -19,7 +19,7 @@ def pages_of_one_more(environment: dict[str, str], keep: bool, answers: "multipr
     """Take memory twice, freed in between, in a process with such settings: the pages that the second time costs."""
     forget_settings()
     os.environ.update(environment)
-    set_malloc(KEPT if keep else ())
+    set_malloc(KEEP_FREED if keep else ())
     answers.put(pages_of_the_second_time())
 
 
@@ -74,9 +74,9 @@ def bytes_apart(asked: bool, answers: "multiprocessing.SimpleQueue[int]") -> Non
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
     library.mallinfo2.restype = Mallinfo
-    set_malloc(KEPT)  # from here on blocks of any size lie in the heap
+    set_malloc(KEEP_FREED)  # from here on blocks of any size lie in the heap
     if asked:
-        set_malloc(APART)
+        set_malloc(MAP_SEPARATELY)
     before = library.mallinfo2().hblkhd
     library.malloc(ctypes.c_size_t(SIZE // 8))
     answers.put(library.mallinfo2().hblkhd - before)

@@ -15,7 +15,7 @@ from memory.offloaded_model import Blocks, batches, squares
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.cli import train_command as command
 from meshwise.comm.api.rank_lost import RankKilledError
-from meshwise.memory.memory_error import is_shortage
+from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import available_memory as room
@@ -115,7 +115,7 @@ def test_an_out_of_memory_error_of_a_script_has_a_note(
     ],
 )
 def test_what_is_a_shortage_of_memory(error: Exception, *, is_one: bool) -> None:
-    assert is_shortage(error) == is_one
+    assert is_out_of_memory(error) == is_one
 
 
 def test_shortages_and_broken_disks_are_reported_without_a_traceback() -> None:

@@ -51,7 +51,7 @@ def test_a_rehearsal_predicts_the_bytes_on_disk_and_the_staging_buffers_of_a_slo
         for batch in batches()[:2]:
             trainer.step(batch)
         trainer.close()
-        return dict(trainer.tiers.away), trainer.tiers.staged
+        return dict(trainer.tiers.disk_bytes), trainer.tiers.staged
 
     [(away, staged)] = run_threads(1, main)
     rank = rehearsed(f"zero=3 offload={tiers}", options=THREE)

@@ -182,7 +182,7 @@ def test_replayed_values_are_those_of_the_constructor(build: Callable[[], nn.Mod
         assert torch.equal(full, tensor), name
         assert full.requires_grad is False
     assert [p.requires_grad for p in expected.parameters()] == [p.requires_grad for p in source.module.parameters()]
-    source.buffers()
+    source.fill_buffers()
     for (name, tensor), ours in zip(expected.named_buffers(), source.module.buffers(), strict=True):
         assert torch.equal(ours, tensor), name
 
@@ -256,7 +256,7 @@ class Plain(nn.Module):
 
 def test_tensors_in_plain_attributes_get_their_values() -> None:
     source = build_with_values(Plain, seed=0)
-    source.buffers()
+    source.fill_buffers()
     module = source.module
     assert isinstance(module, Plain)
     assert torch.equal(module.mask, torch.tril(torch.ones(2, 2)))

@@ -155,7 +155,7 @@ def test_no_global_generator_is_touched(build: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_shapes_types_and_ties_are_those_of_the_model_itself(build: Callable[[], nn.Module]) -> None:
     source, plain = build_with_values(build, seed=7), build()
-    source.buffers()
+    source.fill_buffers()
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name))
     assert parameter_table(source.module) == parameter_table(plain)
@@ -268,7 +268,7 @@ def test_elements_that_are_never_initialised_are_found_and_named() -> None:
         with pytest.raises(ValueError, match=rf"part\.{name}: {unwritten} of {total} elements are never initialised"):
             source.full(f"part.{name}")
     with pytest.raises(ValueError, match="never initialised"):
-        source.buffers()
+        source.fill_buffers()
 
 
 def test_initialized_values_that_equal_poison_are_accepted() -> None:
@@ -290,7 +290,7 @@ def test_a_model_with_its_values_is_accepted_as_it_is() -> None:
     source = build_with_values(model, seed=7)
     assert not source.deferred
     assert source.module is model
-    source.buffers()
+    source.fill_buffers()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert source.full(name).data_ptr() == tensor.data_ptr()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, kept, normal, uniform
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
 
 CPU = torch.device("cpu")
 WORDS = Distribution(torch.int32, lambda word, out: out.copy_(word))
@@ -26,7 +26,7 @@ def of_extremes(kind: Distribution) -> Tensor:
 
 def signs(shape: tuple[int, ...], *, probability: float, key: int = 7) -> Tensor:
     """A mask, shifted and scaled to mean 0 and variance 1 if it is what it claims to be."""
-    mask = whole(shape, kind=kept(probability), key=key).double()
+    mask = whole(shape, kind=keep_mask(probability), key=key).double()
     return (mask - probability) / math.sqrt(probability * (1 - probability))
 
 
@@ -91,8 +91,8 @@ def test_values_of_bytes_are_all_as_frequent() -> None:
 
 
 def test_probabilities_at_the_ends_keep_all_and_nothing() -> None:
-    assert whole((64, 64), kind=kept(1.0)).all()
-    assert not whole((64, 64), kind=kept(0.0)).any()
+    assert whole((64, 64), kind=keep_mask(1.0)).all()
+    assert not whole((64, 64), kind=keep_mask(0.0)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -32,7 +32,7 @@ from meshwise.bench.collectives import SizeSweep, measure
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.memory.malloc_settings import settle_rank
+from meshwise.memory.malloc_settings import keep_freed_memory_of_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, at
 from meshwise.simulate.cluster_prices import SEND_RECV
@@ -75,7 +75,7 @@ class Calibrated:
 
 def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> Calibrated:
     """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
-    settle_rank(world)  # as a trainer does
+    keep_freed_memory_of_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
     base = _Base(_launch(seconds), _fresh(seconds, effort))

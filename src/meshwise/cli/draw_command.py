@@ -104,7 +104,7 @@ def _draw_cut(words: Sequence[str]) -> None:
     if plan.pp == 1:
         raise JobError(f"the plan '{plan}' has one stage; give one with pp, as in --plan 'pp=4 microbatches=8'")
     source = build_with_values(prepared.model, seed=job.train.seed)
-    source.buffers()
+    source.fill_buffers()
     rows = default_collate([prepared.data.train[0]] * job.train.batch)
     example = CutExample(rows, default_forward, job.model.cut_options)
     cut = cut_source(source, plan=plan, schedule=plan_schedule(plan), example=example, device=torch.device("cpu"))

@@ -13,7 +13,7 @@ from meshwise.comm.api.launch_environment import is_rank
 from meshwise.comm.api.rank_lost import RankKilledError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run, torchrun_line
-from meshwise.memory.memory_error import is_shortage
+from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.fitting_plans import MemoryNeeds, ShortageError, shortage
 from meshwise.train.failure_report import leave_traceback
@@ -56,7 +56,7 @@ def _rank(world: World, job: Job) -> None:
         train(world, job=job)
     except Exception as error:
         leave_traceback(error, world=world)
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         out_of_memory = error
     if out_of_memory is not None:

@@ -143,7 +143,7 @@ class StepInBackward:
             for gradient in bucket.gradients_to_scale(factor):
                 gradient.mul_(factor)
 
-        self._update.arrived(bucket.chunks, ready=ready)
+        self._update.submit(bucket.chunks, ready=ready)
 
 
 def build_update(

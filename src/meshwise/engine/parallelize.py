@@ -142,7 +142,7 @@ def parallelize(
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
     policy = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
     forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
-    task = MicrobatchTask(policy.saved(forward), loss)
+    task = MicrobatchTask(policy.with_offload(forward), loss)
     setting = ParallelSetting(
         plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), policy
     )
@@ -335,7 +335,9 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
         own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
-        stages[index] = LiveStage(stage, *_build_engine(source.part(stage.module), own, recall=recall, stage=place))
+        stages[index] = LiveStage(
+            stage, *_build_engine(source.for_module(stage.module), own, recall=recall, stage=place)
+        )
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.opened}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
@@ -358,7 +360,7 @@ def _agree(source: ParameterSource, world: World) -> None:
     """Copy the first rank's values to all ranks, for a model that every rank holds."""
     if not source.deferred:
         for name, parameter in source.module.named_parameters():
-            value = source.agreed(name, world=world)
+            value = source.broadcast_full(name, world=world)
             source.full(name).copy_(value)
             parameter.detach().copy_(value)
 
@@ -382,7 +384,7 @@ def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomD
 
 def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:
     """Move buffers, whole, to every rank's device; for a module given as it is, with the first rank's values."""
-    source.buffers()
+    source.fill_buffers()
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in source.module.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

@@ -95,7 +95,7 @@ class TrainingSteps:
             finally:
                 if not self.applied:
                     self._before.put_back()
-            if self._policy.blocks.rounds:
+            if self._policy.blocks.steps_to_measure:
                 self._policy.blocks.finish()
         self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
         self._world.flight_recorder.doing = StepPhase.OUTSIDE

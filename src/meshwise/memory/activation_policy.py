@@ -16,13 +16,13 @@ from torch import nn
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock
-from meshwise.memory.recompute_cost import MODES, RecomputeCost, pick
+from meshwise.memory.recompute_cost import MODES, RecomputeCost, choose_modes
 from meshwise.model.blocks import Patterns, partition, select
 from meshwise.model.forward import Forward
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.plan import Plan, PlanError
 
-ROUNDS = 2
+MEASURED_STEPS = 2
 """Steps in which blocks are measured. The first one alone is slow: it warms up."""
 
 ALLOWED: Mapping[str, Sequence[str]] = {
@@ -43,7 +43,7 @@ class RecomputedBlocks:
         self._patterns = patterns
         self._blocks: list[RecomputedBlock] = []
         self._in_flight: dict[str, float] = {}
-        self.rounds = ROUNDS if plan.budget else 0
+        self.steps_to_measure = MEASURED_STEPS if plan.budget else 0
         """Number of steps that are still to be measured."""
         self.costs: dict[str, RecomputeCost] = {}
 
@@ -89,7 +89,7 @@ class RecomputedBlocks:
         for name in names:
             if name in modules and any(True for _ in modules[name].parameters()):
                 block = RecomputedBlock(modules[name], name=parts.get(name, name), mode=mode, recall=recall)
-                block.measures = self.rounds > 0
+                block.measures = self.steps_to_measure > 0
                 self._blocks.append(block)
                 self._in_flight[block.name] = in_flight
 
@@ -98,8 +98,8 @@ class RecomputedBlocks:
 
         Raises PlanError when a budget cannot be met.
         """
-        self.rounds -= 1
-        if self.rounds:
+        self.steps_to_measure -= 1
+        if self.steps_to_measure:
             return
         found: dict[str, RecomputeCost] = {}
         for costs in self._world.exchange({block.name: block.cost for block in self._blocks}):
@@ -110,11 +110,11 @@ class RecomputedBlocks:
         self.costs = {
             name: RecomputeCost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks
         }
-        self.choose(pick(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute]))
+        self.set_modes(choose_modes(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute]))
         for block in blocks.values():
             block.measures = False
 
-    def choose(self, modes: Mapping[str, str]) -> None:
+    def set_modes(self, modes: Mapping[str, str]) -> None:
         """Set the modes of blocks by name, between two steps. Ranks that run the same block must choose the same."""
         for block in self._blocks:
             block.mode = modes.get(block.name, block.mode)
@@ -143,7 +143,7 @@ class ActivationPolicy:
     activations: ActivationTier | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def saved(self, forward: Forward) -> Forward:
+    def with_offload(self, forward: Forward) -> Forward:
         """Return the forward so that it saves activations to their tier."""
         tier = self.activations
         if tier is None:

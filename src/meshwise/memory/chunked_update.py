@@ -10,10 +10,10 @@ optimizer holds the state of everything, as it does with nothing offloaded, and 
 A round is as many chunks as fit a staging buffer. With nothing offloaded there is one round, of everything.
 
 Rounds run when the gradients of all buckets have arrived (`step`). With `early`, the rounds of a bucket run as soon as
-its gradients have, on a separate thread during the backward of the others (`begin`, `arrived`, `finish`). An early
+its gradients have, on a separate thread during the backward of the others (`begin`, `submit`, `finish`). An early
 update runs before it is known whether the step may be applied; `abandon` returns whether one did.
 
-During its update a chunk of the disk lies in one staging buffer, in the order of the file (`ChunkVisit`):
+During its update a chunk of the disk lies in one staging buffer, in the order of the file (`StagedRound`):
 
     buffer     | master | exp_avg | exp_avg_sq | gradient | master | ...        written back: all but the gradients
 """
@@ -58,12 +58,12 @@ class StoredChunk:
     """A chunk, and its tensors on disk: `master`, `narrow`, `gradient`, and the optimizer's state by its keys."""
 
     chunk: UpdateChunk
-    rests: Mapping[str, Tensor]
+    on_disk: Mapping[str, Tensor]
 
     @property
     def bytes(self) -> int:
         """Bytes of the blocks on disk."""
-        return sum(whole_blocks(rest.nbytes) for rest in self.rests.values())
+        return sum(whole_blocks(tensor.nbytes) for tensor in self.on_disk.values())
 
     @property
     def spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
@@ -76,11 +76,11 @@ class StoredChunk:
     def state(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the keys of the state on disk that the optimizer has already made."""
         begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.chunk.slices]
-        own = self.rests.keys() - {"master", "narrow", "gradient"}
-        return [key for key in self.rests if key in own and any(key in keys for keys in begun)]
+        own = self.on_disk.keys() - {"master", "narrow", "gradient"}
+        return [key for key in self.on_disk if key in own and any(key in keys for keys in begun)]
 
 
-class ChunkVisit:
+class StagedRound:
     """Chunks of one round in memory: read on entering, bound to the optimizer by `bring`, written back."""
 
     def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
@@ -102,13 +102,13 @@ class ChunkVisit:
         start = 0
         for one, memory, values in zip(self.round, self._memory, self._values, strict=True):
             written = {"master", "gradient", *one.state(self._optimizer)}
-            for name, rest in one.rests.items():
+            for name, tensor in one.on_disk.items():
                 assert self._buffer is not None
-                memory[name] = self._buffer[start : start + whole_blocks(rest.nbytes)]
-                values[name] = memory[name][: rest.nbytes].view(rest.dtype)
+                memory[name] = self._buffer[start : start + whole_blocks(tensor.nbytes)]
+                values[name] = memory[name][: tensor.nbytes].view(tensor.dtype)
                 start += memory[name].numel()
                 if name in written:
-                    self._reads.append(self._tiers.read(rest, into=memory[name]))
+                    self._reads.append(self._tiers.read(tensor, into=memory[name]))
         return self
 
     @property
@@ -118,11 +118,11 @@ class ChunkVisit:
 
     @property
     def finite(self) -> bool:
-        """True if all gradients are finite; call `bring` first."""
+        """True if all gradients are finite; call `bind_values` first."""
         gradients = [parameter.grad for one in self.round for parameter in one.chunk.slices]
         return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
 
-    def bring(self) -> None:
+    def bind_values(self) -> None:
         """Wait for the reads, and bind the values to the optimizer's parameters. Raises TierError if a read failed."""
         for read in self._reads:
             read.wait()
@@ -151,7 +151,9 @@ class ChunkVisit:
                 # A staging buffer is soon another chunk's.
                 narrow.copy_(values.get("master", one.chunk.master), non_blocking="master" not in values)
             writes += [
-                self._tiers.write(rest, values=memory[name]) for name, rest in one.rests.items() if name in changed
+                self._tiers.write(tensor, values=memory[name])
+                for name, tensor in one.on_disk.items()
+                if name in changed
             ]
         self._transfers = writes
         return writes
@@ -164,9 +166,9 @@ class ChunkVisit:
         for one in self.round:
             for parameter, span in one.spans:
                 parameter.grad = None
-                if "master" in one.rests:
-                    parameter.data = one.rests["master"][span]
-                self._bind(parameter, one.rests, span)
+                if "master" in one.on_disk:
+                    parameter.data = one.on_disk["master"][span]
+                self._bind(parameter, one.on_disk, span)
         self._memory = self._values = [{} for _ in self.round]
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
@@ -203,9 +205,9 @@ class ChunkedUpdate:
         """
         self.optimizer = optimizer
         self._tiers = tiers
-        self._rests: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self._on_disk: dict[nn.Parameter, dict[str, Tensor]] = {}
         together = chunks if early else [list(itertools.chain(*chunks))]
-        self._rounds = {own[0]: list(self._in_rounds(map(self._resting, own))) for own in together if own}
+        self._rounds = {own[0]: list(self._in_rounds(map(self._stored_chunk, own))) for own in together if own}
         self._broken = False
         self._queue = _RoundQueue()
         self._under_way: Future[None] | None = None
@@ -236,7 +238,7 @@ class ChunkedUpdate:
         self._queue = _RoundQueue()
         self._under_way = self._thread.submit(self._update_early, self._queue)
 
-    def arrived(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
+    def submit(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
         """Update the chunks of one bucket on the thread, after `ready` has returned there."""
         self._queue.put(self._rounds[chunks[0]], ready=ready)
 
@@ -291,9 +293,9 @@ class ChunkedUpdate:
 
     def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros for the optimizer's state of a slice, on its tier."""
-        rest = self._rests.get(parameter, {}).get(key)
-        if rest is not None and rest.dtype == dtype:
-            return rest.zero_()
+        stored = self._on_disk.get(parameter, {}).get(key)
+        if stored is not None and stored.dtype == dtype:
+            return stored.zero_()
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     # ---- rounds ------------------------------------------------------------------------------------------------
@@ -308,45 +310,47 @@ class ChunkedUpdate:
         ]
         writes: list[SwapTransfer] = []
         sound = True
-        with ExitStack() as open_visits:
-            ahead: deque[ChunkVisit] = deque()
+        with ExitStack() as open_rounds:
+            ahead: deque[StagedRound] = deque()
             while True:
                 while len(ahead) < 2 and (round_ := queue.next(wait=not ahead)) is not None:
-                    visit = ChunkVisit(round_, optimizer=self.optimizer, tiers=self._tiers)
-                    ahead.append(open_visits.enter_context(visit))
+                    staged = StagedRound(round_, optimizer=self.optimizer, tiers=self._tiers)
+                    ahead.append(open_rounds.enter_context(staged))
                 if not ahead:
                     break
-                visit = ahead.popleft()
-                visit.bring()
-                sound = sound and (self._thread is None or visit.finite)
+                staged = ahead.popleft()
+                staged.bind_values()
+                sound = sound and (self._thread is None or staged.finite)
                 if sound:
                     self._broken = True
                     for group, values in zip(self.optimizer.param_groups, options, strict=True):
                         group.update(values)  # an optimizer may count its steps in the group: rounds are one step
                     began = time.monotonic()
                     self.optimizer.step()
-                    self._tiers.updated(visit.bytes, since=began)
-                    writes += visit.write()
-                visit.leave()
-                for resting in visit.round:
-                    done(resting.chunk)
+                    self._tiers.record_update(staged.bytes, since=began)
+                    writes += staged.write()
+                staged.leave()
+                for one in staged.round:
+                    done(one.chunk)
         for written in writes:
             written.wait()
 
-    def _resting(self, chunk: UpdateChunk) -> StoredChunk:
+    def _stored_chunk(self, chunk: UpdateChunk) -> StoredChunk:
         """Return a chunk with its tensors on disk. Room for the optimizer's state is reserved here."""
         gradient = chunk.gradient() if self._tiers.offload.gradients == "disk" else None
-        rests = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
-        found = {name: rest for name, rest in rests.items() if rest is not None and self._tiers.on_disk(rest)}
+        values = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
+        found = {name: value for name, value in values.items() if value is not None and self._tiers.on_disk(value)}
         if self._tiers.offload.optimizer == "disk":
             for key, dtype in self._kept(chunk).items():
                 found[key] = self._tiers.empty("optimizer", numel=chunk.master.numel(), dtype=dtype)
-        resting = StoredChunk(chunk, found)
-        for parameter, span in resting.spans:
-            self._rests[parameter] = {key: rest[span] for key, rest in found.items() if key not in rests}
+        stored = StoredChunk(chunk, found)
+        for parameter, span in stored.spans:
+            self._on_disk[parameter] = {key: tensor[span] for key, tensor in found.items() if key not in values}
             begun = self.optimizer.state.get(parameter, {})  # Adagrad makes its state when it is built
-            begun.update((key, rest.copy_(begun[key])) for key, rest in self._rests[parameter].items() if key in begun)
-        return resting
+            begun.update(
+                (key, tensor.copy_(begun[key])) for key, tensor in self._on_disk[parameter].items() if key in begun
+            )
+        return stored
 
     def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
         """Return the dtypes of the optimizer's state of a chunk, found by a step over a small parameter."""
@@ -367,10 +371,10 @@ class ChunkedUpdate:
             }
         return kept
 
-    def _in_rounds(self, resting: Iterable[StoredChunk]) -> Iterator[Round]:
+    def _in_rounds(self, chunks: Iterable[StoredChunk]) -> Iterator[Round]:
         """Yield rounds of as many chunks as a staging buffer holds, or one round of all when nothing moves."""
         most, round_ = self._tiers.swap.buffer, list[StoredChunk]()
-        for one in resting:
+        for one in chunks:
             longer = [*round_, one]
             masters = sum(each.chunk.master.nbytes for each in longer)
             if round_ and self._tiers.chunk_limit is not None and max(_bytes(longer), masters) > most:
@@ -413,4 +417,4 @@ class _RoundQueue:
 
 
 def _bytes(round_: Round) -> int:
-    return sum(resting.bytes for resting in round_)
+    return sum(one.bytes for one in round_)

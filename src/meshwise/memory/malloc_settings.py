@@ -26,9 +26,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _MOST = 2**31 - 1
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
 """Values that glibc itself reaches where large tensors are freed."""
-KEPT = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
+KEEP_FREED = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
 """Freed memory is kept."""
-APART = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
+MAP_SEPARATELY = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
 """Every large block has its own mapping, which goes back to the system when it is freed."""
 _ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 
@@ -51,7 +51,7 @@ def set_malloc(options: MallocOptions = ()) -> None:
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
     """Keep freed memory within the block, as a running training does, so that timings are comparable."""
-    set_malloc(KEPT)
+    set_malloc(KEEP_FREED)
     try:
         yield
     finally:
@@ -60,17 +60,17 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """Give large tensors their own mappings within the block, the first step of a rank; then call `settle_rank`."""
-    set_malloc(APART if _keeps(world) else ())
+    """Give each large tensor its own mapping inside the block, the first step; then keep freed memory."""
+    set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield
     finally:
-        settle_rank(world)
+        keep_freed_memory_of_rank(world)
 
 
-def settle_rank(world: World) -> None:
+def keep_freed_memory_of_rank(world: World) -> None:
     """Keep freed memory from now on if this rank is one of several on CPUs: its process only trains."""
-    set_malloc(KEPT if _keeps(world) else ())
+    set_malloc(KEEP_FREED if _keeps(world) else ())
 
 
 def _keeps(world: World) -> bool:

@@ -12,7 +12,7 @@ import torch
 from meshwise.plan import Plan
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that there is no memory left, on the device or in the process."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -27,7 +27,7 @@ def memory_errors_explained(plan: Plan, *, memory: Callable[[], Mapping[str, int
     try:
         yield
     except Exception as error:
-        if is_shortage(error):
+        if is_out_of_memory(error):
             error.add_note(_note(plan, memory()))
         raise
 

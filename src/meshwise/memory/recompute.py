@@ -32,7 +32,7 @@ from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_gen
 from meshwise.memory.changed_inputs import BlockInputs
 from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
 from meshwise.memory.saved_operations import SavedOperations
-from meshwise.model.dispatch_modes import unseen
+from meshwise.model.dispatch_modes import without_modes
 from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 
 
@@ -172,7 +172,7 @@ class _Call:
         self._tape = ReplayTape()
         self._needed = 0
         self._slots: list[weakref.ref[_Slot]] = []
-        self._state = block.recall.here()
+        self._state = block.recall.snapshot()
         self._torch_state = _torch_state()
         self._inputs = _Inputs(args, kwargs, block=block.name)
         self._containers = BlockInputs(args, kwargs)
@@ -230,7 +230,7 @@ class _Call:
         play = recall.playing(self._tape) if self._selective else recall.suspended()
         restored = (self._block.repeated(self._statistics), self._containers.as_before())
         with contextlib.ExitStack() as stack:
-            for context in (torch.enable_grad(), self._torch_state(), recall.at(self._state), play, *restored):
+            for context in (torch.enable_grad(), self._torch_state(), recall.restored(self._state), play, *restored):
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(SavedOperations(recall))
@@ -378,7 +378,7 @@ def sample_of(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.is_meta or tensor.dtype == torch.uint8:
         return None
-    with unseen():
+    with without_modes():
         values, count = tensor.detach(), tensor.numel()
         if count <= _ELEMENTS:
             return values.flatten().clone()

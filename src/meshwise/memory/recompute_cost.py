@@ -43,7 +43,7 @@ class RecomputeCost:
         )
 
 
-def pick(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
+def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
     """Return a mode for every block, so that all blocks keep at most `budget` bytes and recompute little.
 
     At first every block keeps least. Then the block that saves most seconds a byte keeps more, as long as that fits.

@@ -69,7 +69,7 @@ class Tiers:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
         """Receives each staging buffer when it is made, on its first use."""
-        self.away: Counter[str] = Counter()
+        self.disk_bytes: Counter[str] = Counter()
         """Bytes on disk, by what they are."""
         self._largest = 0
         self._round = BLOCK
@@ -131,7 +131,7 @@ class Tiers:
         """
         if getattr(self.offload, what) == "disk":
             assert self.file is not None
-            self.away[what] += numel * dtype.itemsize
+            self.disk_bytes[what] += numel * dtype.itemsize
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
@@ -146,7 +146,7 @@ class Tiers:
         return dict(total)
 
     @property
-    def resting(self) -> Sequence[Tensor]:
+    def disk_tensors(self) -> Sequence[Tensor]:
         """Tensors on disk in a rehearsal."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
@@ -159,7 +159,7 @@ class Tiers:
         """The reads and writes of the last steps, and their updates on the CPU."""
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
-    def updated(self, size: int, *, since: float) -> None:
+    def record_update(self, size: int, *, since: float) -> None:
         """Record an update of `size` bytes that began at `since`, a time of `time.monotonic`."""
         if self._updates_on_cpu:
             self._updates.append(MovedChunk("update", size, since, time.monotonic()))

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.construction_replay import CPU, ConstructionOperation, ConstructionRecord, storage
-from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
+from meshwise.model.dispatch_modes import TorchDispatchMode, without_modes
 
 META = torch.device("meta")
 
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
 
 def _values(record: ConstructionRecord, tree: Any) -> Any:
     """Return the tree with tensors that have values in place of its meta tensors."""
-    with unseen():
+    with without_modes():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
@@ -208,7 +208,7 @@ class _CpuPretence(TorchFunctionMode):
             return self._skips_to_record(sys._getframe(1)) or self._answers[func]
         if func in self._readers and self._record.knows(args[0]):
             values = _values(self._record, args[0].detach())
-            with unseen():
+            with without_modes():
                 return func(values, *args[1:], **kwargs)
         if func is Tensor.new_tensor and self._record.knows(args[0]):
             data, kwargs = args[1], {"dtype": args[0].dtype, **kwargs, "device": CPU}
@@ -231,7 +231,7 @@ class _CpuPretence(TorchFunctionMode):
             return False
         names = ("tensor", "mean", "std", "a", "b")
         tensor, *bounds = (asker.f_locals[name] for name in names)
-        with torch._C.DisableTorchFunction(), unseen():
+        with torch._C.DisableTorchFunction(), without_modes():
             view = tensor.detach()
         self._record.add(
             ConstructionOperation(

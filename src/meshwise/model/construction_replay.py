@@ -95,7 +95,7 @@ class ConstructionRecord:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
 
-    def settle(self, wanted: Sequence[Tensor], *, name: str) -> None:
+    def name_draws(self, wanted: Sequence[Tensor], *, name: str) -> None:
         """Name the random numbers that `wanted` depends on after the tensor `name`, if they have no name yet."""
         for index in self._needed(wanted):
             if self._operations[index].random and index not in self._streams:
@@ -108,7 +108,7 @@ class ConstructionRecord:
         Memory that was never written reads as NaN, as the largest value of an integer type, or as True.
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.settle(wanted, name=CONSTRUCTION)
+            self.name_draws(wanted, name=CONSTRUCTION)
             indices = self._needed(wanted)
             memory = self._start(indices, wanted)
             returned = {storage(t) for t in wanted}

@@ -19,7 +19,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Axes, World
 from meshwise.model.construction_record import recording
 from meshwise.model.construction_replay import ConstructionRecord
-from meshwise.model.module_copy import carry_hooks, copied
+from meshwise.model.module_copy import carry_hooks, copy_modules
 from meshwise.model.parameter_table import ParameterRow, check_readable
 
 
@@ -43,7 +43,7 @@ class ParameterSource:
                 )
             self._tensors[name] = tensor.detach()
             if record and tensor.is_meta:
-                record.settle([tensor], name=name)
+                record.name_draws([tensor], name=name)
 
     def full(self, name: str) -> Tensor:
         """Return the full values of a parameter or buffer, under any of its names.
@@ -64,7 +64,7 @@ class ParameterSource:
             )
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
 
-    def agreed(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
+    def broadcast_full(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
         """Return the full values; if every rank holds the model, the first rank's, sent along `axes` (default: all).
 
         Every rank along `axes` asks for the same names in the same order.
@@ -83,13 +83,13 @@ class ParameterSource:
         world.broadcast(staged, axes=world.mesh.names if axes is None else axes).wait()
         return staged
 
-    def part(self, module: nn.Module) -> "ParameterSource":
+    def for_module(self, module: nn.Module) -> "ParameterSource":
         """Return the source for `module`, which has some of the parameters under the same names, on the meta device."""
         part = copy.copy(self)
         part.module, part.deferred = module, True
         return part
 
-    def buffers(self) -> None:
+    def fill_buffers(self) -> None:
         """Compute the buffers and the tensors in plain attributes, and put them into the module, on the CPU.
 
         Raises ValueError as `full` does.
@@ -137,7 +137,7 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Param
         check_readable(model)
         every = [model, *(part for _, part in _unregistered(model))]
         tensors_ = (tensor for part in every for _, tensor in _named_tensors(part))
-        module = copied(model, tensors={tensor: without_values(tensor) for tensor in tensors_})
+        module = copy_modules(model, tensors={tensor: without_values(tensor) for tensor in tensors_})
     else:
         module = build_with_values(model, seed=seed).module
     return ParameterSource(module, record=None, shapes_only=True)

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["TorchDispatchMode", "asked_for", "in_backward", "unseen"]
+__all__ = ["TorchDispatchMode", "in_backward", "needed_gradients", "without_modes"]
 
 
 def in_backward() -> bool:
@@ -15,7 +15,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def asked_for(ctx: Any) -> tuple[bool, ...]:
+def needed_gradients(ctx: Any) -> tuple[bool, ...]:
     """Return whether the running backward asks an autograd function for the gradient of each argument.
 
     In one part of a split backward it does not ask for all that `needs_input_grad` names.
@@ -31,7 +31,7 @@ def _runs(node: Node) -> bool:
         return True
 
 
-def unseen() -> contextlib.AbstractContextManager[None]:
+def without_modes() -> contextlib.AbstractContextManager[None]:
     """Hide operations within the block from dispatch modes: they are not part of the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden

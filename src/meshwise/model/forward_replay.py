@@ -23,11 +23,11 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 class RememberedState(Protocol):
     """State that a forward reads and that changes from one forward to the next."""
 
-    def here(self) -> Any:
+    def snapshot(self) -> Any:
         """Return the state as it is now."""
 
-    def at(self, place: Any) -> contextlib.AbstractContextManager[None]:
-        """Restore the state that `here` returned as `place` inside the block."""
+    def restored(self, place: Any) -> contextlib.AbstractContextManager[None]:
+        """Restore the state that `snapshot` returned as `place` inside the block."""
 
 
 class ReplayTape:
@@ -60,19 +60,19 @@ class ForwardReplay:
         self._remembered: list[RememberedState] = []
 
     def remember(self, state: RememberedState) -> None:
-        """Let `at` restore this state too."""
+        """Let `restored` restore this state too."""
         self._remembered.append(state)
 
-    def here(self) -> list[Any]:
+    def snapshot(self) -> list[Any]:
         """Return every remembered state as it is now."""
-        return [state.here() for state in self._remembered]
+        return [state.snapshot() for state in self._remembered]
 
     @contextlib.contextmanager
-    def at(self, places: list[Any]) -> Iterator[None]:
-        """Restore every remembered state, as `here` returned them, inside the block."""
+    def restored(self, places: list[Any]) -> Iterator[None]:
+        """Restore every remembered state, as `snapshot` returned them, inside the block."""
         with contextlib.ExitStack() as stack:
             for state, place in zip(self._remembered, places, strict=True):
-                stack.enter_context(state.at(place))
+                stack.enter_context(state.restored(place))
             yield
 
     def keeping(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
+from meshwise.model.dispatch_modes import TorchDispatchMode, without_modes
 
 aten = torch.ops.aten
 
@@ -18,13 +18,13 @@ _LABELS: Mapping[Any, int] = MappingProxyType({aten.nll_loss_forward: 1, aten.nl
 """Operations with labels, and the place of the labels among their arguments."""
 
 
-def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_on_meta(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operation on meta tensors. Raises what torch raises."""
     if _is_update(func):
         return None
     place = _LABELS.get(func._overloadpacket)
     if place is not None and args[place].dtype == torch.uint8:  # devices take bytes, meta tensors do not
-        with unseen():
+        with without_modes():
             args = (*args[:place], args[place].long(), *args[place + 1 :])
     if func is aten._grouped_mm.default and args[0].dtype == args[1].dtype != torch.bfloat16:
         return _grouped(*args[:2], *args[2:3], **kwargs)
@@ -34,14 +34,14 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class MetaKernels(TorchDispatchMode):
-    """Mode that runs operations on meta tensors by `computed`."""
+    """Mode that runs operations on meta tensors by `run_on_meta`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any(one.is_meta for one in tensors((args, kwargs))):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return computed(func, args=args, kwargs=kwargs)
+            return run_on_meta(func, args=args, kwargs=kwargs)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:

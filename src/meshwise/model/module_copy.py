@@ -9,7 +9,7 @@ from torch import Tensor, nn
 _CONTAINERS = (OrderedDict, dict, set)
 
 
-def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
+def copy_modules(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
     """Return a copy of the modules with the values of `tensors` in place of its keys; other tensors are copied.
 
     `copy.deepcopy` alone takes ten milliseconds for a dozen blocks, most of it for their empty dictionaries of hooks.
@@ -24,7 +24,7 @@ def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def duplicate(model: nn.Module) -> nn.Module:
+def copy_with_hooks(model: nn.Module) -> nn.Module:
     """Return a deep copy of the model with the hooks of its parameters, which `deepcopy` drops."""
     made = copy.deepcopy(model)
     for old, new in zip(model.parameters(), made.parameters(), strict=True):

@@ -78,7 +78,7 @@ def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, T
     return rows.flatten(), column
 
 
-def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution:
+def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution:
     """Return the distribution of a mask: True (or 1) with `probability`, to within 2^-32."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):

@@ -37,7 +37,7 @@ from meshwise.comm.api.streams import generator_states, restore_generators, stre
 from meshwise.model.random_bits import IndexBlock
 from meshwise.model.random_interception import RandomInterception
 
-DRAWING = (
+DRAWING_MODULES = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.MultiheadAttention, nn.RReLU, nn.RNNBase, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
 )
@@ -87,10 +87,10 @@ class ActivationRegion:
     shares: int = 0
 
 
-Place: TypeAlias = tuple["_Frame", ActivationRegion]
-"""A point of a forward; see `RandomDraws.here`."""
+DrawState: TypeAlias = tuple["_Frame", ActivationRegion]
+"""A point of a forward; see `RandomDraws.snapshot`."""
 
-Points: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
+RegionStarts: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
 """Modules by name, each with a function that returns the region that begins there."""
 
 
@@ -140,8 +140,8 @@ class RandomDraws:
         module: nn.Module,
         *,
         seed: int,
-        before: Points | None = None,
-        after: Points | None = None,
+        before: RegionStarts | None = None,
+        after: RegionStarts | None = None,
         local: bool = False,
     ) -> None:
         self.local = local
@@ -210,12 +210,12 @@ class RandomDraws:
             handle.remove()
         self._handles = []
 
-    def here(self) -> Place:
+    def snapshot(self) -> DrawState:
         """Return the point that the forward has reached."""
         return self._stack[-1].copied(), self._region
 
     @contextlib.contextmanager
-    def at(self, place: Place) -> Iterator[None]:
+    def restored(self, place: DrawState) -> Iterator[None]:
         """Repeat the draws from `place` on inside the block, for the present samples."""
         before = self._stack, self._region
         self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
@@ -332,7 +332,7 @@ class RandomDraws:
 def _never_draws(module: nn.Module) -> bool:
     """Return whether a module is torch's own, has no modules inside, and draws nothing."""
     own = type(module).__module__.startswith("torch.nn.")
-    return own and not isinstance(module, DRAWING) and next(module.children(), None) is None
+    return own and not isinstance(module, DRAWING_MODULES) and next(module.children(), None) is None
 
 
 def _samples_first(module: nn.Module) -> bool | None:

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, kept, normal, uniform
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
 
 _NAMES = """
     dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout
@@ -125,7 +125,7 @@ class RandomInterception(ForwardAndBackwardMode):
             return functional.dropout(input, p, training, inplace)
         self._replacement.scores = False
         with torch._C.DisableTorchFunction():
-            keep = self._replacement.draw(input.shape, kept(1.0 - p), input.device)
+            keep = self._replacement.draw(input.shape, keep_mask(1.0 - p), input.device)
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
         return kept_input.mul_(1.0 / (1.0 - p))
 
@@ -199,14 +199,14 @@ class _DrawReplacement(TorchDispatchMode):
         match name, given:
             case "native_dropout", {"input": Tensor() as input, "p": p, "train": train}:
                 p = p if train is None or train else 0.0
-                keep = self.draw(input.shape, kept(1.0 - p), input.device)
+                keep = self.draw(input.shape, keep_mask(1.0 - p), input.device)
                 return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 1.0), keep
             case "bernoulli_", {"self": Tensor() as target, "p": Tensor() as p}:
                 return target.copy_(self._bernoulli(p.expand_as(target)))
             case "bernoulli_", {"self": Tensor() as target, "p": p}:
-                return self._filled(target, kept(p, dtype=target.dtype))
+                return self._filled(target, keep_mask(p, dtype=target.dtype))
             case "bernoulli", {"self": Tensor() as like, "p": p}:
-                return self.draw(like.shape, kept(p, dtype=like.dtype), like.device)
+                return self.draw(like.shape, keep_mask(p, dtype=like.dtype), like.device)
             case "bernoulli", {"self": Tensor() as p}:
                 return self._bernoulli(p).to(p.dtype)
             case "uniform_", {"self": Tensor() as target, "from": low, "to": high}:

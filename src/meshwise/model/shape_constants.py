@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.dispatch_modes import TorchDispatchMode, in_backward, unseen
+from meshwise.model.dispatch_modes import TorchDispatchMode, in_backward, without_modes
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ class ShapeConstants(TorchDispatchMode):
         self._values = WeakTensorKeyDictionary()
         self._places: set[int] = set()
         self._drawn = WeakTensorKeyDictionary()
-        with unseen():
+        with without_modes():
             for bare, values in given:
                 self._note(bare, values.clone(), by_batch=True)  # the model may write to them
 
@@ -146,7 +146,7 @@ class ShapeConstants(TorchDispatchMode):
         """Return the result of the operation on the known values."""
         if func._overloadpacket in _NEW:
             args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
-        with unseen():
+        with without_modes():
             return func(*self._valued(args), **self._valued(kwargs))
 
     def _valued(self, given: Any) -> Any:
@@ -177,7 +177,7 @@ class ShapeConstants(TorchDispatchMode):
                 found.append(one)
                 continue
             self.asked |= mask.by_batch
-            with unseen():
+            with without_modes():
                 places = mask.values.nonzero().unbind(1)
             found += [self._keep(place, by_batch=mask.by_batch) for place in places]
         return found

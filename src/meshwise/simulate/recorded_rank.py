@@ -92,7 +92,8 @@ class RehearsedRank:
                 saved = 0 if trainer.activations is None else trainer.activations.mover.peak
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
-        tiers, on_gpu, sizes = self.plan.tiers, self.device == "cuda", {**trainer.tiers.away, "activations": saved}
+        tiers, on_gpu = self.plan.tiers, self.device == "cuda"
+        sizes = {**trainer.tiers.disk_bytes, "activations": saved}
         return Tape(
             index,
             build[0],
@@ -107,7 +108,7 @@ class RehearsedRank:
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
         """Return the bytes on each tier of the plan; `saved` is the size of one micro-batch's activations."""
         away: Counter[str] = Counter()
-        for what, size in trainer.tiers.away.items():
+        for what, size in trainer.tiers.disk_bytes.items():
             away[getattr(self.plan.tiers, what)] += size
         if saved:
             kept, stages = in_flight(trainer.schedule), trainer.schedule.stages_of(trainer.world.group("pp").index)
@@ -147,7 +148,7 @@ def _played(plan: Plan, device: Device) -> Plan:
 
 def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
     """Count what there is before the first step, and follow what grows and shrinks in a step."""
-    for tensor in trainer.tiers.resting:
+    for tensor in trainer.tiers.disk_tensors:
         recorder.ignore(tensor)
     staged = functools.partial(recorder.watch, category=Category.STAGING)
     trainer.tiers.on_new_buffer = recorder.ignore if on_gpu else staged  # a GPU's are in the host's memory

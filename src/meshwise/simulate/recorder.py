@@ -26,8 +26,8 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import FlightRecorder
 from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.comm.shared_memory.segment import KEPT, fits
-from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
-from meshwise.model.meta_kernels import computed
+from meshwise.model.dispatch_modes import TorchDispatchMode, without_modes
+from meshwise.model.meta_kernels import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.schedules.action import COMPUTE, Action
@@ -97,7 +97,7 @@ class Recorder:
 
     def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
         """Return a tensor in shared memory; it reuses the slab of a freed tensor where one fits."""
-        with unseen():
+        with without_modes():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
         if fitting is not None:
@@ -207,7 +207,7 @@ class OperationRecorder(TorchDispatchMode):
             )
             self._recorder.ran(known.operation, output=made)
             return made[0] if known.single else made
-        output = computed(func, args=args, kwargs=kwargs)
+        output = run_on_meta(func, args=args, kwargs=kwargs)
         cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
         self._recorder.ran(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
@@ -340,7 +340,7 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
         return True
     q, k, v = (torch.empty(1, t.size(1), 2, t.size(3), dtype=t.dtype, device="cpu") for t in (query, key, value))
     mask = None if given["attn_mask"] is None else torch.empty(2, 2, dtype=given["attn_mask"].dtype, device="cpu")
-    with torch._C.DisableTorchFunction(), unseen():
+    with torch._C.DisableTorchFunction(), without_modes():
         choice: int = torch._fused_sdp_choice(
             q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
         )

@@ -24,7 +24,7 @@ from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.full_parameter_access import WholeParameters
-from meshwise.model.module_copy import duplicate
+from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.optim.flat_optimizer import needs_whole
@@ -129,8 +129,8 @@ class ReferenceRun:
 
 def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """Return the model with all its values on the CPU, initialized as under every plan; a module is copied."""
-    source = build_with_values(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
-    source.buffers()
+    source = build_with_values(copy_with_hooks(model) if isinstance(model, nn.Module) else model, seed=seed)
+    source.fill_buffers()
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name).detach().clone())
     return source.module

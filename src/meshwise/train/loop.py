@@ -35,7 +35,7 @@ from meshwise.engine.measure_steps import StepMeasurement, measure
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.memory_error import is_shortage
+from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.plan import Plan
 from meshwise.simulate.fitting_plans import ShortageError
 from meshwise.train.dataset import length, read
@@ -101,7 +101,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
             return _Run(trainer, prepared, folder, events, memory_before=memory_before).run(start)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
-        if is_shortage(error):
+        if is_out_of_memory(error):
             raise ShortageError(str(error), used=trainer.memory()) from error
         raise
     finally:

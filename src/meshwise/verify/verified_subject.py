@@ -12,7 +12,7 @@ from meshwise.base.tensor_tree import map_tensors
 from meshwise.data_parallel.batch_norm_statistics import batch_norms
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss, default_forward
-from meshwise.model.module_copy import duplicate
+from meshwise.model.module_copy import copy_with_hooks
 from meshwise.precision.dtype_policy import Precision
 from meshwise.precision.loss_scale import LossScale
 from meshwise.testing.reference_run import ReferenceRun
@@ -54,7 +54,7 @@ class VerifiedSubject:
         """Return the model in the dtype and mode of the comparison; a module is copied, since training changes it."""
 
         def build() -> nn.Module:
-            module = duplicate(self.model) if isinstance(self.model, nn.Module) else self.model()
+            module = copy_with_hooks(self.model) if isinstance(self.model, nn.Module) else self.model()
             if self.evaluating:
                 module.eval()
             return module if self.dtype is None else module.to(self.dtype)

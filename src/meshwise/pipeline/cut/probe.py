@@ -28,7 +28,7 @@ from meshwise.memory.malloc_settings import keep_freed_memory
 from meshwise.model.blocks import GatheredModule, Patterns, partition
 from meshwise.model.deferred_init import without_values
 from meshwise.model.meta_kernels import MetaKernels
-from meshwise.model.module_copy import copied
+from meshwise.model.module_copy import copy_modules
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.block_entry import inner_modules, is_repeated
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
@@ -138,8 +138,8 @@ def _run(
     """Return the result of one run."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = has_no_values(model)
-    watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
-    shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
+    watched = copy_modules(model, tensors={parameter: parameter for parameter in model.parameters()})
+    shadow = copy_modules(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}

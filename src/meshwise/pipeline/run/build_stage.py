@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from meshwise.model.deferred_init import without_values
-from meshwise.model.module_copy import copied
+from meshwise.model.module_copy import copy_modules
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.remote_parameter import RemoteParameter
 from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
@@ -14,7 +14,8 @@ from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageR
 
 def model_without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device."""
-    return copied(model, tensors={tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())})
+    own = (*model.parameters(), *model.buffers())
+    return copy_modules(model, tensors={tensor: without_values(tensor) for tensor in own})
 
 
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
@@ -35,7 +36,7 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
     """Return a copy of the model in which the pieces of other stages have no parameters."""
     contents = cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
-    module = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
+    module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     pieces = {name: module.get_submodule(name) for name in contents.modules}
     modules = [pieces[name] for name in contents.modules]
     route = StageRoute(contents.keys, modules=modules, start=contents.start, stop=contents.stop)

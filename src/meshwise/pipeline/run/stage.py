@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.dispatch_modes import unseen
+from meshwise.model.dispatch_modes import without_modes
 from meshwise.model.forward import StageForwardLeft
 from meshwise.pipeline.cut.meta_values import sizes_known
 from meshwise.pipeline.cut.module_hooks import PieceBackwardHooks
@@ -149,14 +149,14 @@ class StageRun:
         if not self.repeats:
             raise StageForwardLeft
 
-    def here(self) -> Place:
-        """Return the point of the forward that the model is at (see `meshwise.model.forward_replay.Remembered`)."""
+    def snapshot(self) -> Place:
+        """Return the point that the forward has reached, for `restored` (`model.forward_replay.RememberedState`)."""
         return self.open, self.position, self.received
 
     @contextlib.contextmanager
-    def at(self, place: Place) -> Iterator[None]:
+    def restored(self, place: Place) -> Iterator[None]:
         """Run a block again inside, from this point on."""
-        left, repeated = self.here(), self.repeats
+        left, repeated = self.snapshot(), self.repeats
         (self.open, self.position, self.received), self.repeats = place, True
         try:
             yield
@@ -259,7 +259,7 @@ class PieceForward:
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
                 # A norm over the batch of all ranks would ask the others.
-                with torch.no_grad(), torch._C.DisableTorchFunction(), unseen(), sizes_known():
+                with torch.no_grad(), torch._C.DisableTorchFunction(), without_modes(), sizes_known():
                     self._shapes[asked] = self._crossing.width.ask(
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
                     )

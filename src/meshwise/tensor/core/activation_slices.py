@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import nn
 
 from meshwise.layout.layout import Layout
-from meshwise.model.random_draws import ActivationRegion, DimSlice, Points
+from meshwise.model.random_draws import ActivationRegion, DimSlice, RegionStarts
 from meshwise.plan import Plan
 from meshwise.tensor.core.linear import Projection, ShardedLinear
 from meshwise.tensor.core.part import Part

@@ -40,7 +40,7 @@ from torch.nn import functional
 from meshwise.base.mesh import even_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.model.dispatch_modes import asked_for
+from meshwise.model.dispatch_modes import needed_gradients
 from meshwise.model.forward_replay import ForwardReplay, same_memory
 
 Finish: TypeAlias = Callable[[], Tensor]
@@ -240,7 +240,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         operation: MatmulCollectives = ctx.operation
         x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
-        for_x, for_w, for_bias = asked_for(ctx)[:3]
+        for_x, for_w, for_bias = needed_gradients(ctx)[:3]
         arriving = _gather(_there(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.regather(x())
         wanted = whole if for_w else None, weight() if for_x else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwise.comm.api.world import World
-from meshwise.model.dispatch_modes import asked_for
+from meshwise.model.dispatch_modes import needed_gradients
 from meshwise.tensor.core.part import Norm
 from meshwise.tensor.core.scheme import Axes
 from meshwise.tensor.core.split_context import BoundToRank
@@ -89,7 +89,7 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         normalised, scale, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = asked_for(ctx)[:3]
+        for_x, for_weight, for_bias = needed_gradients(ctx)[:3]
         g = dy if weight is None or not for_x else dy * weight
         dx = _start_dx(g, normalised=normalised, scale=scale, split=ctx.split) if for_x else None
         over = tuple(range(dy.dim() - 1))  # while the means arrive
