@@ -1,1 +1,1 @@
-"""Offload state and activations to tiers (CPU, disk), and recompute activations; see docs/memory.md."""
+"""Offload training state and activations to CPU memory or disk, and recompute activations; see docs/memory.md."""

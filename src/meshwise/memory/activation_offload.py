@@ -1,18 +1,19 @@
 """Move the tensors that a forward saves for its backward to the CPU or to disk.
 
-Most of what a forward saves is asked for much later, in the reverse order. So it can leave the device while the forward
-continues, and return before the backward needs it:
+The backward needs most saved tensors much later, and in reverse order. So a tensor can leave the device while the
+forward continues, and return before the backward needs it:
 
     forward    save a │ save b │ save c │ …        backward    … │ needs c │ needs b │ needs a
     out           └a out──┘└b out──┘                back          b back ──┘└ a back ──┘
 
-    cpu     from a GPU to pinned memory of the host and back, on a separate stream (torch's `save_on_cpu` copies on
-            the stream that computes, which waits for every copy). A rank that computes on the CPU has them there.
-    disk    through a few aligned buffers into the file of the tier, by its threads; pinned ones when there is a GPU
+    tier    path of a tensor
+    cpu     from the GPU to pinned memory of the host and back, on a separate CUDA stream. (torch's `save_on_cpu`
+            copies on the compute stream, which then waits for every copy.) Nothing moves if the CPU computes.
+    disk    through a few aligned buffers into the swap file, by the file's threads; with a GPU the buffers are pinned
 
-A whole storage moves once for all tensors in it (queries, keys and values are three views of one product). It returns
-with the same bytes under the same strides. Parameters, buffers and small tensors stay. Under recomputation what is
-saved are the blocks' inputs, and those move.
+A storage moves once for all saved tensors in it: queries, keys and values are three views of one product. It returns
+with the same bytes, and its tensors with the same strides. Parameters, buffers and small tensors stay. A recomputed
+block saves only its inputs, so only these inputs move.
 """
 
 import contextlib
@@ -38,20 +39,21 @@ from meshwise.memory.storage_movers import (
 from meshwise.memory.swap_file import SwapFile
 
 _LARGEST_RATIO = 8
-"""A storage that is more than this many times larger than the saved view of it is not moved."""
+"""A storage stays on the device if it is more than this many times larger than the saved view of it."""
 
 
 class ActivationTier:
-    """The tier of one rank's activations."""
+    """Tier to which one rank moves the activations that autograd saves."""
 
     def __init__(self, tier: str, *, mover: StorageMover, transfers: ActivationTransfers) -> None:
+        """`tier`: `cpu` or `disk`. `mover` moves storages there; `transfers` are its limits."""
         self.tier = tier
         self.mover = mover
         self._transfers = transfers
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Move what a forward of `model` saves inside the block; parameters and buffers stay."""
+        """Move the tensors that a forward of `model` saves inside the block; parameters and buffers stay."""
         saved = _SavedTensors(self.mover, model, self._transfers)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
@@ -59,7 +61,7 @@ class ActivationTier:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor whose storage is away."""
+    """A saved tensor whose storage has left the device: the storage, and the tensor's view of it."""
 
     parked: ParkedStorage
     dtype: torch.dtype
@@ -69,7 +71,7 @@ class _View:
 
 
 class _SavedTensors:
-    """Tensors that one forward has saved, in order."""
+    """Pack and unpack hooks of one forward's saved tensors; `before` links their storages in the order of saving."""
 
     def __init__(self, mover: StorageMover, model: nn.Module, transfers: ActivationTransfers) -> None:
         self._mover, self._model, self._transfers = mover, model, transfers
@@ -78,7 +80,7 @@ class _SavedTensors:
         self._last: weakref.ref[ParkedStorage] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return what autograd keeps in place of a tensor that it saves."""
+        """Return the object that autograd keeps for a saved tensor: a `_View`, or the tensor if it stays."""
         if not self._moves(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
@@ -93,7 +95,7 @@ class _SavedTensors:
         return _View(parked, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
-        """Return the tensor that autograd saved."""
+        """Return the saved tensor for the object that `pack` returned, and start to bring back the next storages."""
         if isinstance(saved, Tensor):
             return saved
         values = saved.parked.fetch(ahead=self._transfers.ahead)
@@ -112,7 +114,7 @@ class _SavedTensors:
         return not self._is_the_models(storage._cdata)
 
     def _is_the_models(self, storage: int) -> bool:
-        """Return whether a storage holds parameters or buffers. Gathered parameters are in another one each time."""
+        """Return whether a storage holds parameters or buffers. Each gather puts parameters into a new storage."""
         if storage in self._own:
             return True
         found = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
@@ -123,9 +125,10 @@ class _SavedTensors:
 def activation_tier(
     tier: str, *, device: torch.device, swap: SwapConfig, transfers: ActivationTransfers
 ) -> ActivationTier | None:
-    """Return the tier of a plan's activations, or None where they stay: a CPU's are on the CPU already.
+    """Return the object that moves activations to `tier`, or None if they stay on the device.
 
-    Raises TierError for a disk that cannot be written to.
+    `tier`: `device`, `cpu` or `disk`. The tier `cpu` moves nothing if `device` is no GPU. `swap` configures the swap
+    file. Raises TierError if no swap file can be made.
     """
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None

@@ -1,8 +1,8 @@
-"""Choose which blocks are recomputed, and the tier of the other activations.
+"""Choose how each block's activations are recomputed under a memory budget, and apply the tier of activations.
 
-A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory,
-and measures what it would keep and save in the other modes. Then each block is given its mode, the same on every rank
-that runs the block. No mode changes a number, so these steps count like all others.
+A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory.
+Meanwhile each block measures the bytes and seconds of every mode. Then each block gets its mode, the same mode on every
+rank that runs the block. No mode changes a number, so these steps train like all others.
 """
 
 import contextlib
@@ -23,39 +23,41 @@ from meshwise.model.forward_replay import ForwardReplay
 from meshwise.plan import Plan, PlanError
 
 MEASURED_STEPS = 2
-"""Steps in which blocks are measured. The first one alone is slow: it warms up."""
+"""Number of first steps in which blocks are measured. Two, because the first step is slow: it warms up."""
 
 ALLOWED: Mapping[str, Sequence[str]] = {
     "none": MODES,
     "selective": ("none", "selective"),
     "full": ("none", "full"),
 }
-"""What a budget may choose, by the plan's `recompute`."""
+"""The modes that a budget may choose for a block, by the plan's `recompute`; see `recompute_cost.MODES`."""
 
 
 class RecomputedBlocks:
-    """The blocks of one rank that are or may be recomputed."""
+    """The blocks of one rank that are recomputed, or may be under the plan's budget."""
 
     def __init__(self, plan: Plan, *, world: World, patterns: Patterns = ()) -> None:
-        """`patterns` name the modules that are recomputed as one; by default they are the model's blocks."""
+        """`patterns`: names of the modules to recompute, each as a whole; by default the model's blocks."""
         self._plan = plan
         self._world = world
         self._patterns = patterns
         self._blocks: list[RecomputedBlock] = []
         self._in_flight: dict[str, float] = {}
         self.steps_to_measure = MEASURED_STEPS if plan.budget else 0
-        """Number of steps that are still to be measured."""
+        """Number of coming steps in which blocks are still measured."""
         self.costs: dict[str, RecomputeCost] = {}
+        """Measured costs of this rank's blocks, by block name; empty until the last measured step."""
 
     @property
     def modes(self) -> dict[str, str]:
-        """The mode of every block, by name."""
+        """Present mode of every block (`none`, `selective` or `full`), by block name."""
         return {block.name: block.mode for block in self._blocks}
 
     def names(self, module: nn.Module) -> list[str]:
-        """Return the names of the modules of a whole model to recompute; none when the plan recomputes nothing.
+        """Return the names of the modules to recompute in the whole model `module`.
 
-        Raises PlanError for a model without blocks.
+        The list is empty if the plan neither recomputes nor has a budget. Raises PlanError for a model without blocks,
+        and ValueError for a pattern that matches no module.
         """
         if self._plan.recompute == "none" and not self._plan.budget:
             return []
@@ -81,8 +83,11 @@ class RecomputedBlocks:
     ) -> None:
         """Recompute the blocks `names` of `module`, the part of the model that this rank runs.
 
+        Names that `module` lacks, and modules without parameters, are skipped.
+
+        | recall      restores the forward's state when a block is repeated, and replays its kept results
         | in_flight   number of micro-batches whose activations a block keeps at most
-        | parts       other names for blocks of which `module` runs only a part: each has its own cost
+        | parts       by block name, another name for a block of which `module` runs only a part, with its own cost
         """
         modules = dict(module.named_modules())
         mode = "full" if self._plan.budget else self._plan.recompute
@@ -94,9 +99,9 @@ class RecomputedBlocks:
                 self._in_flight[block.name] = in_flight
 
     def finish(self) -> None:
-        """Count a finished step, and choose the modes after the last measured one. Every rank calls it.
+        """Count a measured step; after the last one exchange the costs, and choose and set the modes.
 
-        Raises PlanError when a budget cannot be met.
+        Every rank calls it after each measured step. Raises PlanError if the budget cannot be met.
         """
         self.steps_to_measure -= 1
         if self.steps_to_measure:
@@ -115,12 +120,19 @@ class RecomputedBlocks:
             block.measures = False
 
     def set_modes(self, modes: Mapping[str, str]) -> None:
-        """Set the modes of blocks by name, between two steps. Ranks that run the same block must choose the same."""
+        """Set the mode of each block named in `modes`, between two steps.
+
+        Ranks that run the same block must set the same mode.
+        """
         for block in self._blocks:
             block.mode = modes.get(block.name, block.mode)
 
     def table(self) -> str:
-        """Return a table as text: what each block keeps, what it would keep, and the seconds of its recomputation."""
+        """Return a text table with one line for each measured block.
+
+        Its columns: mode, MiB kept in that mode, MiB kept without recomputation, seconds of recomputation in a
+        micro-batch, micro-batches in flight.
+        """
         rows = [("block", "mode", "MiB kept", "of", "seconds again", "in flight")]
         for name, cost in self.costs.items():
             mode = self.modes[name]
@@ -130,21 +142,23 @@ class RecomputedBlocks:
         return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
     def close(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the forwards of the modules."""
         for block in self._blocks:
             block.close()
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """The blocks that are recomputed, the tier of activations, and what `close` undoes."""
+    """One rank's recomputed blocks and the tier of its activations."""
 
     blocks: RecomputedBlocks
     activations: ActivationTier | None = None
+    """Tier to which saved activations move; None if they stay on the device."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Callbacks that `close` runs last; the engine adds its own."""
 
     def with_offload(self, forward: Forward) -> Forward:
-        """Return the forward so that it saves activations to their tier."""
+        """Return a forward that moves its saved activations to their tier; `forward` itself if they stay."""
         tier = self.activations
         if tier is None:
             return forward
@@ -156,12 +170,15 @@ class ActivationPolicy:
         return run
 
     def memory(self) -> dict[str, int]:
-        """Return the most bytes of activations that were in another tier at one time."""
+        """Return the peak bytes of offloaded activations under the key `cpu/activations` or `disk/activations`.
+
+        The dict is empty if activations stay on the device.
+        """
         tier = self.activations
         return {} if tier is None else {f"{tier.tier}/activations": tier.mover.peak}
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the blocks' forwards, close the tier, and run the callbacks of `undo`."""
         self.blocks.close()
         if self.activations is not None:
             self.activations.mover.close()

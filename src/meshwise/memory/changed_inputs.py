@@ -1,12 +1,12 @@
 """Restore the objects that a block receives and changes, while its forward is repeated.
 
-Trees of tensors are made anew for every run of a block. An object among the inputs is the same one each time, and a
-forward may change it. For example a decoder of transformers writes its keys and values into the cache that it receives.
-A repeated forward would find them there, and append them once more. So during the repetition the object has the content
-from before the first forward, and afterwards its present content again.
+A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
+decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward would
+find them in the cache and append them once more. So during the repetition the object has its content from before the
+first forward. Afterwards its present content is restored.
 
-A tensor that is written to in place is not restored. A block that computes other values for that reason is detected by
-what it saves.
+A tensor that is written to in place is not restored. `recompute.py` detects a block that computes other values because
+of such a write: the tensors that the block saves differ.
 """
 
 import contextlib
@@ -17,24 +17,25 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 Container: TypeAlias = dict[Any, Any] | list[Any]
-"""A list, a mapping, or the attributes of an object."""
+"""A list, a dict, or the attributes of an object (its `__dict__`)."""
 
-_CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
+_PLAIN = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
+"""Types whose content is not searched for containers."""
 
 
 class BlockInputs:
-    """Containers reachable from the arguments of a block, with their content before its forward."""
+    """The containers that a block's arguments lead to, with copies of their content before its forward."""
 
     def __init__(self, *arguments: Any) -> None:
         self._before = [(one, _copied(one)) for one in _reached(arguments)]
 
     def ran(self) -> None:
-        """End the first forward: containers that it did not change need no copy."""
+        """Drop the copies of containers that the first forward left unchanged; call it after that forward."""
         self._before = [(one, before) for one, before in self._before if _contents(one) != _contents(before)]
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Give the containers their content from before the first forward inside the block."""
+        """Inside, the containers have their content from before the first forward; then their present content."""
         now = [(one, _copied(one)) for one, _ in self._before]
         try:
             _put(self._before)
@@ -44,7 +45,7 @@ class BlockInputs:
 
 
 def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
-    """Yield each container once."""
+    """Yield each container that the arguments lead to, once."""
     seen: set[int] = set()
     open_ = [*arguments]
     while open_:
@@ -56,18 +57,18 @@ def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
             yield item
         if isinstance(item, dict | list | tuple):
             values = item.values() if isinstance(item, dict) else item
-            open_ += (value for value in values if not isinstance(value, _CLOSED))
+            open_ += (value for value in values if not isinstance(value, _PLAIN))
         elif isinstance(attributes := getattr(item, "__dict__", None), dict):
             open_.append(attributes)
 
 
 def _copied(container: Container) -> Container:
-    """Return a shallow copy of a container without calling its class's own `copy`, which may do more."""
+    """Return a shallow copy of a container, without the `copy` method of its class, which may do more."""
     return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _contents(container: Container) -> list[int]:
-    """Return the identities of what a container holds."""
+    """Return the `id` of every key and value of a container."""
     return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
 
 

@@ -1,21 +1,22 @@
 """Update parameters in chunks, and read the next chunks from their tier meanwhile.
 
-An elementwise optimizer updates any part of its parameters alone: torch's skip those without a gradient. So one
-optimizer holds the state of everything, as it does with nothing offloaded, and is run once for each round:
+An elementwise optimizer can update any part of its parameters alone: torch's optimizers skip parameters without a
+gradient. So one optimizer holds the state of all parameters, as without offloading, and its `step` runs once a round:
 
     round 0    read │ update │ write
     round 1         │ read   │ update │ write
     round 2                  │ read   │ update │ write          three staging buffers: one in each column
 
-A round is as many chunks as fit a staging buffer. With nothing offloaded there is one round, of everything.
+A round has as many chunks as fit a staging buffer. With nothing offloaded, one round holds all chunks.
 
-Rounds run when the gradients of all buckets have arrived (`step`). With `early`, the rounds of a bucket run as soon as
-its gradients have, on a separate thread during the backward of the others (`begin`, `submit`, `finish`). An early
-update runs before it is known whether the step may be applied; `abandon` returns whether one did.
+`step` runs all rounds when the gradients of all buckets have been reduced. With `early`, the rounds of a bucket run as
+soon as the gradients of this bucket are reduced. They run on a separate thread, during the backward of the other units
+(`begin`, `submit`, `finish`). Such an update runs before all ranks know whether the step may be applied. `abandon`
+returns whether an early update has changed parameters.
 
-During its update a chunk of the disk lies in one staging buffer, in the order of the file (`StagedRound`):
+During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):
 
-    buffer     | master | exp_avg | exp_avg_sq | gradient | master | ...        written back: all but the gradients
+    buffer     | master | gradient | exp_avg | exp_avg_sq | master | ...        written back: all but the gradients
 """
 
 import itertools
@@ -37,13 +38,14 @@ from meshwise.memory.tiers import Tiers
 
 @dataclass(frozen=True, eq=False)
 class UpdateChunk:
-    """Elements of one dtype that are updated at once.
+    """Elements of one dtype of a bucket that are updated at once, as flat tensors with one dim.
 
-    | slices      the optimizer's parameters, one after the other
-    | master      the values, on their tier
-    | narrow      the parameters in the model's dtype, to be made of the masters; None if the master is the parameter
-    | gradient    returns the gradients, on their tier, once they have arrived
-    | factor      returns the number that the gradients must be multiplied by
+    | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk
+    | master      the unrounded values, on their tier
+    | narrow      the parameters in the model's dtype, to which the masters are rounded; None if the master is the
+    |             parameter itself
+    | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
+    | factor      returns the number by which the gradients must be multiplied, such as the clipping factor
     """
 
     slices: tuple[nn.Parameter, ...]
@@ -55,33 +57,39 @@ class UpdateChunk:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk, and its tensors on disk: `master`, `narrow`, `gradient`, and the optimizer's state by its keys."""
+    """A chunk and its tensors on disk.
+
+    `on_disk` has the keys `master`, `narrow`, `gradient` and the keys of the optimizer's state, if those are on disk.
+    """
 
     chunk: UpdateChunk
     on_disk: Mapping[str, Tensor]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the blocks on disk."""
+        """Bytes of the tensors on disk, each rounded up to whole blocks of the file."""
         return sum(whole_blocks(tensor.nbytes) for tensor in self.on_disk.values())
 
     @property
     def spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Each slice, and the part of the chunk that it is."""
+        """Each parameter of the optimizer, with the range of the chunk's elements that it covers."""
         start = 0
         for parameter in self.chunk.slices:
             yield parameter, slice(start, start + parameter.numel())
             start += parameter.numel()
 
     def state(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the keys of the state on disk that the optimizer has already made."""
+        """Return the keys of `on_disk` for which the optimizer already has state: all after its first step."""
         begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.chunk.slices]
         own = self.on_disk.keys() - {"master", "narrow", "gradient"}
         return [key for key in self.on_disk if key in own and any(key in keys for keys in begun)]
 
 
 class StagedRound:
-    """Chunks of one round in memory: read on entering, bound to the optimizer by `bring`, written back."""
+    """One round of chunks whose disk tensors are in a staging buffer, between their reads and their writes.
+
+    Inside its `with` block call `bind_values`, the optimizer's step, `write` and `leave`, in this order.
+    """
 
     def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
         self.round = round_
@@ -95,7 +103,7 @@ class StagedRound:
         self._is_open = False
 
     def __enter__(self) -> Self:
-        """Wait for a staging buffer, and start to read."""
+        """Wait for a staging buffer, and start to read the masters, gradients and optimizer state on disk."""
         self._is_open = True
         if sum(one.bytes for one in self.round):
             self._buffer = self._tiers.staging.take()
@@ -113,7 +121,7 @@ class StagedRound:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the optimizer updates."""
+        """Bytes of the masters in the round."""
         return sum(one.chunk.master.nbytes for one in self.round)
 
     @property
@@ -123,7 +131,10 @@ class StagedRound:
         return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
 
     def bind_values(self) -> None:
-        """Wait for the reads, and bind the values to the optimizer's parameters. Raises TierError if a read failed."""
+        """Wait for the reads, and give the optimizer's parameters their values, gradients and state in memory.
+
+        The gradients are multiplied by the chunk's factor. Raises TierError if a read failed.
+        """
         for read in self._reads:
             read.wait()
         for one, values in zip(self.round, self._values, strict=True):
@@ -138,7 +149,7 @@ class StagedRound:
                 self._bind(parameter, values, span)
 
     def write(self) -> Sequence[SwapTransfer]:
-        """Copy masters into parameters, and start to write everything that the update has changed."""
+        """Round the masters to parameters, and start to write the changed tensors back to disk; return the writes."""
         writes: list[SwapTransfer] = []
         for one, memory, values in zip(self.round, self._memory, self._values, strict=True):
             changed = {"master", "narrow", *one.state(self._optimizer)}
@@ -159,7 +170,10 @@ class StagedRound:
         return writes
 
     def leave(self) -> None:
-        """Bind the tensors on disk to the optimizer again. The buffer is free when its transfers have ended."""
+        """Give the optimizer its tensors on disk again, and drop the gradients; a second call does nothing.
+
+        The staging buffer is given back when its transfers have ended.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -178,18 +192,18 @@ class StagedRound:
         self.leave()
 
     def _bind(self, parameter: nn.Parameter, values: Mapping[str, Tensor], span: slice) -> None:
-        """Point the optimizer's state of a slice to `values`."""
+        """Let the optimizer's state of `parameter` be the part `span` of `values`, by key."""
         state = self._optimizer.state.get(parameter, {})
         for key in values.keys() & state.keys():
             state[key] = values[key][span]
 
 
 Round: TypeAlias = Sequence[StoredChunk]
-"""Chunks that are updated at once."""
+"""Chunks that one step of the optimizer updates together."""
 
 
 class ChunkedUpdate:
-    """Optimizer step over everything that this rank updates, through the tiers."""
+    """Optimizer step over all chunks that this rank updates, with their tensors on any tier."""
 
     def __init__(
         self,
@@ -199,9 +213,9 @@ class ChunkedUpdate:
         tiers: Tiers,
         early: bool = False,
     ) -> None:
-        """`chunks`: the chunks of each bucket. Reserves room on the tier of the optimizer's state.
+        """`chunks`: the chunks of each bucket. `early`: update each bucket on a thread, as its gradients are reduced.
 
-        Raises TierError when there is none.
+        Reserves room for the optimizer's state on its tier. Raises TierError if the disk has no room.
         """
         self.optimizer = optimizer
         self._tiers = tiers
@@ -215,9 +229,10 @@ class ChunkedUpdate:
         tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
-        """Update every chunk by its gradient, in the same order on every rank, and call `done` on each.
+        """Update every chunk by its gradient, in the same order on every rank, and call `done` on each chunk after it.
 
-        Raises TierError when a tier fails. Parameters are then part old, part new until a checkpoint is loaded.
+        Raises TierError if a tier fails; some parameters are then updated and others not. Every later step raises
+        TierError too, until a checkpoint is loaded.
         """
         self.check()
         self._tiers.settle()
@@ -232,18 +247,18 @@ class ChunkedUpdate:
     # ---- early -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the thread's work on the gradients of a step. Raises TierError like `check`."""
+        """Start the thread's updates for one step. Raises TierError as `check` does."""
         self.check()
         assert self._thread is not None
         self._queue = _RoundQueue()
         self._under_way = self._thread.submit(self._update_early, self._queue)
 
     def submit(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
-        """Update the chunks of one bucket on the thread, after `ready` has returned there."""
+        """Let the thread call `ready`, which waits for one bucket's gradients, and update the bucket's `chunks`."""
         self._queue.put(self._rounds[chunks[0]], ready=ready)
 
     def finish(self) -> None:
-        """Wait until every chunk that arrived is updated, and accept the updates. Raises TierError like `step`."""
+        """Wait until every submitted chunk is updated, and accept the updates. Raises TierError as `step` does."""
         assert self._under_way is not None
         self._queue.end()
         running, self._under_way = self._under_way, None
@@ -252,7 +267,7 @@ class ChunkedUpdate:
         self._broken = False
 
     def abandon(self) -> bool:
-        """End the updates of this step, and return whether some parameters are already updated."""
+        """Wait for the submitted updates of a step that is given up; return whether some parameters have changed."""
         if self._under_way is not None:
             self._queue.end()
             running, self._under_way = self._under_way, None
@@ -270,7 +285,10 @@ class ChunkedUpdate:
     # ---- updates that ended half way ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise TierError if an update has ended half way and no checkpoint was loaded since."""
+        """Raise TierError if an update has ended half way and no checkpoint was loaded since.
+
+        Updates under way are first given up, as in `abandon`.
+        """
         if self.abandon():
             raise TierError(
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
@@ -278,21 +296,21 @@ class ChunkedUpdate:
             )
 
     def mark_broken(self) -> None:
-        """Record that other ranks have updated parameters that this one has not."""
+        """Record that other ranks have updated parameters that this rank has not: `check` raises from now on."""
         self._broken = True
 
     def mark_loaded(self) -> None:
-        """Record that a checkpoint was loaded: all parameters are of one step again."""
+        """Record that a checkpoint was loaded: all parameters belong to one step again, and `check` raises no more."""
         self._broken = False
 
     def close(self) -> None:
-        """End the thread."""
+        """Give up the updates under way, and end the thread."""
         self.abandon()
         if self._thread is not None:
             self._thread.shutdown()
 
     def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros for the optimizer's state of a slice, on its tier."""
+        """Return zeros for the state `key` of an optimizer's parameter; on disk, the reserved tensor itself."""
         stored = self._on_disk.get(parameter, {}).get(key)
         if stored is not None and stored.dtype == dtype:
             return stored.zero_()
@@ -301,9 +319,9 @@ class ChunkedUpdate:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _update_all(self, queue: "_RoundQueue", done: Callable[[UpdateChunk], None]) -> None:
-        """Update round by round, and read the next round while this one is updated.
+        """Update round by round; read the next round meanwhile. Then wait until all writes have ended.
 
-        An early update stops at the first gradient that is not finite.
+        An early update stops at the first gradient that is not finite: later rounds are left unchanged.
         """
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -336,7 +354,7 @@ class ChunkedUpdate:
             written.wait()
 
     def _stored_chunk(self, chunk: UpdateChunk) -> StoredChunk:
-        """Return a chunk with its tensors on disk. Room for the optimizer's state is reserved here."""
+        """Return a chunk with its tensors on disk, and reserve room on disk for the optimizer's state of the chunk."""
         gradient = chunk.gradient() if self._tiers.offload.gradients == "disk" else None
         values = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
         found = {name: value for name, value in values.items() if value is not None and self._tiers.on_disk(value)}
@@ -353,7 +371,7 @@ class ChunkedUpdate:
         return stored
 
     def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
-        """Return the dtypes of the optimizer's state of a chunk, found by a step over a small parameter."""
+        """Return the dtype of each elementwise state of the optimizer, by key, from a step over a small parameter."""
         kept: dict[str, torch.dtype] = {}
         for parameter in chunk.slices:
             group = next(
@@ -372,7 +390,7 @@ class ChunkedUpdate:
         return kept
 
     def _in_rounds(self, chunks: Iterable[StoredChunk]) -> Iterator[Round]:
-        """Yield rounds of as many chunks as a staging buffer holds, or one round of all when nothing moves."""
+        """Yield rounds, each of as many chunks as a staging buffer holds; one round of all if nothing is offloaded."""
         most, round_ = self._tiers.swap.buffer, list[StoredChunk]()
         for one in chunks:
             longer = [*round_, one]
@@ -385,7 +403,7 @@ class ChunkedUpdate:
 
 
 class _RoundQueue:
-    """Queue of the rounds of a step, in the order of their update; another thread may fill it."""
+    """Queue of the rounds of one step, in the order of their update; another thread may fill it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Sequence[Round], Callable[[], object]] | None] = SimpleQueue()
@@ -393,7 +411,7 @@ class _RoundQueue:
         self._is_over = False
 
     def put(self, rounds: Sequence[Round], *, ready: Callable[[], object] = lambda: None) -> None:
-        """Queue `rounds`, to be updated once `ready` returns."""
+        """Append `rounds`. Before the first one is taken, `ready` is called, which waits for their gradients."""
         self._queue.put((rounds, ready))
 
     def end(self) -> None:
@@ -401,7 +419,7 @@ class _RoundQueue:
         self._queue.put(None)
 
     def next(self, *, wait: bool) -> Round | None:
-        """Return the next round, or None after the last one. Without `wait`, also None when none has arrived yet."""
+        """Return the next round, or None after the last one. Without `wait`, also None if the queue is empty now."""
         while not self._ready and not self._is_over:
             try:
                 entry = self._queue.get(block=wait)

@@ -1,14 +1,15 @@
-"""Set how the C library (glibc) keeps freed memory that holds tensors, on a CPU.
+"""Choose whether glibc's allocator keeps the freed memory of CPU tensors or returns it to the system.
 
-Until a training has its shape, all of it goes back to the system. The model's own memory, whose values the buckets have
-taken, is freed amid memory that stays. And the first step would place the optimizer's state among its activations. The
-holes between would be too small for later activations and would count in every peak. So in the first step every large
-tensor has its own mapping: the heap holds only what that step frees.
+Until the end of the first step, freed memory is returned to the system. The model that the user built is freed once its
+values are in the buckets, between blocks of memory that stay. The first step would also place the optimizer's state
+among its activations. The holes between such blocks would be too small for later activations and would count in every
+peak. So in the first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
 
-From then on every step takes what the step before has freed. Returned memory would come back page by page, each cleared
-by the system and missed by the cache. That is 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time.
-The price is memory: up to a tenth more at the peak where blocks of several sizes do not fit into each other's places.
-The last rank of a pipeline, which has the scores, takes a quarter more.
+From the second step on, freed memory is kept, and each step reuses the memory that the step before has freed. Returned
+memory would come back page by page; the system clears each page, and the cache misses it. On the measured ranks that is
+35 000 to 85 000 pages a step, 2 to 9 % of its time. Kept memory raises the peak by up to a tenth, where blocks of
+several sizes do not fit into each other's places. On the last rank of a pipeline, which holds the logits, the peak
+rises by a quarter.
 """
 
 import contextlib
@@ -20,23 +21,23 @@ from typing import TypeAlias
 from meshwise.comm.api.world import World
 
 MallocOptions: TypeAlias = Sequence[tuple[int, int]]
-"""Parameters of `mallopt` by their number in malloc.h, and their values."""
+"""Pairs of a `mallopt` parameter (its number in malloc.h) and its value (bytes, or for `M_MMAP_MAX` a count)."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _MOST = 2**31 - 1
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
-"""Values that glibc itself reaches where large tensors are freed."""
+"""The values to which glibc itself adapts when large tensors are freed."""
 KEEP_FREED = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
-"""Freed memory is kept."""
+"""Options under which glibc keeps all freed memory and maps no block separately."""
 MAP_SEPARATELY = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
-"""Every large block has its own mapping, which goes back to the system when it is freed."""
+"""Options under which each large block has its own mapping, which returns to the system when it is freed."""
 _ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def set_malloc(options: MallocOptions = ()) -> None:
-    """Return free memory to the system once, and set `options` unless the environment configures glibc's allocator.
+    """Return free memory to the system once, and set `options` of glibc's allocator in this process.
 
-    Other C libraries are left alone.
+    The options are not set if the environment configures the allocator. With another C library nothing happens.
     """
     library = ctypes.CDLL(None)
     trim = getattr(library, "malloc_trim", None)
@@ -50,7 +51,7 @@ def set_malloc(options: MallocOptions = ()) -> None:
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """Keep freed memory within the block, as a running training does, so that timings are comparable."""
+    """Keep freed memory inside the block, as a training does, so that timings are comparable."""
     set_malloc(KEEP_FREED)
     try:
         yield
@@ -60,7 +61,10 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """Give each large tensor its own mapping inside the block, the first step; then keep freed memory."""
+    """Map each large tensor separately inside the block, the first step; then call `keep_freed_memory_of_rank`.
+
+    With one rank or on a GPU, the block changes no option of the allocator.
+    """
     set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield
@@ -69,7 +73,10 @@ def first_step_of(world: World) -> Iterator[None]:
 
 
 def keep_freed_memory_of_rank(world: World) -> None:
-    """Keep freed memory from now on if this rank is one of several on CPUs: its process only trains."""
+    """Return free memory to the system; then, if this is one of several CPU ranks, keep freed memory from now on.
+
+    The process of such a rank only trains.
+    """
     set_malloc(KEEP_FREED if _keeps(world) else ())
 
 

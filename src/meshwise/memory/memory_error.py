@@ -1,6 +1,6 @@
-"""Explain an out-of-memory error that leaves a training without a job, in a user's own script.
+"""Explain an out-of-memory error in a user's own script by a note on this rank's memory by category.
 
-The allocation that failed says how many bytes it wanted, and nothing about what filled the rest.
+The error itself names only the bytes of the allocation that failed, not the tensors that filled the memory.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from meshwise.plan import Plan
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is no memory left, on the device or in the process."""
+    """Return whether an error means that no memory is left, on the device or in the process."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -23,7 +23,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_errors_explained(plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
-    """Add a note to an out-of-memory error: the bytes of this rank (`memory`), and how to learn what plans need."""
+    """Add a note to an out-of-memory error inside the block, and raise the error again.
+
+    The note lists the bytes that `memory()` returns by category, and the call that predicts the need of a plan.
+    """
     try:
         yield
     except Exception as error:
@@ -35,7 +38,7 @@ def memory_errors_explained(plan: Plan, *, memory: Callable[[], Mapping[str, int
 def _note(plan: Plan, sizes: Mapping[str, int]) -> str:
     width = max(map(len, sizes), default=0)
     rows = [f"  {kind:<{width}}  {size / 2**20:9.1f} MiB" for kind, size in sizes.items() if size]
-    used = ["Beside activations, this rank held:", *rows] if rows else []
+    used = ["Besides activations, this rank held:", *rows] if rows else []
     return "\n".join(
         [
             f"There was no memory left under the plan '{plan}'.",

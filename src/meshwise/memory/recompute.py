@@ -1,19 +1,20 @@
 """Recompute a block: keep its inputs, and compute everything else again in its backward.
 
-torch's `checkpoint` does this for a wrapped function and for one backward: the recomputed values belong to that call of
-backward. A backward in two parts (a zero-bubble pipeline) would compute them again for each product of the second part.
-Here what was computed again belongs to what was saved, and lives as long as that:
+torch's `checkpoint` does this for one call of backward, to which the recomputed values belong. A backward in two parts
+(a zero-bubble pipeline) would recompute the values for each product of the second part. Here a recomputed value belongs
+to the slot of its saved tensor, and lives as long as the slot:
 
     forward     every tensor that autograd saves becomes an empty slot
-                                                                       ┌── the first slot that is asked for
-    backward    the forward is repeated, and fills the slots in order  ┘   repeats all; it stops with the last slot
-                a node that has run lets go of its slots, as it would have let go of tensors
+    backward    the first slot that autograd reads repeats the whole forward, which fills all slots in order and stops
+                after the last slot
+                a node of the graph that has run frees its slots, as it would free saved tensors
 
-The block's inputs are saved by a separate node, so that saved activations can be moved to a tier. The repeated forward
-finds the state of the first one: torch's own generators, autocast, the `ForwardReplay` state, and the objects that the
-block receives, such as the cache of a decoder (`changed_inputs`). It is repeated from inside, so the hooks on the block
-itself do not run again. Running statistics go into copies that are discarded, because the first forward has
-updated them. Other buffers that a forward writes to may also be read by it, so writing to them is refused.
+The block's inputs are saved by a separate node, so that they can be offloaded as saved activations. The repeated
+forward finds the state of the first forward: torch's generators, autocast, the state that `ForwardReplay` remembers,
+and the objects that the block receives, such as the cache of a decoder (`changed_inputs`). Only the module's `forward`
+is repeated, so the hooks on the block itself do not run again. In the repetition, norms update copies of their running
+statistics, because the first forward has updated the statistics already. A block that writes to another buffer is
+refused: a repeated forward might read the changed buffer.
 """
 
 import contextlib
@@ -37,19 +38,21 @@ from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 
 
 class RecomputeError(RuntimeError):
-    """A block computed other values when its forward was repeated, or would."""
+    """The repeated forward of a block differs from its first forward, or cannot be run."""
 
 
 Statistics: TypeAlias = Mapping[str, Tensor]
-"""The buffers of a norm that keeps statistics over batches."""
+"""Buffers of one norm that keeps running statistics over batches (as BatchNorm does), by buffer name."""
 
 
 class RecomputedBlock:
-    """A module's `forward` that may be repeated in the backward.
+    """Replacement of a module's `forward` that can recompute the module's activations in the backward.
 
-    | mode         what is computed again: `none`, `selective` or `full`
-    | cost         what each mode would cost, measured while `measures` is set
-    | is_trusted   a backward has found that the forward computes the same again
+    | mode         `none`: autograd saves all tensors; `full`: only the inputs; `selective`: also slow, small results
+    | recall       the state to restore and the kept results to replay when the forward is repeated
+    | cost         measured cost of every mode; None before the first measurement
+    | measures     measure `cost` in every forward with gradients, and recompute everything meanwhile
+    | is_trusted   True once a repeated forward has saved the same tensors; values are not compared any more
     """
 
     def __init__(self, module: nn.Module, *, name: str, mode: str, recall: ForwardReplay) -> None:
@@ -66,7 +69,7 @@ class RecomputedBlock:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the module; with gradients and a mode, save what repeats it."""
+        """Run the module's forward; with gradients enabled and a mode other than `none`, prepare its repetition."""
         if self.mode == "none" or not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         if self.measures:
@@ -77,7 +80,10 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Repeat the forward inside: norms update copies of `statistics`, or of their own if `statistics` is empty."""
+        """Inside, norms read and update copies of `statistics` (one entry for each norm); afterwards their own buffers.
+
+        With an empty `statistics`, the copies are made of the norms' present buffers.
+        """
         norms = self._norms()
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
@@ -91,7 +97,7 @@ class RecomputedBlock:
                     setattr(norm, name, buffer)
 
     def statistics(self) -> list[Statistics]:
-        """Return copies of each norm's statistics: the forward changes them and may save the result."""
+        """Return copies of each norm's running statistics, as the repeated forward must find them."""
         return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms()]
 
     def _norms(self) -> list[nn.Module]:
@@ -99,19 +105,19 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Run a forward that is to be repeated inside the block. Raises RecomputeError when it writes to a buffer."""
+        """Inside, run a forward that will be repeated. Raises RecomputeError if the forward wrote to a buffer."""
         before = self._buffers()
         try:
             yield
-        finally:  # a stage of a pipeline that ends inside the block leaves it by an exception
+        finally:  # a pipeline stage that ends inside the block leaves its forward by an exception
             if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
                 raise RecomputeError(
-                    f"{self.name} writes to its buffer {written[0]!r} in its forward, and would again when that is "
-                    "repeated. Leave it out: Options(recomputed=(…)) names the modules to recompute"
+                    f"{self.name} writes to its buffer {written[0]!r} in its forward, and a repeated forward would "
+                    "write once more. Leave the module out: Options(recomputed=(…)) names the modules to recompute"
                 )
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the identity and the number of writes of each buffer, without the running statistics of norms."""
+        """Return the identity and the version (number of writes) of each buffer, without the buffers of norms."""
         return {
             f"{path}.{name}" if path else name: (id(buffer), buffer._version)
             for path, part in self._module.named_modules()
@@ -145,7 +151,7 @@ class RecomputedBlock:
             call.forget()
 
     def close(self) -> None:
-        """Put the module's forward back."""
+        """Restore the module's own forward."""
         if self._own:
             self._module.forward = self.run
         else:
@@ -154,7 +160,12 @@ class RecomputedBlock:
 
 @dataclass
 class _Slot:
-    """A tensor that autograd saved: its kind, a sample of its values, and the values once computed again."""
+    """Place of a tensor that autograd saves.
+
+    | kind     its shape, dtype and device
+    | sample   some elements from the first forward, to compare; None if nothing is compared
+    | value    the tensor from the repeated forward; None before
+    """
 
     call: "_Call"
     kind: tuple[torch.Size, torch.dtype, torch.device]
@@ -163,7 +174,7 @@ class _Slot:
 
 
 class _Call:
-    """One forward of a block and its repetition."""
+    """One call of a block: its first forward, and the repetition in its backward."""
 
     def __init__(self, block: RecomputedBlock, args: Any, kwargs: Any) -> None:
         self._block = block
@@ -177,13 +188,14 @@ class _Call:
         self._inputs = _Inputs(args, kwargs, block=block.name)
         self._containers = BlockInputs(args, kwargs)
 
-    # ---- the first time ----------------------------------------------------------------------------------------
+    # ---- the first forward -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
-        """Run the forward for the first time inside the block. With a clock, results are kept in any mode.
+        """Run the first forward inside the block, and keep results under `selective`.
 
-        Results after the last saved tensor are not needed, however the forward ends.
+        With `clock`, a timer of the operations with kept results, results are kept in any mode. At the end, kept
+        results after the last saved tensor are dropped: the repetition stops before them.
         """
         recall = self._block.recall
         keeps = self._selective or clock is not None
@@ -198,7 +210,7 @@ class _Call:
             self._containers.ran()
 
     def bytes(self) -> tuple[int, int]:
-        """Return the bytes of its inputs and of the kept results."""
+        """Return the bytes of the block's inputs, and the bytes of the kept results."""
         return self._inputs.bytes(), self._tape.bytes()
 
     def forget(self) -> None:
@@ -206,7 +218,7 @@ class _Call:
         self._tape = ReplayTape()
 
     def pack(self, tensor: Tensor) -> _Slot:
-        """Return what autograd keeps in place of a tensor that it saves."""
+        """Return the empty slot that autograd keeps in place of a saved tensor."""
         sample = None if self._block.is_trusted else sample_of(tensor)
         slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device), sample)
         self._slots.append(weakref.ref(slot))
@@ -214,14 +226,14 @@ class _Call:
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        """Return the tensor that autograd saved, computed again."""
+        """Return the recomputed tensor of a slot; the first call repeats the forward."""
         if slot.value is None:
             self._repeat()
         if slot.value is None:
             raise RecomputeError(self._differs("fewer tensors"))
         return slot.value
 
-    # ---- repeated ----------------------------------------------------------------------------------------------
+    # ---- the repeated forward ----------------------------------------------------------------------------------
 
     def _repeat(self) -> None:
         args, kwargs = self._inputs.leaves()
@@ -249,14 +261,17 @@ class _Call:
 
 
 class _Filling:
-    """Filler of the slots of a first forward, from its repetition."""
+    """Pack hook of a repeated forward, which fills the slots of the first forward in order."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
         self._count = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Put a tensor that autograd saves again into the next slot."""
+        """Put a saved tensor of the repetition into the next slot; raise `_Enough` after the last slot.
+
+        Raises RecomputeError if the tensor differs from the tensor of the first forward.
+        """
         call = self._call
         if self._count == len(call._slots):
             raise RecomputeError(call._differs("more tensors"))
@@ -277,21 +292,24 @@ class _Filling:
 
 
 class _Enough(Exception):
-    """Raised when all slots are filled. It is an Exception so that torch runs the hooks of the modules it leaves."""
+    """Raised to leave a repeated forward when all slots are filled.
+
+    It derives from Exception, so torch runs the `always_call` hooks of the modules that the forward leaves.
+    """
 
 
 def _saved_itself(tensor: Tensor) -> Tensor:
-    """Return a saved tensor unchanged, for a backward that runs inside a repeated forward."""
+    """Return a saved tensor unchanged: the unpack hook for a backward inside a repeated forward."""
     return tensor
 
 
 class _Inputs:
-    """The arguments of a block, their tensors saved by autograd."""
+    """Arguments of a block, whose tensors a separate autograd node saves."""
 
     def __init__(self, args: Any, kwargs: Any, *, block: str) -> None:
         self._block = block
         given: list[Tensor] = []
-        self._places: list[int] = []  # a tensor that is passed twice stays one: torch's attention compares by identity
+        self._places: list[int] = []  # one tensor passed twice stays one object: torch's attention compares by identity
         hole = torch.empty(0)
 
         def taken(tensor: Tensor) -> Tensor:
@@ -306,7 +324,7 @@ class _Inputs:
         self._node: Any = saved.grad_fn
 
     def bytes(self) -> int:
-        """Return the bytes of the inputs."""
+        """Return the bytes of the storages of the inputs, each counted once."""
         storages = [one.untyped_storage() for one in self._saved()]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -317,13 +335,13 @@ class _Inputs:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RecomputeError(
-                f"an input of {self._block} has been written to in place since its forward, which cannot be repeated. "
-                "Make a new tensor there, or name other modules to recompute: Options(recomputed=(…))"
+                f"an input of {self._block} has been written to in place since its forward, so the forward cannot be "
+                "repeated. Write to a new tensor, or name other modules to recompute: Options(recomputed=(…))"
             ) from error
         return saved
 
     def leaves(self) -> tuple[Any, Any]:
-        """Return the arguments, their tensors as leaves of a new graph."""
+        """Return the positional and keyword arguments, with their tensors as leaves of a new autograd graph."""
         saved = zip(self._saved(), self._requires_grad, strict=True)
         found = [tensor.detach().requires_grad_(needs) for tensor, needs in saved]
         leaves = iter([found[place] for place in self._places])
@@ -332,7 +350,7 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Function that saves tensors in a node of its own and has no gradient."""
+    """Autograd function whose node saves tensors; its result is not used, and it has no backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *given: Tensor) -> Tensor:
@@ -341,7 +359,7 @@ class _Save(torch.autograd.Function):
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context that restores autocast, the default device and torch's own generators as they are now."""
+    """Return a maker of contexts in which autocast, the default device and torch's generators are as they are now."""
     devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
@@ -363,16 +381,18 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 _ELEMENTS = 64
+"""Number of elements of a sample."""
 _FEW = 1 / 16
-"""Part of the elements of a sample that may differ."""
+"""Fraction of a sample's elements that may differ."""
 _LITTLE = 0.05
-"""Difference that is none, as a part of the largest element."""
+"""Difference up to which two elements count as equal, as a fraction of the sample's largest finite element."""
 
 
 def sample_of(tensor: Tensor) -> Tensor | None:
-    """Return some elements, evenly spread; None for a meta, sparse or subclassed tensor.
+    """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
-    Byte tensors give None too: they are a kernel's workspace (an LSTM on a CPU saves one), written only in part.
+    Return None for a meta, sparse or subclassed tensor. Return None for a tensor of bytes too: such a tensor is a
+    kernel's workspace, of which the kernel writes only a part (an LSTM on a CPU saves one).
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -387,7 +407,7 @@ def sample_of(tensor: Tensor) -> Tensor | None:
 
 
 def _is_close(tensor: Tensor, *, before: Tensor) -> bool:
-    """Return whether a tensor's sample is close to the sample `before`, rounding aside."""
+    """Return whether a tensor's sample equals the sample `before` up to rounding, in nearly all elements."""
     now = sample_of(tensor)
     assert now is not None
     kind = torch.complex128 if before.is_complex() else torch.float64

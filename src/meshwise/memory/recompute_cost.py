@@ -1,8 +1,12 @@
-"""Measure what a block's activations take and what recomputing them costs, in the first forwards of a run.
+"""Describe the measured cost of recomputing a block in each mode, and choose the modes that fit a memory budget.
 
-| block    | keeps nothing again | selective       | full            | seconds again: selective, full |
-|----------|---------------------|-----------------|-----------------|--------------------------------|
-| blocks.0 | all that is saved   | products, input | input           | without the products, all      |
+| mode        | bytes that a block keeps             | extra seconds of its backward             |
+|-------------|--------------------------------------|-------------------------------------------|
+| `none`      | all tensors that autograd saves      | none                                      |
+| `selective` | its input and its matrix products    | its forward without these matrix products |
+| `full`      | its input                            | its forward                               |
+
+`memory/recompute.py` measures them in the first steps of a training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +21,16 @@ MODES = ("none", "selective", "full")
 """Modes of recomputation, from the one that keeps most memory to the one that keeps least."""
 
 MIB = 2**20
+"""Bytes of a mebibyte, the unit of a budget in messages."""
 
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Cost of one block, by mode: bytes that a micro-batch keeps, and extra seconds of its backward.
+    """Cost of one block on one rank, by mode.
 
-    in_flight   number of micro-batches whose activations the block keeps at most
+    | bytes       bytes of activations that the block keeps for one micro-batch
+    | seconds     seconds of recomputation in one micro-batch
+    | in_flight   number of micro-batches whose activations the block keeps at most
     """
 
     bytes: Mapping[str, int]
@@ -31,11 +38,11 @@ class RecomputeCost:
     in_flight: float = 1.0
 
     def kept(self, mode: str) -> int:
-        """Return the bytes that all micro-batches in flight keep."""
+        """Return the bytes that the block keeps under `mode` for all micro-batches in flight."""
         return int(self.bytes[mode] * self.in_flight)
 
     def merged(self, other: "RecomputeCost") -> "RecomputeCost":
-        """Return the larger bytes and the shorter, less disturbed time of two measurements."""
+        """Return two measurements as one: for each mode the larger bytes and the shorter time."""
         return replace(
             self,
             bytes={mode: max(self.bytes[mode], other.bytes[mode]) for mode in MODES},
@@ -44,10 +51,11 @@ class RecomputeCost:
 
 
 def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
-    """Return a mode for every block, so that all blocks keep at most `budget` bytes and recompute little.
+    """Return a mode of `allowed` for every block, so that all blocks keep at most `budget` bytes and recompute little.
 
-    At first every block keeps least. Then the block that saves most seconds a byte keeps more, as long as that fits.
-    Raises PlanError, with the least budget that works, when nothing fits.
+    At first every block has the mode that keeps the fewest bytes. Then blocks change to modes that keep more, the block
+    that saves the most seconds per byte first, while the bytes fit. Raises PlanError, with the smallest budget that
+    works, if nothing fits.
     """
     chosen = {name: min(allowed, key=cost.kept) for name, cost in costs.items()}
     left = budget - sum(cost.kept(chosen[name]) for name, cost in costs.items())
@@ -71,7 +79,7 @@ def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Se
 
 
 class DeviceTimer:
-    """Seconds of spans on a device, without making it wait before they are asked for."""
+    """Timer of `with` blocks on a device: it sums their seconds, and waits for the device only in `seconds`."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
@@ -86,6 +94,6 @@ class DeviceTimer:
         self._spans.append((self._began, self._streams.mark(timing=True)))
 
     def seconds(self) -> float:
-        """Return the sum of all spans."""
+        """Wait for the device, and return the seconds of all `with` blocks in total."""
         self._streams.synchronize()
         return float(sum(began.elapsed_time(ended) for began, ended in self._spans)) / 1000

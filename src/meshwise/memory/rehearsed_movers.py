@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 from meshwise.memory.storage_movers import ActivationTransfers, ParkedStorage, StorageMover
-from meshwise.memory.swap_file import MovedChunk, SwapTransfer, whole_blocks
+from meshwise.memory.swap_file import SwapTransfer, TierActivity, whole_blocks
 
 
 class RehearsedFile:
-    """Stand-in for a `SwapFile`: its tensors are on the meta device, and nothing moves."""
+    """Stand-in for a `SwapFile`: its tensors are on the meta device, and nothing is read or written."""
 
     def __init__(self) -> None:
-        self.moved: deque[MovedChunk] = deque(maxlen=0)
+        self.moved: deque[TierActivity] = deque(maxlen=0)
         self.tensors: list[Tensor] = []
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in one dim."""
+        """Return a meta tensor in one dim."""
         self.tensors.append(torch.empty(numel, dtype=dtype, device="meta"))
         return self.tensors[-1]
 
     def locate(self, tensor: Tensor) -> int | None:
-        """Return 0 for a tensor that was allocated here, or a view of one; None for others."""
+        """Return 0 for a tensor allocated here or a view of it, and None for any other tensor."""
         storage = tensor.untyped_storage()._cdata
         return 0 if any(own.untyped_storage()._cdata == storage for own in self.tensors) else None
 
@@ -49,22 +49,25 @@ class RehearsedFile:
 
 
 class RehearsedMover(StorageMover):
-    """Counts the bytes that would be away. The disk is taken to be slow, so writes fill all buffers that may be."""
+    """Stand-in for a `DiskMover` that moves nothing and counts the bytes that would be on disk.
+
+    It assumes a slow disk: no write has ended when the next one starts, so the buffers grow up to their limit.
+    """
 
     def __init__(self, transfers: ActivationTransfers) -> None:
         self.device = torch.device("meta")
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Receives each buffer when it is made."""
+        """Called with each buffer when the buffer is made."""
         self._most = transfers.staged
         self._buffers: list[Tensor] = []
 
     @property
     def staged(self) -> int:
-        """Bytes of buffers."""
+        """Bytes of all buffers that writes to the disk would fill."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Count a storage, in whole blocks."""
+        """Count a storage in whole blocks of the file, and make a buffer if a slow disk would need one more."""
         size = whole_blocks(values.numel())
         self.count(size)
         if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):

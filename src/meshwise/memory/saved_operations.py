@@ -1,16 +1,16 @@
-"""Keep the outputs of operations that `recompute=selective` does not compute again.
+"""Keep the outputs of the slow operations that `recompute=selective` does not compute again.
 
-Most of what a block saves for its backward is cheap to compute: the scores, softmax and dropout of attention, norms,
-activations. Most of its time goes into products with weights, whose outputs are small beside the rest (Korthikanti et
-al., arXiv 2205.05198, section 4). So the outputs of the operations named here are kept, and everything between them is
-computed again:
+Most bytes that a block saves for its backward are cheap to compute: the scores, softmax and dropout of attention,
+norms, activation functions. Most of its time goes into products with weights, whose outputs are small compared with
+these bytes (Korthikanti et al., arXiv 2205.05198, section 4). So the outputs of the operations in `KEPT` are kept, and
+all other operations are computed again:
 
-    kept        mm  addmm  linear  convolution            products with weights; of split layers, after their reduction
-                scaled_dot_product_…                      fused attention: its output and a number a query, no scores
-    repeated    bmm  softmax  dropout  gelu  norm  …      attention written out has its scores from bmm: large and cheap
+    kept        mm  addmm  linear  convolution            products with weights; in split layers, after the reduction
+                scaled_dot_product_…                      fused attention: its output and a number per query, no scores
+    repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes the scores: large and cheap
 
-In half a transformer block of width h as in GPT-3, 9 h numbers a token are kept besides the block's input. They are
-3 h of queries, keys and values, h of attention, 4 h and h of the MLP.
+In a transformer block of width h with dropout and unfused attention, as in GPT-3, 9 h numbers per token are kept
+besides the block's input: 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP.
 """
 
 import contextlib
@@ -29,16 +29,17 @@ _NAMES = """
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
 """
 KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
+"""Schema names of the operations whose outputs are kept."""
 
 
 class SavedOperations(TorchDispatchMode):
     """Mode that keeps the outputs of the operations in `KEPT`, or takes them from `recall` in a repeated forward.
 
-    An autograd function of ours asks `recall` itself for the products inside it.
+    The autograd functions of `tensor/core` call `recall.once` themselves for the products inside them.
     """
 
     def __init__(self, recall: ForwardReplay, *, clock: DeviceTimer | None = None) -> None:
-        """`clock` receives the seconds that those operations take."""
+        """`clock` measures the seconds of the operations in `KEPT`; None measures nothing."""
         super().__init__()
         self._recall = recall
         self._clock = clock or contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""A fixed number of buffers through which everything passes that is read from disk or written there.
+"""Lend a fixed number of buffers for reads from the disk and writes to the disk.
 
-Read-ahead without a bound would hold the whole model in memory, which is what the disk was to spare. Here nothing is
-read before a buffer is free for it, and a buffer is free again when its content is written.
+Unbounded read-ahead would hold the whole model in memory, and the tier `disk` would spare nothing. So a read waits for
+a free buffer, and a buffer is free again when its content is written or no longer needed.
 """
 
 import threading
@@ -19,9 +19,9 @@ from meshwise.memory.swap_file import BLOCK, aligned, whole_blocks
 class SwapConfig:
     """Configuration of the swap file and its staging buffers.
 
-    | folder     where the file is made; by default where the system keeps temporary files
-    | buffers    how many staging buffers there are for the update: one is read ahead, one updated, one written
-    | buffer     bytes of each; larger where what is updated at once does not fit
+    | folder     folder of the file; None: the system's folder for temporary files
+    | buffers    number of staging buffers of the update: while one is updated, one is read and one is written
+    | buffer     bytes of each staging buffer; the buffers are larger if a single chunk does not fit
     """
 
     folder: Path | None = None
@@ -31,12 +31,13 @@ class SwapConfig:
     def __post_init__(self) -> None:
         if self.buffers < 2 or self.buffer < BLOCK:
             raise ValueError(
-                f"{self.buffers} staging buffers of {self.buffer} bytes; give at least 2, of at least {BLOCK} bytes"
+                f"{self.buffers} staging buffers of {self.buffer} bytes are too few or too small; give at least 2, of "
+                f"at least {BLOCK} bytes"
             )
 
 
 class StagingBuffers:
-    """`count` buffers of `size` bytes each, made when they are first needed."""
+    """Pool of at most `count` buffers of `size` bytes each, made when they are first needed."""
 
     def __init__(
         self,
@@ -47,10 +48,11 @@ class StagingBuffers:
         on_new_buffer: Callable[[Tensor], None] = lambda _: None,
         is_disk_slow: bool = False,
     ) -> None:
-        """`device`: the device that computes; for a GPU the buffers are pinned. `on_new_buffer` receives each new one.
+        """`device`: the device that computes; with a GPU the buffers are pinned.
 
-        `is_disk_slow`: make all buffers before one is used again, as if no write had ended in time. A rehearsal counts
-        them that way.
+        | size            bytes of a buffer, rounded up to whole blocks of the file
+        | on_new_buffer   called with each buffer when the buffer is made
+        | is_disk_slow    make all buffers before one is used again, as if no write ended in time (for rehearsals)
         """
         self.size = whole_blocks(size)
         self._device = device
@@ -60,9 +62,10 @@ class StagingBuffers:
         self._free: list[Tensor] = []
         self._returned = threading.Condition()
         self.bytes = 0
+        """Bytes of all buffers made so far."""
 
     def take(self, *, wait: bool = True) -> Tensor | None:
-        """Return a buffer; None when none is free and `wait` is False."""
+        """Return a free buffer, and wait for one if none is free; None without `wait`."""
         with self._returned:
             if self._left and (self._is_disk_slow or not self._free):
                 self._left -= 1
@@ -77,7 +80,7 @@ class StagingBuffers:
             return self._free.pop()
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
+        """Return `buffer` to the pool, and wake one waiting `take`."""
         with self._returned:
             self._free.append(buffer)
             self._returned.notify()

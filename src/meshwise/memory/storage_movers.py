@@ -16,11 +16,11 @@ from meshwise.memory.swap_file import SwapFile, SwapTransfer, aligned, whole_blo
 
 @dataclass(frozen=True)
 class ActivationTransfers:
-    """Settings for moving activations.
+    """Limits for moving activations, in bytes.
 
-    | least    bytes of a storage that are worth moving
-    | ahead    bytes that are brought back before they are asked for
-    | staged   bytes of buffers on the way to the disk
+    | least    smallest storage that is moved
+    | ahead    bytes that the backward brings back before it needs them
+    | staged   most bytes of the buffers between the device and the disk, in total
     """
 
     least: int = 64 * 2**10
@@ -29,23 +29,23 @@ class ActivationTransfers:
 
 
 class ParkedStorage(ABC):
-    """A storage that has left the device."""
+    """A storage that has left the device. Its copy in the tier is freed when this object is garbage-collected."""
 
     def __init__(self, size: int, *, before: "ParkedStorage | None") -> None:
-        """`before`: the storage that was saved before this one, which a backward needs after it."""
+        """`size`: bytes of the storage. `before`: the storage parked before this one, which the backward needs next."""
         self.size = size
         self._before = None if before is None else weakref.ref(before)
 
     @abstractmethod
     def start(self) -> None:
-        """Start to bring it back; once is enough."""
+        """Start to bring the bytes back to the device; a second call does nothing."""
 
     @abstractmethod
     def get(self) -> Tensor:
-        """Return its bytes, on the device."""
+        """Wait for the bytes, and return them as a uint8 tensor on the device."""
 
     def fetch(self, *, ahead: int) -> Tensor:
-        """Return its bytes, and start to bring back `ahead` bytes of what was saved before it."""
+        """Return the bytes as `get` does, and start to bring back `ahead` bytes of the storages parked before."""
         self.start()
         parked = alive(self._before)
         while parked is not None and ahead > 0:
@@ -56,7 +56,7 @@ class ParkedStorage(ABC):
 
 
 def alive(parked: weakref.ref[ParkedStorage] | None) -> ParkedStorage | None:
-    """Return the storage that `parked` refers to, or None if it no longer exists."""
+    """Return the storage that the weak reference `parked` refers to, or None if it no longer exists."""
     return None if parked is None else parked()
 
 
@@ -65,20 +65,20 @@ class StorageMover(ABC):
 
     device: torch.device
     used = 0
-    """Bytes that are away now."""
+    """Bytes that are off the device now."""
     peak = 0
-    """The most bytes that were away at one time."""
+    """The most bytes that were off the device at one time."""
 
     @abstractmethod
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Start to move the bytes of a storage. `before`: see `ParkedStorage`."""
+        """Start to move a storage, given as its bytes `values` (uint8). `before`: see `ParkedStorage`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back the memory or the file that storages move to."""
+        """Free the host memory, or close the file, to which storages move."""
 
     def count(self, size: int) -> None:
-        """Count `size` bytes that leave the device, or return if negative."""
+        """Count `size` bytes that leave the device; a negative `size` counts bytes that return."""
         self.used += size
         self.peak = max(self.peak, self.used)
 
@@ -87,7 +87,7 @@ class StorageMover(ABC):
 
 
 class DiskMover(StorageMover):
-    """Mover of storages to a file."""
+    """Mover of storages to a swap file and back."""
 
     def __init__(self, file: SwapFile, *, device: torch.device, transfers: ActivationTransfers) -> None:
         self.file = file
@@ -97,14 +97,17 @@ class DiskMover(StorageMover):
         self._lock = threading.Lock()
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Move `values` to the file. Raises TierError when the disk has no room."""
+        """Copy `values` to a buffer, and start to write the buffer to the file; wait if all buffers are in use.
+
+        Raises TierError if the disk has no room.
+        """
         size = values.numel()
         rounded = whole_blocks(size)
         offset = self._place(rounded)
         buffer = self._buffers.take(rounded, device=self.device)
         buffer[:size].copy_(values)
         written = self.file.write(offset, values=buffer)
-        lent = [buffer]  # a transfer keeps what it calls, and must not keep the buffer
+        lent = [buffer]  # the transfer keeps its callback, which must not keep the buffer
         del buffer
         written.then(lambda: self._buffers.give(lent.pop()))
         return _StorageOnDisk(self, offset, written, size, before)
@@ -117,11 +120,11 @@ class DiskMover(StorageMover):
         return self.file.place(self.file.allocate(size, dtype=torch.uint8))
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file when its transfers have ended."""
         self.file.close()
 
     def free(self, offset: int, *, size: int) -> None:
-        """Free a place in the file."""
+        """Free `size` bytes of the file from `offset` on, for later storages of the same size."""
         with self._lock:
             self.count(-size)
             self._free[size].append(offset)
@@ -153,7 +156,7 @@ class _StorageOnDisk(ParkedStorage):
         return self._back
 
     def __del__(self) -> None:
-        # What is under way to or from the place ends before another takes it.
+        # Transfers to or from this range of the file end before another storage uses the range.
         for transfer in (self._written, self._read):
             if transfer is not None:
                 with contextlib.suppress(Exception):
@@ -162,7 +165,7 @@ class _StorageOnDisk(ParkedStorage):
 
 
 class _BoundedBuffers:
-    """Aligned buffers of at most `most` bytes in all; who wants more waits until some are given back."""
+    """Aligned buffers of at most `most` bytes in total; `take` waits until enough buffers are given back."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -171,7 +174,7 @@ class _BoundedBuffers:
         self._changed = threading.Condition()
 
     def take(self, size: int, *, device: torch.device) -> Tensor:
-        """Return a buffer; one that is larger than `most` is alone."""
+        """Return a buffer of `size` bytes. A buffer larger than `most` is lent only while no other buffer is."""
         with self._changed:
             while self._taken and self._taken + size > self._most:
                 self._changed.wait()
@@ -182,7 +185,7 @@ class _BoundedBuffers:
         return aligned(size, device=device)
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
+        """Return `buffer` to the free buffers, and wake waiting calls of `take`."""
         with self._changed:
             self._taken -= buffer.numel()
             self._free[buffer.numel()].append(buffer)
@@ -193,7 +196,7 @@ class _BoundedBuffers:
 
 
 class HostMover(StorageMover):
-    """Mover of a GPU's storages to pinned memory of the host."""
+    """Mover of a GPU's storages to pinned memory of the host and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -202,7 +205,7 @@ class HostMover(StorageMover):
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Start to copy `values`. The stream that computes does not wait: the copies' stream waits for it."""
+        """Start to copy `values` on the copy stream, after the work issued so far; the compute stream does not wait."""
         size = values.numel()
         self.count(size)
         host = self._free[size].pop() if self._free[size] else self.streams.host_empty([size], dtype=torch.uint8)
@@ -213,11 +216,14 @@ class HostMover(StorageMover):
         return _StorageOnHost(self, host, before)
 
     def close(self) -> None:
-        """Give the host's memory back."""
+        """Free the buffers in host memory."""
         self._free.clear()
 
     def free(self, host: Tensor) -> None:
-        """Free a host buffer: later copies into it follow earlier copies out of it on the same stream."""
+        """Make a host buffer free for later storages of its size.
+
+        Later copies into the buffer follow earlier copies out of it, because they are on the same stream.
+        """
         self.count(-host.numel())
         self._free[host.numel()].append(host)
 

@@ -1,18 +1,18 @@
 """Store tensors in a file without a name, and move them between the file and memory on threads.
 
-A tensor in the file is an ordinary tensor: a view of the file's mapping. Code that reads or fills it (a checkpoint, a
-load, a user) needs no special call, and pays with page faults. Data that moves in every step bypasses the page cache,
-in large aligned pieces. Several threads read and write them at once between the file and the caller's buffers; the
-kernel keeps both ways coherent.
+A tensor in the file is an ordinary tensor: a view of the file's mapping. Code that reads or fills the tensor (a
+checkpoint, a load, a user) needs no special call, but pays with page faults. Data that moves in every step bypasses the
+page cache (O_DIRECT), in large aligned pieces. Several threads read and write pieces at once, between the file and the
+caller's buffers. The kernel keeps the mapping and the direct transfers coherent.
 
-    file    | master            | exp_avg           | exp_avg_sq        |       reserved when it is asked for
+    file    | master            | exp_avg           | exp_avg_sq        |       space reserved by `allocate`
             └── mapped: a tensor ┘        ▲ │
-                                  write   │ │  read       pieces of 8 MiB, by a few threads
+                                  write   │ │  read       pieces of 8 MiB, by 4 threads
                                           │ ▼
-    memory          a buffer, aligned like the file
+    memory          a buffer, aligned to 4096 bytes like the file
 
-The file has no name: it ends with the process, however that ends, and no other process can remove it. Its space is
-reserved as it grows, so a full disk raises an error when a tensor is placed there, not when it is written to.
+The file has no name: the system frees it when the process ends for any reason, and no other process can remove it. Its
+space is reserved as it grows. So a full disk raises an error when a tensor is allocated, not when it is written to.
 """
 
 import fcntl
@@ -36,30 +36,36 @@ from torch import Tensor
 from meshwise.comm.api.streams import streams_of
 
 BLOCK = 4096
-"""Bytes: direct reads and writes begin and end at multiples of this, in the file and in memory."""
+"""Bytes of a block: direct reads and writes begin and end at multiples of it, in the file and in memory."""
 
 PIECE = 8 * 2**20
-"""Bytes that one thread moves at a time."""
+"""Most bytes that one thread moves in one call."""
 
 THREADS = 4
+"""Number of threads of a file, which read and write."""
 
 REGION = 64 * 2**20
-"""Least bytes of one mapping."""
+"""Smallest mapping of the file, in bytes."""
 
 REMEMBERED = 10_000
-"""Number of the last pieces whose times are kept."""
+"""Number of last activities whose times are kept."""
 
 
 _CPU = torch.device("cpu")
 
 
 class TierError(RuntimeError):
-    """A tier has no room for a tensor, or a read or write of it failed."""
+    """A tier cannot be used: it has no room for a tensor, or a read or write failed, or an update ended half way."""
 
 
 @dataclass(frozen=True)
-class MovedChunk:
-    """One piece moved between memory and disk, or one update on the CPU; times by `time.monotonic`."""
+class TierActivity:
+    """One read or write of a piece, or one optimizer step on the CPU, with its times.
+
+    | kind     `read`, `write` or `update`
+    | bytes    bytes of the piece, or of the updated masters
+    | started, ended   times of `time.monotonic`, in seconds
+    """
 
     kind: str
     bytes: int
@@ -68,23 +74,26 @@ class MovedChunk:
 
 
 class SwapTransfer:
-    """Pieces on their way between a file and memory."""
+    """Transfer between the swap file and memory, in pieces that threads move."""
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
 
     @classmethod
     def of(cls, transfers: "Sequence[SwapTransfer]") -> "SwapTransfer":
-        """Return one transfer that ends with the last of several."""
+        """Return several transfers as one, which ends when all of them have ended."""
         return cls([future for transfer in transfers for future in transfer._futures])
 
     def wait(self) -> None:
-        """Wait until all pieces are moved. Raises TierError when one failed."""
+        """Wait until all pieces are moved. Raises TierError if a piece failed."""
         for future in self._futures:
             future.result()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call `call` once when the last piece has ended, even if it failed, on the thread that ended it."""
+        """Call `call` once when all pieces have ended, even if some failed.
+
+        The call runs on the thread of the last piece, or at once on this thread if all pieces have ended.
+        """
         left = [len(self._futures)]
         lock = threading.Lock()
 
@@ -102,13 +111,16 @@ class SwapTransfer:
 
 
 class SwapFile:
-    """A nameless file in `folder`, by default where the system keeps temporary files.
+    """File without a name that stores tensors, with threads that read and write it.
 
-    Raises TierError when there is no such folder or nothing can be written there. `direct` says whether reads and
-    writes go past the page cache; some file systems, those in memory among them, do not have that.
+    | folder   folder of the file
+    | size     bytes in use
+    | direct   True if reads and writes bypass the page cache; file systems in memory and some others cannot do so
+    | moved    the last reads and writes, oldest first
     """
 
     def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: None for the system's folder of temporary files. Raises TierError if no file can be made there."""
         self.folder = Path(tempfile.gettempdir()) if folder is None else folder
         try:
             self._file: io.FileIO = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
@@ -122,12 +134,12 @@ class SwapFile:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.direct = self._go_direct()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="swap")
-        self.moved: deque[MovedChunk] = deque(maxlen=REMEMBERED)
+        self.moved: deque[TierActivity] = deque(maxlen=REMEMBERED)
 
     # ---- storage ----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in one dim, stored in the file. Raises TierError when the disk has no room."""
+        """Return a new tensor of zeros with one dim, stored in the file. Raises TierError if the disk has no room."""
         size = max(BLOCK, whole_blocks(numel * dtype.itemsize))
         self._reserve(size)
         if size > self._room.numel():
@@ -137,7 +149,7 @@ class SwapFile:
         return tensor
 
     def locate(self, tensor: Tensor) -> int | None:
-        """Return the byte of the file at which a tensor begins, or None if it is not stored here."""
+        """Return the offset in bytes of a tensor in the file, or None if the tensor is not stored in it."""
         if tensor.device.type != "cpu":
             return None
         base = tensor.untyped_storage().data_ptr()
@@ -145,7 +157,7 @@ class SwapFile:
         return None if start is None else start + tensor.data_ptr() - base
 
     def place(self, tensor: Tensor) -> int:
-        """Return the byte of the file at which a tensor begins that is stored here."""
+        """Return the offset in bytes of a tensor that is stored in the file."""
         offset = self.locate(tensor)
         assert offset is not None
         return offset
@@ -153,19 +165,19 @@ class SwapFile:
     # ---- moving ------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, *, into: Tensor) -> SwapTransfer:
-        """Start to fill `into`, aligned and of whole blocks, from byte `offset` of the file on."""
+        """Start to fill `into` (uint8, aligned, whole blocks) from byte `offset` of the file on."""
         return self._move("read", os.preadv, offset, into)
 
     def write(self, offset: int, *, values: Tensor) -> SwapTransfer:
-        """Start to write `values`, aligned and of whole blocks, to the file from byte `offset` on."""
+        """Start to write `values` (uint8, aligned, whole blocks) to the file from byte `offset` on."""
         return self._move("write", os.pwritev, offset, values)
 
     def later(self, call: Callable[[], object]) -> None:
-        """Call `call` on one of the threads."""
+        """Call `call` on one of the file's threads, without waiting for it."""
         self._pool.submit(call)
 
     def close(self) -> None:
-        """Close the file when its transfers have ended; tensors in it keep their values."""
+        """Wait until all transfers have ended, and close the file; tensors in it keep their values."""
         if not self._file.closed:
             self._pool.shutdown()
             self._file.close()
@@ -187,7 +199,7 @@ class SwapFile:
                     ) from error
                 assert count > 0  # the file reaches to the end of its last region
                 start, data = start + count, data[count:]
-            self.moved.append(MovedChunk(kind, size, begun, time.monotonic()))
+            self.moved.append(TierActivity(kind, size, begun, time.monotonic()))
 
         data = memory.numpy().data
         return SwapTransfer(
@@ -195,7 +207,7 @@ class SwapFile:
         )
 
     def _map(self, size: int) -> None:
-        """Map `size` bytes after those in use. Each mapping keeps a descriptor, so there are few, ever larger ones."""
+        """Map `size` bytes after the bytes in use. Each mapping keeps a descriptor, so mappings are few and grow."""
         self._file.truncate(self.size + size)
         region = mmap.mmap(self._file.fileno(), size, offset=self.size)
         self._room = torch.frombuffer(region, dtype=torch.uint8)
@@ -204,23 +216,23 @@ class SwapFile:
     def _reserve(self, size: int) -> None:
         try:
             os.posix_fallocate(self._file.fileno(), self.size, size)
-        except AttributeError:  # macOS has none: a full disk is found when it is written to
+        except AttributeError:  # not on macOS: there a full disk shows when data is written
             return
         except OSError as error:
             free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
             raise TierError(
                 f"{self.folder} has no room for the swap file: {error.strerror}; {size} bytes are needed besides the "
-                f"{self.size} there, and {free} are free. Name a folder on another disk, or offload less to disk"
+                f"{self.size} in use, and {free} are free. Name a folder on another disk, or offload less to disk"
             ) from error
 
     def _go_direct(self) -> bool:
-        """Switch to direct reads and writes; return False where the file system has none."""
+        """Switch to direct reads and writes, and return True; return False if the file system has none."""
         file = self._file.fileno()
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         block = self.allocate(BLOCK, dtype=torch.uint8)
         with suppress(OSError, AttributeError):  # macOS has no such flag
             fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
-            # Some file systems take the flag and refuse the write.
+            # Some file systems accept the flag and refuse the write.
             os.pwritev(file, [aligned(BLOCK).numpy().data], self.place(block))
             return True
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
@@ -228,12 +240,15 @@ class SwapFile:
 
 
 def whole_blocks(size: int) -> int:
-    """Return the bytes of the whole blocks that hold `size` bytes."""
+    """Return `size` bytes rounded up to whole blocks of 4096 bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
 def aligned(size: int, *, device: torch.device = _CPU) -> Tensor:
-    """Return `size` bytes that begin where a direct read may. They are pinned where `device` is a GPU."""
+    """Return an uninitialized uint8 tensor of `size` bytes in host memory, aligned for direct reads and writes.
+
+    The memory is pinned if `device` is a GPU. For `device` meta the tensor is on the meta device.
+    """
     if device.type == "meta":
         raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="meta")
     else:

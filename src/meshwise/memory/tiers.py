@@ -1,13 +1,14 @@
-"""Keep parameters, masters and gradients on their tiers, and move them to the device and back.
+"""Store parameters, masters, gradients and optimizer state on their tiers, and move them to the device and back.
 
-    | tier      on a GPU                                     on a CPU
-    | device    the GPU's memory                             its memory
-    | cpu       pinned memory of the host; copies on a       its memory: there is nothing to move
-    |           stream of their own
-    | disk      a file of the rank; staging buffers (pinned when there is a GPU) on the way
+    | tier      if the rank computes on a GPU                       if it computes on the CPU
+    | device    memory of the GPU                                   memory of the host
+    | cpu       pinned memory of the host; copied on a separate     memory of the host: nothing moves
+    |           CUDA stream
+    | disk      the rank's swap file; data passes through           the same, with ordinary staging buffers
+    |           pinned staging buffers
 
-A tensor on any tier may be read and filled like any other; `bring` and `store` are the fast ways. With nothing
-offloaded a `Tiers` does nothing.
+A tensor on any tier can be read and filled as any other tensor; `bring` and `store` are faster. With nothing offloaded,
+`Tiers` moves nothing.
 """
 
 import contextlib
@@ -23,43 +24,51 @@ from torch import Tensor
 from meshwise.comm.api.streams import streams_of
 from meshwise.memory.rehearsed_movers import RehearsedFile
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import BLOCK, REMEMBERED, MovedChunk, SwapFile, SwapTransfer, whole_blocks
+from meshwise.memory.swap_file import BLOCK, REMEMBERED, SwapFile, SwapTransfer, TierActivity, whole_blocks
 from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
-"""Staging buffers for parameters: those in use, the next, and the one after."""
+"""Number of staging buffers for gathers of parameters on disk: the parameters in use and the next two gathers."""
 
 
 class BorrowedTensor:
-    """A tensor of another tier, on the device for the time of its use."""
+    """Copy of an offloaded tensor on the device, for the time of its use."""
 
     def __init__(
         self, values: Tensor, *, ready: Callable[[], None] | None = None, release: Callable[[], None] | None = None
     ) -> None:
-        """`ready` returns when the values have arrived; `release` frees what they lie in."""
+        """`values`: the copy, or the tensor itself if it is on the device already.
+
+        | ready     waits until `values` are complete; None if they are
+        | release   frees the memory of `values`; None if nothing is to be freed
+        """
         self._values = values
         self._ready = ready
         self._release = release
 
     def wait(self) -> Tensor:
-        """Wait for the values and return them. Raises TierError when they do not come."""
+        """Wait for the values, and return them. Raises TierError if a read failed."""
         if self._ready is not None:
             self._ready()
         return self._values
 
     def release(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Free the memory of the values; a second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()
 
 
 class Tiers:
-    """The tiers of one rank. Raises TierError when the plan says disk and there is none."""
+    """Storage of one rank's offloaded tensors, and their movement between the tiers and the device."""
 
     def __init__(
         self, offload: Offload | None = None, *, device: torch.device | None = None, swap: SwapConfig | None = None
     ) -> None:
+        """Make the swap file if `offload` uses the tier `disk`; by default, nothing is offloaded and the CPU computes.
+
+        `device` is the device that computes. Raises TierError if no swap file can be made.
+        """
         self.offload = offload or Offload()
         self.device = device or torch.device("cpu")
         self.swap = swap or SwapConfig()
@@ -68,39 +77,39 @@ class Tiers:
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Receives each staging buffer when it is made, on its first use."""
+        """Called with each staging buffer when the buffer is made, on its first use."""
         self.disk_bytes: Counter[str] = Counter()
-        """Bytes on disk, by what they are."""
+        """Bytes that `empty` has allocated on disk, by kind: `params`, `masters`, `gradients` or `optimizer`."""
         self._largest = 0
         self._round = BLOCK
         self._buffers: list[StagingBuffers] = []
         self._stored: list[SwapTransfer] = []
-        self._updates: deque[MovedChunk] = deque(maxlen=REMEMBERED)
+        self._updates: deque[TierActivity] = deque(maxlen=REMEMBERED)
         self._streams = streams_of(self.device)
         self._copies = self._streams.create() if self._on_gpu and self.offload != Offload() else None
 
     @property
     def updates_on(self) -> torch.device:
-        """Device on which the optimizer runs."""
+        """Device on which the optimizer runs: the CPU if the plan's tiers require it, otherwise `device`."""
         return torch.device("cpu") if self._updates_on_cpu and self._on_gpu else self.device
 
     @property
     def chunk_limit(self) -> int | None:
-        """Most elements of a chunk that is updated at once, in whole blocks of any dtype; None: no limit.
+        """Most elements of a chunk of the update, a multiple of 4096; None, without a limit, if nothing is offloaded.
 
-        Four tensors of fp32 then fit a staging buffer: the master, its gradient and two of the optimizer's.
+        Four fp32 tensors of a chunk then fit a staging buffer: the master, its gradient and two optimizer states.
         """
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
     @cached_property
     def staging(self) -> StagingBuffers:
-        """The buffers of the update."""
+        """Staging buffers of the update and of `store`, made on first use."""
         is_rehearsal = isinstance(self.file, RehearsedFile)
         return self._new_buffers(count=self.swap.buffers, size=self._round, is_disk_slow=is_rehearsal)
 
     @cached_property
     def _gathered(self) -> StagingBuffers:
-        """The buffers of parameters on their way to a gather."""
+        """Staging buffers of parameters (or gradients) that `bring` reads from disk."""
         return self._new_buffers(count=GATHERED_AHEAD, size=self._largest)
 
     def _new_buffers(self, **options: Any) -> StagingBuffers:
@@ -109,25 +118,26 @@ class Tiers:
         return buffers
 
     def reserve(self, size: int) -> None:
-        """Make the staging buffers of the update, when they are made, at least `size` bytes large."""
+        """Let each staging buffer of the update have at least `size` bytes; call it before the buffers are made."""
         self._round = max(self._round, size)
 
     @property
     def staged(self) -> int:
-        """Bytes of all staging buffers that were made."""
+        """Bytes of all staging buffers made so far."""
         return sum(one.bytes for one in self._buffers)
 
     # ---- storage -----------------------------------------------------------------------------------------------
 
     def is_offloaded(self, what: str) -> bool:
-        """Return whether `what` (`params`, `masters`, …) has another tier than the one it is used on."""
+        """Return whether tensors of a kind are stored off the device that computes; `what` is a kind as in `empty`."""
         tier = getattr(self.offload, what)
         return tier == "disk" or (tier == "cpu" and self._on_gpu)
 
     def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in one dim on the tier of `what`: `params`, `masters`, `gradients` or `optimizer`.
+        """Return a new tensor with one dim on the tier of an offloaded kind.
 
-        Its contents are unspecified. Raises TierError when the disk has no room.
+        `what`: `params`, `masters`, `gradients` or `optimizer`. The values are unspecified. Raises TierError if the
+        disk has no room.
         """
         if getattr(self.offload, what) == "disk":
             assert self.file is not None
@@ -138,7 +148,10 @@ class Tiers:
         return self._streams.host_empty([numel], dtype=dtype)
 
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Return the bytes of tensors by what they are, with their tier unless on the device: `disk/optimizer`."""
+        """Return the bytes of (kind, tensor) pairs by kind.
+
+        A key begins with the tensor's tier if the tensor is off the device: `disk/optimizer`, `cpu/masters`.
+        """
         total: Counter[str] = Counter()
         for what, tensor in tensors:
             away = "" if tensor.device.type == self.device.type else "cpu/"
@@ -147,50 +160,53 @@ class Tiers:
 
     @property
     def disk_tensors(self) -> Sequence[Tensor]:
-        """Tensors on disk in a rehearsal."""
+        """Meta tensors that stand for the tensors on disk in a rehearsal; empty in a training."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
     def on_disk(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is stored on disk."""
+        """Return whether a tensor is stored in the swap file."""
         return self.file is not None and self.file.locate(tensor) is not None
 
     @property
-    def moved(self) -> list[MovedChunk]:
-        """The reads and writes of the last steps, and their updates on the CPU."""
+    def moved(self) -> list[TierActivity]:
+        """The last reads and writes of the swap file, then the last updates on the CPU; 10,000 of each at most."""
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
     def record_update(self, size: int, *, since: float) -> None:
-        """Record an update of `size` bytes that began at `since`, a time of `time.monotonic`."""
+        """Record an update on the CPU that ends now; an update on a GPU is not recorded.
+
+        `size`: bytes of the updated masters. `since`: its start by `time.monotonic`.
+        """
         if self._updates_on_cpu:
-            self._updates.append(MovedChunk("update", size, since, time.monotonic()))
+            self._updates.append(TierActivity("update", size, since, time.monotonic()))
 
-    # ---- movement -----------------------------------------------------------------------------------
+    # ---- movement ----------------------------------------------------------------------------------------------
 
-    def bring(self, rest: Tensor) -> BorrowedTensor:
-        """Start to bring a tensor to the device; one that is already there is returned unchanged."""
-        if self.file is not None and (offset := self.file.locate(rest)) is not None:
+    def bring(self, tensor: Tensor) -> BorrowedTensor:
+        """Start to copy an offloaded tensor to the device. A tensor on the device is lent as it is."""
+        if self.file is not None and (offset := self.file.locate(tensor)) is not None:
             if (buffer := self._gathered.take(wait=False)) is None:
-                return BorrowedTensor(rest.to(self.device))
-            return self._read(rest, offset, buffer, self._gathered)
-        if rest.device.type == self.device.type:
-            return BorrowedTensor(rest)
+                return BorrowedTensor(tensor.to(self.device))
+            return self._read(tensor, offset, buffer, self._gathered)
+        if tensor.device.type == self.device.type:
+            return BorrowedTensor(tensor)
         assert self._copies is not None
         with self._streams.use(self._copies):
-            values = rest.to(self.device, non_blocking=True)
+            values = tensor.to(self.device, non_blocking=True)
         return BorrowedTensor(values, ready=lambda: self._join(values))
 
-    def read(self, rest: Tensor, *, into: Tensor) -> SwapTransfer:
-        """Start to read a tensor on disk into whole blocks of memory."""
+    def read(self, tensor: Tensor, *, into: Tensor) -> SwapTransfer:
+        """Start to read a tensor on disk into `into` (uint8, whole blocks, as from a staging buffer)."""
         assert self.file is not None
-        return self.file.read(self.file.place(rest), into=into)
+        return self.file.read(self.file.place(tensor), into=into)
 
-    def write(self, rest: Tensor, *, values: Tensor) -> SwapTransfer:
-        """Start to write whole blocks of memory to a tensor on disk."""
+    def write(self, tensor: Tensor, *, values: Tensor) -> SwapTransfer:
+        """Start to write `values` (uint8, whole blocks, as from a staging buffer) to a tensor on disk."""
         assert self.file is not None
-        return self.file.write(self.file.place(rest), values=values)
+        return self.file.write(self.file.place(tensor), values=values)
 
     def store(self, values: Tensor, *, into: Tensor) -> None:
-        """Start to copy values of the device into `into`, on its tier; `settle` ends it."""
+        """Start to copy `values` on the device into the offloaded tensor `into`; `settle` waits for the copy."""
         if self.file is None or (offset := self.file.locate(into)) is None:
             if self._copies is None:
                 into.copy_(values)
@@ -211,7 +227,7 @@ class Tiers:
             self._stored.append(transfer)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits, on any thread, until all work issued so far is done."""
+        """Return a function that waits, on any thread, for the work issued so far: stores, and the compute stream's."""
         stored = SwapTransfer.of(self._stored)
         if self._copies is None:
             return stored.wait
@@ -219,14 +235,14 @@ class Tiers:
         event = self._streams.event()
         event.record(self._copies)
 
-        def there() -> None:
+        def wait() -> None:
             stored.wait()
             event.synchronize()
 
-        return there
+        return wait
 
     def settle(self) -> None:
-        """Wait until everything that `store` started has ended. Raises TierError when it failed."""
+        """Wait until all copies that `store` started have ended. Raises TierError if a write failed."""
         stored, self._stored = self._stored, []
         for transfer in stored:
             transfer.wait()
@@ -234,11 +250,14 @@ class Tiers:
             self._copies.synchronize()
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, this thread copies on a separate stream, while another one computes."""
+        """Return a context in which this thread issues its GPU work on the copy stream.
+
+        It does nothing without a GPU, and if nothing is offloaded.
+        """
         return contextlib.nullcontext() if self._copies is None else self._streams.use(self._copies)
 
     def close(self) -> None:
-        """Close the swap file."""
+        """Close the swap file when its transfers have ended."""
         if self.file is not None:
             self.file.close()
 
@@ -248,14 +267,14 @@ class Tiers:
 
     @property
     def _moves(self) -> bool:
-        """True if anything that an update needs is on another tier."""
+        """True if any tensor that an update needs is offloaded."""
         return any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
 
-    def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
+    def _read(self, tensor: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
         assert self.file is not None
-        size = rest.numel() * rest.element_size()
+        size = tensor.numel() * tensor.element_size()
         transfer = self.file.read(offset, into=buffer[: whole_blocks(size)])
-        values = buffer[:size].view(rest.dtype)
+        values = buffer[:size].view(tensor.dtype)
         if not self._on_gpu:
             return BorrowedTensor(values, ready=transfer.wait, release=lambda: staging.give(buffer))
         moved, copied = torch.empty_like(values, device=self.device), self._streams.event()
