@@ -335,9 +335,8 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
         own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
-        stages[index] = LiveStage(
-            stage, *_build_engine(source.for_module(stage.module), own, recall=recall, stage=place)
-        )
+        own_source = source.for_module(stage.module)
+        stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, stage=place))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.opened}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)

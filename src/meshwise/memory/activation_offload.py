@@ -125,10 +125,9 @@ class _SavedTensors:
 def activation_tier(
     tier: str, *, device: torch.device, swap: SwapConfig, transfers: ActivationTransfers
 ) -> ActivationTier | None:
-    """Return the object that moves activations to `tier`, or None if they stay on the device.
+    """Return the mover of activations to `tier` (`device`, `cpu` or `disk`), or None if they stay on the device.
 
-    `tier`: `device`, `cpu` or `disk`. The tier `cpu` moves nothing if `device` is no GPU. `swap` configures the swap
-    file. Raises TierError if no swap file can be made.
+    The tier `cpu` moves nothing if `device` is no GPU. Raises TierError if no swap file can be made.
     """
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None

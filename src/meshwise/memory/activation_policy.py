@@ -56,8 +56,7 @@ class RecomputedBlocks:
     def names(self, module: nn.Module) -> list[str]:
         """Return the names of the modules to recompute in the whole model `module`.
 
-        The list is empty if the plan neither recomputes nor has a budget. Raises PlanError for a model without blocks,
-        and ValueError for a pattern that matches no module.
+        The list is empty if the plan neither recomputes nor has a budget. Raises PlanError for a model without blocks.
         """
         if self._plan.recompute == "none" and not self._plan.budget:
             return []
@@ -82,8 +81,6 @@ class RecomputedBlocks:
         parts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Recompute the blocks `names` of `module`, the part of the model that this rank runs.
-
-        Names that `module` lacks, and modules without parameters, are skipped.
 
         | recall      restores the forward's state when a block is repeated, and replays its kept results
         | in_flight   number of micro-batches whose activations a block keeps at most
@@ -120,19 +117,12 @@ class RecomputedBlocks:
             block.measures = False
 
     def set_modes(self, modes: Mapping[str, str]) -> None:
-        """Set the mode of each block named in `modes`, between two steps.
-
-        Ranks that run the same block must set the same mode.
-        """
+        """Set modes by block name, between two steps; ranks that run the same block must set the same mode."""
         for block in self._blocks:
             block.mode = modes.get(block.name, block.mode)
 
     def table(self) -> str:
-        """Return a text table with one line for each measured block.
-
-        Its columns: mode, MiB kept in that mode, MiB kept without recomputation, seconds of recomputation in a
-        micro-batch, micro-batches in flight.
-        """
+        """Return a text table of the measured blocks: mode, MiB kept in it and in `none`, seconds of recomputation."""
         rows = [("block", "mode", "MiB kept", "of", "seconds again", "in flight")]
         for name, cost in self.costs.items():
             mode = self.modes[name]
@@ -153,9 +143,9 @@ class ActivationPolicy:
 
     blocks: RecomputedBlocks
     activations: ActivationTier | None = None
-    """Tier to which saved activations move; None if they stay on the device."""
+    """None if activations stay on the device."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Callbacks that `close` runs last; the engine adds its own."""
+    """Callbacks that `close` runs last."""
 
     def with_offload(self, forward: Forward) -> Forward:
         """Return a forward that moves its saved activations to their tier; `forward` itself if they stay."""
@@ -170,10 +160,7 @@ class ActivationPolicy:
         return run
 
     def memory(self) -> dict[str, int]:
-        """Return the peak bytes of offloaded activations under the key `cpu/activations` or `disk/activations`.
-
-        The dict is empty if activations stay on the device.
-        """
+        """Return the peak bytes of offloaded activations by `cpu/activations` or `disk/activations`; {} without."""
         tier = self.activations
         return {} if tier is None else {f"{tier.tier}/activations": tier.mover.peak}
 

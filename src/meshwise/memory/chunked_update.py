@@ -42,8 +42,7 @@ class UpdateChunk:
 
     | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk
     | master      the unrounded values, on their tier
-    | narrow      the parameters in the model's dtype, to which the masters are rounded; None if the master is the
-    |             parameter itself
+    | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
     | factor      returns the number by which the gradients must be multiplied, such as the clipping factor
     """
@@ -57,10 +56,7 @@ class UpdateChunk:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk and its tensors on disk.
-
-    `on_disk` has the keys `master`, `narrow`, `gradient` and the keys of the optimizer's state, if those are on disk.
-    """
+    """A chunk and its tensors on disk, by name: `master`, `narrow`, `gradient`, and keys of the optimizer's state."""
 
     chunk: UpdateChunk
     on_disk: Mapping[str, Tensor]
@@ -86,10 +82,7 @@ class StoredChunk:
 
 
 class StagedRound:
-    """One round of chunks whose disk tensors are in a staging buffer, between their reads and their writes.
-
-    Inside its `with` block call `bind_values`, the optimizer's step, `write` and `leave`, in this order.
-    """
+    """One round of chunks in a staging buffer; call `bind_values`, the optimizer's step, `write` and `leave`."""
 
     def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
         self.round = round_
@@ -131,9 +124,9 @@ class StagedRound:
         return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
 
     def bind_values(self) -> None:
-        """Wait for the reads, and give the optimizer's parameters their values, gradients and state in memory.
+        """Wait for the reads, and give the optimizer the masters, gradients (times their factor) and state in memory.
 
-        The gradients are multiplied by the chunk's factor. Raises TierError if a read failed.
+        Raises TierError if a read failed.
         """
         for read in self._reads:
             read.wait()
@@ -170,10 +163,7 @@ class StagedRound:
         return writes
 
     def leave(self) -> None:
-        """Give the optimizer its tensors on disk again, and drop the gradients; a second call does nothing.
-
-        The staging buffer is given back when its transfers have ended.
-        """
+        """Give the optimizer its tensors on disk again, drop the gradients, and free the buffer after its transfers."""
         if not self._is_open:
             return
         self._is_open = False
@@ -213,7 +203,7 @@ class ChunkedUpdate:
         tiers: Tiers,
         early: bool = False,
     ) -> None:
-        """`chunks`: the chunks of each bucket. `early`: update each bucket on a thread, as its gradients are reduced.
+        """`chunks`: of each bucket. `early`: update each bucket on a thread, as soon as its gradients are reduced.
 
         Reserves room for the optimizer's state on its tier. Raises TierError if the disk has no room.
         """
@@ -231,8 +221,7 @@ class ChunkedUpdate:
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank, and call `done` on each chunk after it.
 
-        Raises TierError if a tier fails; some parameters are then updated and others not. Every later step raises
-        TierError too, until a checkpoint is loaded.
+        Raises TierError if a tier fails; then some parameters are updated, and a checkpoint must be loaded (`check`).
         """
         self.check()
         self._tiers.settle()
@@ -285,10 +274,7 @@ class ChunkedUpdate:
     # ---- updates that ended half way ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise TierError if an update has ended half way and no checkpoint was loaded since.
-
-        Updates under way are first given up, as in `abandon`.
-        """
+        """Give up updates under way; raise TierError if any update ended half way since the last checkpoint load."""
         if self.abandon():
             raise TierError(
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
@@ -319,9 +305,9 @@ class ChunkedUpdate:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _update_all(self, queue: "_RoundQueue", done: Callable[[UpdateChunk], None]) -> None:
-        """Update round by round; read the next round meanwhile. Then wait until all writes have ended.
+        """Update round by round, read the next round meanwhile, and wait for all writes.
 
-        An early update stops at the first gradient that is not finite: later rounds are left unchanged.
+        An early update leaves all rounds unchanged from the first gradient on that is not finite.
         """
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups

@@ -61,10 +61,7 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """Map each large tensor separately inside the block, the first step; then call `keep_freed_memory_of_rank`.
-
-    With one rank or on a GPU, the block changes no option of the allocator.
-    """
+    """With several CPU ranks, map each large tensor separately inside the block; keep freed memory afterwards."""
     set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield
@@ -73,10 +70,7 @@ def first_step_of(world: World) -> Iterator[None]:
 
 
 def keep_freed_memory_of_rank(world: World) -> None:
-    """Return free memory to the system; then, if this is one of several CPU ranks, keep freed memory from now on.
-
-    The process of such a rank only trains.
-    """
+    """Return free memory to the system once; keep later freed memory if this is one of several ranks on CPUs."""
     set_malloc(KEEP_FREED if _keeps(world) else ())
 
 

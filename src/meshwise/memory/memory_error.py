@@ -23,10 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_errors_explained(plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
-    """Add a note to an out-of-memory error inside the block, and raise the error again.
-
-    The note lists the bytes that `memory()` returns by category, and the call that predicts the need of a plan.
-    """
+    """Add a note to an out-of-memory error inside the block: the bytes of `memory()`, and how to predict a plan."""
     try:
         yield
     except Exception as error:

@@ -80,10 +80,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Inside, norms read and update copies of `statistics` (one entry for each norm); afterwards their own buffers.
-
-        With an empty `statistics`, the copies are made of the norms' present buffers.
-        """
+        """Inside, norms use copies of `statistics` (one entry a norm; empty: of their present running statistics)."""
         norms = self._norms()
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
@@ -160,12 +157,7 @@ class RecomputedBlock:
 
 @dataclass
 class _Slot:
-    """Place of a tensor that autograd saves.
-
-    | kind     its shape, dtype and device
-    | sample   some elements from the first forward, to compare; None if nothing is compared
-    | value    the tensor from the repeated forward; None before
-    """
+    """Saved tensor: its kind, a sample of its first values to compare (or None), and its recomputed value (or None)."""
 
     call: "_Call"
     kind: tuple[torch.Size, torch.dtype, torch.device]
@@ -192,10 +184,9 @@ class _Call:
 
     @contextlib.contextmanager
     def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
-        """Run the first forward inside the block, and keep results under `selective`.
+        """Run the first forward inside the block, and keep results under `selective`, or in any mode with `clock`.
 
-        With `clock`, a timer of the operations with kept results, results are kept in any mode. At the end, kept
-        results after the last saved tensor are dropped: the repetition stops before them.
+        `clock` times the operations with kept results. Results kept after the last saved tensor are dropped.
         """
         recall = self._block.recall
         keeps = self._selective or clock is not None
@@ -268,10 +259,7 @@ class _Filling:
         self._count = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Put a saved tensor of the repetition into the next slot; raise `_Enough` after the last slot.
-
-        Raises RecomputeError if the tensor differs from the tensor of the first forward.
-        """
+        """Put a tensor into the next slot. Raises RecomputeError if it differs, and `_Enough` after the last slot."""
         call = self._call
         if self._count == len(call._slots):
             raise RecomputeError(call._differs("more tensors"))
@@ -292,10 +280,7 @@ class _Filling:
 
 
 class _Enough(Exception):
-    """Raised to leave a repeated forward when all slots are filled.
-
-    It derives from Exception, so torch runs the `always_call` hooks of the modules that the forward leaves.
-    """
+    """Raised when all slots are filled; an Exception, so that torch runs the `always_call` hooks of left modules."""
 
 
 def _saved_itself(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ MODES = ("none", "selective", "full")
 """Modes of recomputation, from the one that keeps most memory to the one that keeps least."""
 
 MIB = 2**20
-"""Bytes of a mebibyte, the unit of a budget in messages."""
+"""Bytes of a mebibyte."""
 
 
 @dataclass(frozen=True)

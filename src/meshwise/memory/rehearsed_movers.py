@@ -49,10 +49,7 @@ class RehearsedFile:
 
 
 class RehearsedMover(StorageMover):
-    """Stand-in for a `DiskMover` that moves nothing and counts the bytes that would be on disk.
-
-    It assumes a slow disk: no write has ended when the next one starts, so the buffers grow up to their limit.
-    """
+    """Stand-in for a `DiskMover` that only counts bytes, as if the disk were slow and all buffers filled up."""
 
     def __init__(self, transfers: ActivationTransfers) -> None:
         self.device = torch.device("meta")

@@ -48,11 +48,9 @@ class StagingBuffers:
         on_new_buffer: Callable[[Tensor], None] = lambda _: None,
         is_disk_slow: bool = False,
     ) -> None:
-        """`device`: the device that computes; with a GPU the buffers are pinned.
+        """`device`: computes; the buffers are pinned for a GPU. `on_new_buffer` is called with each new buffer.
 
-        | size            bytes of a buffer, rounded up to whole blocks of the file
-        | on_new_buffer   called with each buffer when the buffer is made
-        | is_disk_slow    make all buffers before one is used again, as if no write ended in time (for rehearsals)
+        `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so.
         """
         self.size = whole_blocks(size)
         self._device = device

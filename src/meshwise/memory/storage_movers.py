@@ -97,10 +97,7 @@ class DiskMover(StorageMover):
         self._lock = threading.Lock()
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Copy `values` to a buffer, and start to write the buffer to the file; wait if all buffers are in use.
-
-        Raises TierError if the disk has no room.
-        """
+        """Copy `values` to a buffer, and start to write it. Raises TierError if the disk has no room."""
         size = values.numel()
         rounded = whole_blocks(size)
         offset = self._place(rounded)
@@ -220,10 +217,7 @@ class HostMover(StorageMover):
         self._free.clear()
 
     def free(self, host: Tensor) -> None:
-        """Make a host buffer free for later storages of its size.
-
-        Later copies into the buffer follow earlier copies out of it, because they are on the same stream.
-        """
+        """Free a host buffer; its next copies follow the earlier ones, because all are on the same stream."""
         self.count(-host.numel())
         self._free[host.numel()].append(host)
 

@@ -60,11 +60,9 @@ class TierError(RuntimeError):
 
 @dataclass(frozen=True)
 class TierActivity:
-    """One read or write of a piece, or one optimizer step on the CPU, with its times.
+    """One read or write of a piece, or one update of masters on the CPU; times by `time.monotonic`.
 
-    | kind     `read`, `write` or `update`
-    | bytes    bytes of the piece, or of the updated masters
-    | started, ended   times of `time.monotonic`, in seconds
+    `kind` is `read`, `write` or `update`.
     """
 
     kind: str
@@ -90,10 +88,7 @@ class SwapTransfer:
             future.result()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call `call` once when all pieces have ended, even if some failed.
-
-        The call runs on the thread of the last piece, or at once on this thread if all pieces have ended.
-        """
+        """Call `call` once when all pieces have ended, even if some failed, on the thread of the last piece."""
         left = [len(self._futures)]
         lock = threading.Lock()
 
@@ -245,10 +240,7 @@ def whole_blocks(size: int) -> int:
 
 
 def aligned(size: int, *, device: torch.device = _CPU) -> Tensor:
-    """Return an uninitialized uint8 tensor of `size` bytes in host memory, aligned for direct reads and writes.
-
-    The memory is pinned if `device` is a GPU. For `device` meta the tensor is on the meta device.
-    """
+    """Return an uninitialized, aligned uint8 tensor of `size` bytes in host memory, pinned if `device` is a GPU."""
     if device.type == "meta":
         raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="meta")
     else:

@@ -37,11 +37,7 @@ class BorrowedTensor:
     def __init__(
         self, values: Tensor, *, ready: Callable[[], None] | None = None, release: Callable[[], None] | None = None
     ) -> None:
-        """`values`: the copy, or the tensor itself if it is on the device already.
-
-        | ready     waits until `values` are complete; None if they are
-        | release   frees the memory of `values`; None if nothing is to be freed
-        """
+        """`ready` waits until `values` are complete; `release` frees their memory. None: there is nothing to do."""
         self._values = values
         self._ready = ready
         self._release = release
@@ -65,10 +61,7 @@ class Tiers:
     def __init__(
         self, offload: Offload | None = None, *, device: torch.device | None = None, swap: SwapConfig | None = None
     ) -> None:
-        """Make the swap file if `offload` uses the tier `disk`; by default, nothing is offloaded and the CPU computes.
-
-        `device` is the device that computes. Raises TierError if no swap file can be made.
-        """
+        """`device`: the device that computes, by default the CPU. Raises TierError if no swap file can be made."""
         self.offload = offload or Offload()
         self.device = device or torch.device("cpu")
         self.swap = swap or SwapConfig()
@@ -134,10 +127,9 @@ class Tiers:
         return tier == "disk" or (tier == "cpu" and self._on_gpu)
 
     def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor with one dim on the tier of an offloaded kind.
+        """Return a new tensor with one dim on the tier of an offloaded kind, with unspecified values.
 
-        `what`: `params`, `masters`, `gradients` or `optimizer`. The values are unspecified. Raises TierError if the
-        disk has no room.
+        `what`: `params`, `masters`, `gradients` or `optimizer`. Raises TierError if the disk has no room.
         """
         if getattr(self.offload, what) == "disk":
             assert self.file is not None
@@ -148,10 +140,7 @@ class Tiers:
         return self._streams.host_empty([numel], dtype=dtype)
 
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Return the bytes of (kind, tensor) pairs by kind.
-
-        A key begins with the tensor's tier if the tensor is off the device: `disk/optimizer`, `cpu/masters`.
-        """
+        """Return the bytes of (kind, tensor) pairs by kind; by `disk/kind` or `cpu/kind` if off the device."""
         total: Counter[str] = Counter()
         for what, tensor in tensors:
             away = "" if tensor.device.type == self.device.type else "cpu/"
@@ -173,10 +162,7 @@ class Tiers:
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
     def record_update(self, size: int, *, since: float) -> None:
-        """Record an update on the CPU that ends now; an update on a GPU is not recorded.
-
-        `size`: bytes of the updated masters. `since`: its start by `time.monotonic`.
-        """
+        """Record an update of `size` bytes of masters, from `since` (`time.monotonic`) to now, if the CPU updates."""
         if self._updates_on_cpu:
             self._updates.append(TierActivity("update", size, since, time.monotonic()))
 
@@ -250,10 +236,7 @@ class Tiers:
             self._copies.synchronize()
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread issues its GPU work on the copy stream.
-
-        It does nothing without a GPU, and if nothing is offloaded.
-        """
+        """Return a context in which this thread issues its GPU work on the copy stream, if there is one."""
         return contextlib.nullcontext() if self._copies is None else self._streams.use(self._copies)
 
     def close(self) -> None:
