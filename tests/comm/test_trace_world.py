@@ -8,7 +8,7 @@ import torch
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.in_process.trace_world import TraceWorld
-from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.model.torch_private import TorchDispatchMode
 
 
 class _Operations(TorchDispatchMode):

@@ -14,8 +14,8 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.model.deferred_init import ParameterSource, build_with_values, install
-from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.parameter_table import parameter_table
+from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import run
 from warm_processes import Processes

@@ -37,11 +37,11 @@ from meshwise.memory.memory_error import memory_errors_explained
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import ActivationTransfers
 from meshwise.memory.tiers import Tiers
-from meshwise.model.blocks import Patterns
 from meshwise.model.deferred_init import ParameterSource, build_with_values
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
+from meshwise.model.parameter_units import Patterns
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions

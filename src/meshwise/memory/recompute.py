@@ -33,8 +33,8 @@ from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_gen
 from meshwise.memory.changed_inputs import BlockInputs
 from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
 from meshwise.memory.saved_operations import SavedOperations
-from meshwise.model.dispatch_modes import without_modes
 from meshwise.model.forward_replay import ForwardReplay, ReplayTape
+from meshwise.model.torch_private import without_modes
 
 
 class RecomputeError(RuntimeError):

@@ -20,8 +20,8 @@ import torch
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.memory.recompute_cost import DeviceTimer
-from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.torch_private import TorchDispatchMode
 
 _NAMES = """
     mm addmm linear convolution

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.construction_replay import CPU, ConstructionOperation, ConstructionRecord, storage
-from meshwise.model.dispatch_modes import TorchDispatchMode, without_modes
+from meshwise.model.torch_private import TorchDispatchMode, without_modes
 
 META = torch.device("meta")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.model.dispatch_modes import TorchDispatchMode, without_modes
+from meshwise.model.torch_private import TorchDispatchMode, without_modes
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from meshwise.base.mesh import Mesh
 from meshwise.layout import Layout
-from meshwise.model.blocks import GatheredModule, Patterns, partition
+from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.plan.degrees import REPLICAS
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
@@ -190,7 +190,7 @@ def parameter_table(
     """Read a model, on any device, meta included.
 
     `options(name, parameter)` gives optimizer options for a parameter (default `matrices_decay`). `units` overrides how
-    the model is divided; see `meshwise.model.blocks.partition`. Every parameter is whole on every rank, and its
+    the model is divided; see `model.parameter_units.partition`. Every parameter is whole on every rank, and its
     gradients are summed over the axes `replicas`, until `placed` says otherwise.
 
     Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two different

@@ -24,8 +24,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
+from meshwise.model.torch_private import TorchDispatchMode
 
 _NAMES = """
     dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.dispatch_modes import TorchDispatchMode, in_backward, without_modes
+from meshwise.model.torch_private import TorchDispatchMode, in_backward, without_modes
 
 aten = torch.ops.aten
 

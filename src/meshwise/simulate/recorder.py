@@ -26,9 +26,9 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import FlightRecorder
 from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.comm.shared_memory.segment import KEPT, fits
-from meshwise.model.dispatch_modes import TorchDispatchMode, without_modes
 from meshwise.model.meta_kernels import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
+from meshwise.model.torch_private import TorchDispatchMode, without_modes
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.schedules.action import COMPUTE, Action
 from meshwise.simulate.operation_cost import makes_anew, moves_nothing, operation, storages_of

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.reference_run import ReferenceRun, whole
 

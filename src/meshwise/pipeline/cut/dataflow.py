@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.model.torch_private import TorchDispatchMode
 
 
 @dataclass(frozen=True)

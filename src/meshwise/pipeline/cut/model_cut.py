@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from meshwise.model.blocks import Patterns, partition
+from meshwise.model.parameter_units import Patterns, partition
 from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, bounds_by_name, loads_of
 from meshwise.pipeline.cut.meta_values import has_no_values
 from meshwise.pipeline.cut.module_hooks import refuse_hooks
@@ -31,7 +31,7 @@ class CutOptions:
     at: tuple[str, ...] = ()
     """By hand: the piece, or the module inside of a block, at which each stage but the first begins."""
     pieces: Patterns = ()
-    """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
+    """Patterns over module names that override what the pieces are (see `meshwise.model.parameter_units`)."""
     how: Literal["auto", "blocks"] = "auto"
     """`blocks` cuts between the model's pieces, `auto` also inside of blocks where that pays."""
     made: "ModelCut | None" = field(default=None, compare=False, repr=False)

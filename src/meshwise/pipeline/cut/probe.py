@@ -25,10 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.memory.malloc_settings import keep_freed_memory
-from meshwise.model.blocks import GatheredModule, Patterns, partition
 from meshwise.model.deferred_init import without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules
+from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.block_entry import inner_modules, is_repeated
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
@@ -59,7 +59,7 @@ def probe(
 ) -> ProbeResult:
     """Return the steps of `call(model)`, which runs on a copy that shares only the model's parameters.
 
-    `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
+    `pieces` are patterns over module names that override how the model is divided (see `model.parameter_units`).
     With `opens`, blocks that can be opened have steps inside.
 
     Raises CutError for patterns that name nothing, and for a piece inside of a reentrant checkpoint of torch.

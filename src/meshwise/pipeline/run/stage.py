@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.dispatch_modes import without_modes
 from meshwise.model.forward import StageForwardLeft
+from meshwise.model.torch_private import without_modes
 from meshwise.pipeline.cut.meta_values import sizes_known
 from meshwise.pipeline.cut.module_hooks import PieceBackwardHooks
 from meshwise.pipeline.run.packed_tree import enter

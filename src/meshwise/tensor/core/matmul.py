@@ -40,8 +40,8 @@ from torch.nn import functional
 from meshwise.base.mesh import even_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.model.dispatch_modes import needed_gradients
 from meshwise.model.forward_replay import ForwardReplay, same_memory
+from meshwise.model.torch_private import needed_gradients
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Function that waits for a collective and returns its result."""

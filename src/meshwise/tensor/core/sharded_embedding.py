@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
-from meshwise.model.dispatch_modes import in_backward
 from meshwise.model.parameter_table import Placement
+from meshwise.model.torch_private import in_backward
 from meshwise.tensor.core.linear import Projection
 from meshwise.tensor.core.matmul import OperandMove
 from meshwise.tensor.core.part import Part

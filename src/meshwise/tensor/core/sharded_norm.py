@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwise.comm.api.world import World
-from meshwise.model.dispatch_modes import needed_gradients
+from meshwise.model.torch_private import needed_gradients
 from meshwise.tensor.core.part import Norm
 from meshwise.tensor.core.scheme import Axes
 from meshwise.tensor.core.split_context import BoundToRank
