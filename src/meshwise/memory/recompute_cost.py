@@ -1,12 +1,10 @@
 """Describe the measured cost of recomputing a block in each mode, and choose the modes that fit a memory budget.
 
-| mode        | bytes that a block keeps             | extra seconds of its backward             |
-|-------------|--------------------------------------|-------------------------------------------|
-| `none`      | all tensors that autograd saves      | none                                      |
-| `selective` | its input and its matrix products    | its forward without these matrix products |
-| `full`      | its input                            | its forward                               |
-
-`memory/recompute.py` measures them in the first steps of a training.
+| mode        | bytes that a block keeps             | extra seconds of its backward (measured by `recompute.py`) |
+|-------------|--------------------------------------|------------------------------------------------------------|
+| `none`      | all tensors that autograd saves      | none                                                       |
+| `selective` | its input and its matrix products    | its forward without these matrix products                  |
+| `full`      | its input                            | its forward                                                |
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +24,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Cost of one block on one rank, by mode.
+    """Cost of one block by mode: bytes that it keeps and seconds of its recomputation, for one micro-batch.
 
-    | bytes       bytes of activations that the block keeps for one micro-batch
-    | seconds     seconds of recomputation in one micro-batch
-    | in_flight   number of micro-batches whose activations the block keeps at most
+    `in_flight`: number of micro-batches whose activations the block keeps at most.
     """
 
     bytes: Mapping[str, int]

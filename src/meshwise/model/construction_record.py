@@ -1,17 +1,17 @@
 """Build a model on meta tensors, and record how the values of its tensors are computed.
 
-A model larger than one device cannot be built first and cut afterwards. Building it on torch's meta device costs no
-memory but loses every value. It also needs a second initialization (`reset_parameters`), which buffers lack and users
-forget. So here the user's own constructor runs once, on meta tensors, and every tensor operation is recorded
-(factories, in-place initialization, arithmetic, copies). The record is replayed for one tensor at a time.
+A model larger than one device cannot be built first and split afterwards. Torch's meta device costs no memory but loses
+every value, and then needs a second initialization (`reset_parameters`), which buffers lack and users forget. So here
+the user's own constructor runs once on meta tensors, and every tensor operation is recorded (factories, in-place
+initialization, arithmetic, copies). `construction_replay.py` replays the record for one tensor at a time.
 
-The record is about storages, not tensors: a view only names a storage and a place in it, so operations that make views
-need no record. Two modes watch the constructor, both of the calling thread alone:
+The record is about storages, not tensors. A view only names a storage and a place in it, so operations that make views
+are not recorded. Two modes watch the constructor, in the calling thread only:
 
 - `_Recorder` sees every operation below autograd. Tensors with values that the constructor uses (`torch.tensor`, numpy,
   a checkpoint) are constants, each represented by a meta tensor.
 - `_CpuPretence` makes meta tensors report the CPU as their device, because initializers and models skip their work on
-  meta tensors. It returns values where the constructor asks for them (`.tolist()`, `print`).
+  meta tensors. When the constructor reads values (`.tolist()`, `print`), the mode computes them.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from meshwise.model.construction_replay import CPU, ConstructionOperation, Const
 from meshwise.model.torch_private import TorchDispatchMode, without_modes
 
 META = torch.device("meta")
+"""The device on which the constructor's tensors are made."""
 
 _OVERWRITING = frozenset(
     f"aten::{name}_"
@@ -42,14 +43,14 @@ _OVERWRITING = frozenset(
 
 @contextlib.contextmanager
 def recording(*, seed: int) -> Iterator[ConstructionRecord]:
-    """Make the calling thread's tensors meta tensors, and record what it does to them, inside the block."""
+    """Inside, tensors that this thread makes are meta tensors, and the operations on them go into the record."""
     record = ConstructionRecord(seed=seed)
     with _Recorder(record), _CpuPretence(record):
         yield record
 
 
 class _Traits:
-    """Facts from the schema of an operation."""
+    """Properties of an operation, from its schema and tags."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -75,8 +76,8 @@ def _with_generator(func: Any) -> Any:
         if offered.pop("generator", None) and offered == taken:
             return overload
     raise ValueError(
-        f"the model's constructor draws random numbers with {func}, which takes no generator, so ranks could not agree "
-        "on them. Draw them with torch.rand, torch.randn or an initialiser of torch.nn.init"
+        f"the model's constructor draws random numbers with {func}, which takes no generator, so ranks would draw "
+        "different numbers. Draw them with torch.rand, torch.randn or an initialiser of torch.nn.init"
     )
 
 
@@ -101,7 +102,7 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _on_meta(self, t: Tensor) -> Tensor:
-        """Return `t` if it is a meta tensor, otherwise a meta tensor with the same view of a constant."""
+        """Return `t` if it is on the meta device, otherwise a meta tensor that stands for `t`, a constant."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
                 f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
@@ -125,9 +126,9 @@ class _Recorder(TorchDispatchMode):
         on_cpu = dict(kwargs)
         if "device" in traits.names and (not given or traits.shapes_only or kwargs.get("device") is not None):
             kwargs["device"], on_cpu["device"] = META, CPU
-        args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # the operation may move the view itself
+        args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # the operation may change the view
         try:
-            # What fills a tensor with zeros, a number or draws changes no shape; torch takes a millisecond to see that.
+            # A fill (zeros, a number, draws) changes no shape, and torch's meta kernel for it takes a millisecond.
             result = args[0] if traits.overwrites and len(given) == 1 else func(*args, **kwargs)
         except NotImplementedError:  # the shape of the result depends on values, or torch has no meta kernel for it
             result = self._shells(func, args_then, kwargs_then)
@@ -161,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return meta tensors of the shapes that the operation returns when it runs on values."""
+        """Return meta tensors like the results of the operation, which is run on values to learn their shapes."""
         traits = self._traits[func]
         kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
         result = traits.run(*_values(self._record, args), **kwargs)
@@ -169,19 +170,19 @@ class _Recorder(TorchDispatchMode):
 
 
 def _values(record: ConstructionRecord, tree: Any) -> Any:
-    """Return the tree with tensors that have values in place of its meta tensors."""
+    """Return the tree with the values of its meta tensors in their place."""
     with without_modes():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
 
 def _fills(t: Tensor) -> bool:
-    """Return whether a tensor is a view of all of its storage, each element once."""
+    """Return whether a tensor covers all of its storage, each element once."""
     return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
 
 
 def _index(index: Any) -> Any:
-    """Return an index with its lists and arrays as tensors: torch would move them to the meta device."""
+    """Return an index with its lists and arrays as CPU tensors; torch would put them on the meta device."""
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
     if isinstance(index, np.ndarray | range) or (isinstance(index, list) and all(isinstance(i, int) for i in index)):
@@ -190,7 +191,7 @@ def _index(index: Any) -> Any:
 
 
 class _CpuPretence(TorchFunctionMode):
-    """Mode that lets meta tensors answer as tensors on the CPU do."""
+    """Mode in which recorded meta tensors behave as tensors on the CPU."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
@@ -221,11 +222,11 @@ class _CpuPretence(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _skips_to_record(self, asker: FrameType) -> bool:
-        """Return whether the asker is torch's truncated normal, which is then recorded as one operation.
+        """If the caller is torch's truncated normal, record it as one operation and return True.
 
-        It draws until no element lies outside, so it reads its own random numbers. Then each such parameter would be
-        computed during the construction, before the name that seeds its random numbers is known. torch has no hook in
-        between, but it first asks whether the tensor is a meta tensor, and skips its work if so.
+        It draws until no element lies outside its bounds, so it reads its own random numbers. Such a parameter would be
+        computed during the construction, before the name that seeds its random numbers is known. torch has no hook at
+        this point, but first asks whether the tensor is a meta tensor, and skips its work if the answer is True.
         """
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False

@@ -12,9 +12,9 @@
 Values are computed by running, in order, only the operations that the wanted tensors depend on; memory is freed after
 its last use. So at most the tensor and the inputs of one operation are in memory.
 
-Every random operation draws from its own sequence. Its seed is a hash of the model's seed, the name of the first
-parameter or buffer that depends on it, and its number among that tensor's random operations. So the values of a
-parameter depend on nothing else in the model, on no order and on no rank, and the global generators are not touched.
+Every random operation draws from a generator of its own. The generator's seed is a hash of the model's seed, the name
+of the first parameter or buffer that depends on the operation, and the operation's number for that tensor. So the
+values of a parameter depend on no other part of the model, no order and no rank. The global generators stay unchanged.
 """
 
 import hashlib
@@ -30,42 +30,44 @@ from torch import Tensor
 from meshwise.base.tensor_tree import map_tensors, tensors
 
 CPU = torch.device("cpu")
+"""The device on which values are computed."""
 _CHUNK = 1 << 16
 CONSTRUCTION = "(construction)"
-"""Name of the random numbers that the constructor read before they became part of a named tensor."""
+"""Name that seeds random numbers which the constructor reads before they are part of a named tensor."""
 
 
 @dataclass(frozen=True)
 class ConstructionOperation:
-    """One operation of the constructor. The tensors in it are meta tensors: a storage and a view of it."""
+    """One operation of the constructor. Its tensors are meta tensors: each is a storage and a view of it."""
 
     run: Callable[..., Any]
-    """The operation itself; one that draws random numbers takes a `generator`."""
+    """The function to call; a random operation takes the keyword `generator`."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     outputs: tuple[Tensor | None, ...]
-    """Its results; None for one that shares a storage with an argument."""
+    """Results of the operation; None for a result in the storage of an argument."""
     writes: tuple[int, ...]
-    """Storages it changes or creates."""
+    """Identities (see `storage`) of the storages that the operation changes or creates."""
     reads: tuple[int, ...]
-    """Storages whose earlier values matter to it."""
+    """Identities of the storages whose earlier values the operation reads."""
     random: bool = False
+    """Whether the operation draws random numbers."""
 
     uninitialised: bool = False
-    """Whether its results are memory that was never written (`torch.empty`)."""
+    """Whether the results are memory that was never written (`torch.empty`)."""
     shapes_only: bool = False
-    """Whether it needs no values of its tensors (`torch.zeros_like`): they stay meta tensors."""
+    """Whether the operation reads only shapes of its tensors, which stay meta tensors (`torch.zeros_like`)."""
 
 
 def storage(t: Tensor) -> int:
-    """Return the identity of the memory a tensor looks at."""
+    """Return the identity of a tensor's storage."""
     identity: int = t.untyped_storage()._cdata
     return identity
 
 
 class ConstructionRecord:
-    """Record of all operations of one construction, in order."""
+    """Record of all tensor operations of one model's construction, in order."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
@@ -77,35 +79,35 @@ class ConstructionRecord:
         self._counts: Counter[str] = Counter()
 
     def knows(self, t: Tensor) -> bool:
-        """Return whether the tensor's memory was seen during the construction."""
+        """Return whether the tensor's storage was seen during the construction."""
         return storage(t) in self._known
 
     def learn(self, t: Tensor) -> int:
-        """Make a meta tensor's memory known and return its identity."""
+        """Make a meta tensor's storage known, and return the identity of the storage."""
         self._known.setdefault(storage(t), t.untyped_storage())
         return storage(t)
 
     def learn_constant(self, t: Tensor, *, values: Tensor) -> None:
-        """Make a meta tensor's memory known, with the bytes `values`."""
+        """Make a meta tensor's storage known, as a constant with the bytes `values`."""
         self._constants[self.learn(t)] = values
 
     def add(self, operation: ConstructionOperation) -> None:
-        """Append an operation; all tensors in it must be known."""
+        """Append an operation; the storages of all its tensors must be known."""
         for key in operation.writes:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
 
     def name_draws(self, wanted: Sequence[Tensor], *, name: str) -> None:
-        """Name the random numbers that `wanted` depends on after the tensor `name`, if they have no name yet."""
+        """Seed the random operations that `wanted` depends on by the tensor's `name`, if they have no name yet."""
         for index in self._needed(wanted):
             if self._operations[index].random and index not in self._streams:
                 self._streams[index] = f"{name}\0{self._counts[name]}"
                 self._counts[name] += 1
 
     def values(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values, on the CPU, that meta tensors have at the end of the record.
+        """Return the values that the meta tensors `wanted` have at the end of the record, on the CPU.
 
-        Memory that was never written reads as NaN, as the largest value of an integer type, or as True.
+        An element that was never written is NaN, the largest value of its integer type, or True.
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.name_draws(wanted, name=CONSTRUCTION)
@@ -124,7 +126,7 @@ class ConstructionRecord:
     def unwritten(self, t: Tensor, *, values: Tensor) -> int:
         """Return the number of elements of `values`, the values of `t`, that depend on memory never written.
 
-        Such elements have the value of `_poison`: NaN spreads through arithmetic. Booleans are not checked.
+        Such elements equal `_poison`, because NaN spreads through arithmetic. Booleans are not checked.
         """
         needed = (self._operations[index] for index in self._needed([t]))
         if values.dtype == torch.bool or not any(operation.uninitialised for operation in needed):
@@ -135,7 +137,7 @@ class ConstructionRecord:
         return sum(int((part == _poison(part.dtype)).sum()) for part in parts)
 
     def _needed(self, wanted: Sequence[Tensor]) -> list[int]:
-        """Return the operations that `wanted` depends on, in order."""
+        """Return the indices of the operations that `wanted` depends on, in order."""
         found: set[int] = set()
         open_ = [(storage(t), len(self._operations)) for t in wanted]
         while open_:
@@ -143,7 +145,7 @@ class ConstructionRecord:
             writers = self._writers.get(key, [])
             latest = bisect_left(writers, before) - 1
             if latest < 0:
-                continue  # a constant nobody wrote to
+                continue  # a constant that no operation has changed
             first = [] if key in self._constants else writers[:1]  # creates the memory that the latest overwrites
             for index in {*first, writers[latest]} - found:
                 found.add(index)
@@ -151,7 +153,7 @@ class ConstructionRecord:
         return sorted(found)
 
     def _start(self, indices: Sequence[int], wanted: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """Return the memory of the constants that take part, copied if it will be written or returned."""
+        """Return the storages of the constants that the operations use, copied if they are written or returned."""
         operations = [self._operations[index] for index in indices]
         changed = {key for operation in operations for key in operation.writes} | {storage(t) for t in wanted}
         used = changed | {key for operation in operations for key in operation.reads}
@@ -188,7 +190,7 @@ class ConstructionRecord:
 
 
 def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
-    """Return the tensor with values whose view of its memory is the view that the meta tensor `t` has."""
+    """Return the tensor with values that has the same view of its storage as the meta tensor `t`."""
     source = memory[storage(t)]
     view = torch.empty(0, dtype=t.dtype, device=source.device)
     view = view.set_(source, t.storage_offset(), t.size(), t.stride())
@@ -197,14 +199,14 @@ def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
 
 
 def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
-    """Return `got` with the strides of its meta tensor `was`, which views of it rely on."""
+    """Return `got` with the strides of its meta tensor `was`, because recorded views use these strides."""
     if got.stride() == was.stride() and got.storage_offset() == was.storage_offset():
         return got
     return torch.empty_strided(was.size(), was.stride(), dtype=was.dtype, device=CPU).copy_(got)
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:
-    """Return the value of memory that was never written."""
+    """Return the value that marks memory never written: NaN, the largest integer, or True."""
     if dtype == torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max

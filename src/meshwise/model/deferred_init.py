@@ -1,12 +1,12 @@
 """Initialize a model's parameters one at a time, so that no rank holds the whole model.
 
-`build_with_values` takes a model that exists, or a function that builds one. The function's model stays on meta
-tensors. Its parameters are computed one by one (`ParameterSource.full`), and each rank keeps its part. The same seed
-gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from the values that
-the function alone would draw from torch's global generator, which stays untouched. A generator that the function itself
-passes to torch is replaced as well. Random numbers of numpy or of Python are left alone.
+`build_with_values` takes a model that exists, or a function that builds a model. The function's model stays on the meta
+device. Its parameters are computed one by one (`ParameterSource.full`), and each rank keeps its part.
 
-Elements that the constructor never writes are an error that names the tensor.
+The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. These values
+differ from the values that the function would draw from torch's global generator, which stays unchanged. A generator
+that the function passes to torch is not used either. Random numbers of numpy and of Python are not replaced.
+If the constructor leaves elements of a tensor uninitialized, an error names the tensor.
 """
 
 import copy
@@ -24,13 +24,13 @@ from meshwise.model.parameter_table import ParameterRow, check_readable
 
 
 class ParameterSource:
-    """Source of the values of a model's tensors."""
+    """Source of the values of a model's parameters and buffers, which exist already or are computed on demand."""
 
     def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
-        """`record`: computes the values of a deferred model. `shapes_only`: `full` returns meta tensors."""
+        """`record` computes a meta model's values (None: they exist). `shapes_only`: `full` returns meta tensors."""
         self.module = module
         self.deferred = record is not None or shapes_only
-        """Whether the parameters of `module` are on the meta device and still need their values."""
+        """Whether the parameters of `module` are on the meta device, and their values are yet to be filled in."""
         self._record = record
         self._shapes_only = shapes_only
         self._staging: Tensor | None = None
@@ -46,10 +46,10 @@ class ParameterSource:
                 record.name_draws([tensor], name=name)
 
     def full(self, name: str) -> Tensor:
-        """Return the full values of a parameter or buffer, under any of its names.
+        """Return the full tensor of a parameter or buffer, by any of its names.
 
-        A deferred model computes them, on the CPU; another model returns its data, not a copy. Raises ValueError for
-        elements that the constructor never initialises.
+        With a record the values are computed on the CPU; otherwise the model's own tensor is returned, not a copy.
+        Raises ValueError for elements that the constructor never initialises.
         """
         wanted = self._tensors[name]
         if self._shapes_only:
@@ -65,12 +65,11 @@ class ParameterSource:
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
 
     def broadcast_full(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
-        """Return the full values; if every rank holds the model, the first rank's, sent along `axes` (default: all).
+        """Return the full tensor with equal values on all ranks, a collective along `axes` (default: all axes).
 
-        Every rank along `axes` asks for the same names in the same order.
-
-        The values are valid until the next call. All calls use one piece of memory: freed copies of single parameters
-        would leave the process with holes of the size of the model's blocks.
+        If every rank holds the model, the first rank's values are broadcast. A deferred model computes equal values.
+        Every rank along `axes` must ask for the same names in the same order. The tensor is valid until the next call:
+        all calls use one buffer, because freed copies of single parameters would leave holes in the heap.
         """
         value = self.full(name)
         if self.deferred or world.size == 1:
@@ -84,13 +83,13 @@ class ParameterSource:
         return staged
 
     def for_module(self, module: nn.Module) -> "ParameterSource":
-        """Return the source for `module`, which has some of the parameters under the same names, on the meta device."""
+        """Return a source for `module`, a part of the model on the meta device with the same parameter names."""
         part = copy.copy(self)
         part.module, part.deferred = module, True
         return part
 
     def fill_buffers(self) -> None:
-        """Compute the buffers and the tensors in plain attributes, and put them into the module, on the CPU.
+        """Compute buffers and tensors in plain attributes that are on the meta device, and set them, on the CPU.
 
         Raises ValueError as `full` does.
         """
@@ -106,11 +105,11 @@ class ParameterSource:
 
 
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
-    """Return the source of a module that exists, or of the module that a function builds, on the meta device.
+    """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
     The function is called once; its tensor operations are recorded and run on meta tensors. Raises ValueError for a
-    module on the meta device, for a function that does not return a module, and for random draws that cannot be
-    repeated.
+    module on the meta device, for a function that returns no module or a module with modules in plain lists or dicts,
+    and for random draws that cannot be repeated.
     """
     if isinstance(model, nn.Module):
         check_readable(model)
@@ -122,16 +121,16 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     check_readable(module)
     for name, _ in _unregistered(module):
         raise ValueError(
-            f"{name} holds modules that torch does not register there, so their parameters get no values and are not "
-            "trained; put them into an nn.ModuleList or nn.ModuleDict"
+            f"{name} holds modules that torch does not register there, so their parameters get no values and no "
+            "training; put the modules into an nn.ModuleList or nn.ModuleDict"
         )
     return ParameterSource(module, record=record)
 
 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
-    """Return a model (or the one that a function builds) on the meta device, whose values are never needed.
+    """Return a source without values, whose `module` is a copy of the model (or the function's model) on meta.
 
-    A module is left unchanged. Raises ValueError as `build_with_values` does.
+    A given module is left unchanged. Raises ValueError as `build_with_values` does.
     """
     if isinstance(model, nn.Module):
         check_readable(model)
@@ -150,10 +149,10 @@ def without_values(tensor: Tensor) -> Tensor:
 
 
 def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Parameter:
-    """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
+    """Replace a parameter under all its names by a new parameter over the memory of `tensor`, and return it.
 
-    A meta parameter cannot get memory on another device through `.data`. The new one keeps `requires_grad`, the hooks
-    and the model's attributes of the old one. Its shape is the shape of this rank's part.
+    A meta parameter cannot get memory on another device through `.data`. The new parameter keeps `requires_grad`, the
+    hooks and the Python attributes of the old parameter. `tensor` may be only this rank's part of the parameter.
     """
     old = module.get_parameter(row.name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
@@ -175,7 +174,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules in plain lists and dictionaries, whose parameters torch does not count as the model's."""
+    """Yield (name, module) for modules in plain lists and dicts, whose parameters torch does not register."""
     known, every = {id(parameter) for parameter in module.parameters()}, vars(nn.Module())
     for path, owner in module.named_modules():
         for key, value in vars(owner).items():
@@ -193,7 +192,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _entries(name: str, tree: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an attribute, parameters aside, with their names: `name`, or `name[i]` in a container."""
+    """Yield (name, tensor) for an attribute's tensors that are no parameters: `name`, or `name[i]` in a container."""
     for index, tensor in enumerate(tensors(tree)):
         if not isinstance(tensor, nn.Parameter):
             yield name if tensor is tree else f"{name}[{index}]", tensor

@@ -1,8 +1,8 @@
 """Run a model's forward and its loss, which returns a sum and a count.
 
-An engine that receives the mean of a loss must guess its count. Micro-batches, padding and ranks of unequal shares all
-make the guess wrong. So a loss here returns its sum and what it counted (tokens, samples), and the division is done
-once, over the whole global batch.
+An engine that receives the mean of a loss must guess the number of terms. Micro-batches, padding and ranks with unequal
+shares make the guess wrong. So a loss here returns a sum and the number of its terms (tokens, samples). The engine
+divides once, over the whole global batch.
 """
 
 import contextlib
@@ -18,28 +18,30 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import reachable
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+"""Function of a model and a batch (any tree of tensors) that returns the model's output."""
 Loss: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+"""Function of an output and a batch that returns (sum of the loss, number of terms in the sum)."""
 
 
 class LossError(ValueError):
-    """A loss did not return the sum of what it measured and the count of what it summed."""
+    """A loss did not return a scalar sum and the number of terms in the sum."""
 
 
 class StageForwardLeft(Exception):
-    """Raised to leave a forward where a pipeline's stage ends: the rest belongs to other stages.
+    """Raised to leave a model's forward where a pipeline's stage ends; the later modules belong to other stages.
 
-    It is an Exception so that torch runs the hooks registered with `always_call` of the modules it leaves. If a model
-    catches it, the next piece raises it again.
+    It derives from Exception, so torch runs the hooks registered with `always_call` on the modules that are left. If
+    the model catches it, the next piece raises it again.
     """
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
-    """Call the model on its part of a batch.
+    """Call the model on the input part of a batch, and return its output.
 
-    A tensor is the input. Of a tuple or list the first item is the input and the rest is for the loss. Of a mapping,
-    the entries named like parameters of `model.forward` are passed by keyword (all, when it takes `**kwargs`).
+    A tensor is the input. A tuple or list begins with the input; its other items are for the loss. Of a mapping, the
+    entries named as parameters of `model.forward` are passed by keyword, or all entries if it takes `**kwargs`.
 
-    Raises ValueError for a mapping none of whose keys `forward` takes.
+    Raises ValueError for a mapping if `forward` takes none of its keys.
     """
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
@@ -57,10 +59,10 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Run forward and loss, and return the sum of the loss and the count: two scalar tensors, the count in fp64.
+    """Run forward and loss; return the sum of the loss and the count of its terms, two scalar tensors (count: fp64).
 
-    Raises LossError when `loss` does not return a scalar sum and a count of at least 0. A tensor's count is not read
-    here, because that would wait for a GPU; below 0 it becomes NaN, which stays NaN in every sum.
+    Raises LossError if `loss` does not return a scalar sum and a count of at least 0. A count in a tensor is not read,
+    because reading would wait for the GPU. Below 0 it becomes NaN, so every sum over counts is NaN.
     """
     output = forward(model, batch)
     returned = loss(output, batch)
@@ -97,7 +99,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _attached(total: Tensor, output: Any) -> Tensor:
-    """Return the loss, with a gradient of zero where it has none: every rank must run a backward."""
+    """Return the loss; without a graph, connect it to `output` with gradient zero: every rank must run a backward."""
     if torch.is_grad_enabled() and not total.requires_grad:
         for tensor in reachable(output):
             if tensor.requires_grad:

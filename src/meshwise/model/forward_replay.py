@@ -1,14 +1,14 @@
-"""Replay a repeated forward: restore the state of the first one, and reuse its kept results.
+"""Replay a forward that is repeated in the backward: restore the first forward's state, and reuse its kept results.
 
-A block whose forward is repeated in its backward may keep results that are slow to compute and small: the outputs of
-matrix products. An operation below autograd, or a product that ranks share, asks here for such a result:
+A block whose forward is repeated may keep results that are slow to compute and small: the outputs of matrix products.
+Code that computes such a result calls `once` of a `ForwardReplay`, which other files name `recall`:
 
-    | forward     y = recall.once(compute)     computes, and keeps the result
-    | repeated    y = recall.once(compute)     the kept result; nothing is computed, and no rank is asked for its part
-    | otherwise   y = recall.once(compute)     computes
+    | first forward         y = recall.once(compute)     calls `compute`, and keeps the result
+    | repeated forward      y = recall.once(compute)     returns the kept result, without computing or communicating
+    | any other forward     y = recall.once(compute)     calls `compute`
 
-State that changes from forward to forward (the samples to draw for, the rows of the ranks) is a `RememberedState`. It
-is read when a block begins, and restored when the block is repeated.
+State that changes from forward to forward (the samples to draw for, the rows of each rank) is a `RememberedState`. A
+block takes a snapshot of the state when it begins, and restores the snapshot when it is repeated.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 
 
 class RememberedState(Protocol):
-    """State that a forward reads and that changes from one forward to the next."""
+    """State that a forward reads, that changes from forward to forward, and that a repeated forward restores."""
 
     def snapshot(self) -> Any:
-        """Return the state as it is now."""
+        """Return a copy of the present state."""
 
     def restored(self, place: Any) -> contextlib.AbstractContextManager[None]:
-        """Restore the state that `snapshot` returned as `place` inside the block."""
+        """Return a context in which the state is `place`, a value that `snapshot` has returned."""
 
 
 class ReplayTape:
-    """Kept results of one block's forward, in order."""
+    """Kept results of one block's forward, in the order of their computation."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
@@ -39,20 +39,20 @@ class ReplayTape:
         """Number of results that the repeated forward has taken."""
 
     def protect(self, tensor: Tensor) -> None:
-        """Copy kept results that share memory with this tensor, which is about to be written to."""
+        """Copy the kept results that share memory with `tensor`, which will be written to in place."""
         written = tensor.untyped_storage()._cdata
         for index, result in enumerate(self.results):
             if any(one.untyped_storage()._cdata == written for one in tensors(result)):
                 self.results[index] = map_tensors(Tensor.clone, result)
 
     def bytes(self) -> int:
-        """Return the bytes of the kept results."""
+        """Return the bytes of the kept results' storages."""
         sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(self.results)}
         return sum(sizes.values())
 
 
 class ForwardReplay:
-    """Switch between keeping results and taking them from a tape, with the remembered state."""
+    """Store of the results and the state that repeated forwards of one model reuse (`recall` in other files)."""
 
     def __init__(self) -> None:
         self._tape: ReplayTape | None = None
@@ -60,32 +60,32 @@ class ForwardReplay:
         self._remembered: list[RememberedState] = []
 
     def remember(self, state: RememberedState) -> None:
-        """Let `restored` restore this state too."""
+        """Add `state` to the states that `snapshot` copies and `restored` restores."""
         self._remembered.append(state)
 
     def snapshot(self) -> list[Any]:
-        """Return every remembered state as it is now."""
+        """Return a copy of every remembered state, in the order of `remember`."""
         return [state.snapshot() for state in self._remembered]
 
     @contextlib.contextmanager
     def restored(self, places: list[Any]) -> Iterator[None]:
-        """Restore every remembered state, as `snapshot` returned them, inside the block."""
+        """Restore every remembered state inside the block; `places` is a value that `snapshot` has returned."""
         with contextlib.ExitStack() as stack:
             for state, place in zip(self._remembered, places, strict=True):
                 stack.enter_context(state.restored(place))
             yield
 
     def keeping(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
-        """Put results on the tape inside the block."""
+        """Return a context of a first forward: `once` appends results to `tape`."""
         return self._using(tape, plays=False)
 
     def playing(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
-        """Take results from the tape, from its start on, inside the block."""
+        """Return a context of a repeated forward: `once` takes results from the start of `tape` on."""
         tape.played = 0
         return self._using(tape, plays=True)
 
     def suspended(self) -> contextlib.AbstractContextManager[None]:
-        """Compute results inside the block, and keep none."""
+        """Return a context in which `once` only computes."""
         return self._using(None, plays=False)
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class ForwardReplay:
             self._tape, self._plays = before
 
     def once(self, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`, a tensor or a tuple of tensors, computed now or in the first forward."""
+        """Return the result of `compute` (a tensor or tuple of tensors), computed now or kept by the first forward."""
         tape = self._tape
         if tape is None:
             return compute()
@@ -112,12 +112,12 @@ class ForwardReplay:
         return result
 
     def protect(self, tensor: Tensor) -> None:
-        """Copy kept results that share memory with this tensor, which is about to be written to."""
+        """Copy the kept results that share memory with `tensor`, which will be written to in place."""
         if self._tape is not None:
             self._tape.protect(tensor)
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """Return another tensor over the same memory, unknown to autograd, even as a view."""
+    """Return a new tensor over the memory of `tensor` that autograd does not connect with it, not even as a view."""
     memory = tensor.untyped_storage()
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

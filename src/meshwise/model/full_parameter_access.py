@@ -1,7 +1,7 @@
-"""Logical tensors for optimizers that need more than single elements, however parameters are split.
+"""Interface through which an optimizer asks for norms or full tensors of whole parameters, of which ranks hold parts.
 
 An optimizer under a plan updates flat slices: parts of one or more parameters. A class that needs norms of whole
-parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) says so, and asks for them:
+parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and gets the argument `logical`:
 
     class Normed(torch.optim.Optimizer):
         needs = "norms"                     # or "matrices"
@@ -20,8 +20,8 @@ parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) says so, and asks for 
                         step = gradients[p].view(-1)[here] / squares[part.name].sqrt()
                         p.data.view(-1)[here] -= group["lr"] * step
 
-`logical` is a `LogicalTensors`: `WholeParameters` on one process, `LogicalSlices` under a plan. Every rank calls its
-methods in the same order, and every slice has a gradient.
+`logical` is a `LogicalTensors`: a `WholeParameters` on one process, a `LogicalSlices` under a plan. Every rank must
+call its methods in the same order. Every slice has a gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SlicePart:
-    """Elements [start, stop) of an optimizer's slice, which belong to the parameter `name`."""
+    """Elements [start, stop) of an optimizer's flat slice, which belong to the parameter `name`."""
 
     name: str
     start: int
@@ -42,40 +42,41 @@ class SlicePart:
 
 
 NEEDS = ("norms", "matrices")
-"""Values of an optimizer class's `needs`. Both give the same access; the word tells readers which is used."""
+"""Allowed values of an optimizer class's `needs`. Both give the same access; the value only documents the class."""
 
 
 class LogicalTensors(Protocol):
-    """Access of an optimizer to logical parameters. `values` are tensors of the shapes of the slices, by slice."""
+    """Access of an optimizer to whole parameters. `values`: a tensor for each slice, such as its gradient."""
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
-        """Return which elements of a slice belong to which parameter, in order; padding belongs to none."""
+        """Return the parts of a slice that belong to one parameter each, in order; padding is in no part."""
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
 
     def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield `values` of each parameter as its full tensor, and write back what the caller changes in it.
+        """Yield (parameter name, full tensor of `values`), and write the caller's changes of it back to `values`.
 
-        Iterate to the end: each full tensor comes of a collective. With a pipeline, a rank's own stages only.
+        Every rank must iterate to the end, because each full tensor is gathered by a collective. With a pipeline, a
+        rank gets the parameters of its own stages.
         """
 
 
 class WholeParameters:
-    """Logical tensors of one process, whose slices are the parameters themselves."""
+    """`LogicalTensors` of one process, where a slice is a parameter itself."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
-        """Return the whole slice as one part."""
+        """Return one part, the whole parameter."""
         return (SlicePart(self._names[parameter], 0, parameter.numel()),)
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
-        """Return the squared 2-norms of the tensors, by name."""
+        """Return the squared 2-norms of the tensors: fp64 scalars by parameter name."""
         return {self._names[key]: torch.linalg.vector_norm(value).double() ** 2 for key, value in values.items()}
 
     def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors themselves, by name."""
+        """Yield (parameter name, tensor) with the tensors of `values` themselves."""
         for parameter, value in values.items():
             yield self._names[parameter], value

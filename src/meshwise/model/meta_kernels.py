@@ -1,4 +1,4 @@
-"""Run operations on meta tensors for which torch has no meta kernel."""
+"""Run operations on meta tensors, also the operations for which torch has no meta kernel or a too narrow one."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,15 +15,15 @@ from meshwise.model.torch_private import TorchDispatchMode, without_modes
 aten = torch.ops.aten
 
 _LABELS: Mapping[Any, int] = MappingProxyType({aten.nll_loss_forward: 1, aten.nll_loss_backward: 2})
-"""Operations with labels, and the place of the labels among their arguments."""
+"""Operations with class labels, and the position of the labels among their arguments."""
 
 
 def run_on_meta(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operation on meta tensors. Raises what torch raises."""
+    """Return the result of an operation on meta tensors; None for an optimizer's fused update."""
     if _is_update(func):
         return None
     place = _LABELS.get(func._overloadpacket)
-    if place is not None and args[place].dtype == torch.uint8:  # devices take bytes, meta tensors do not
+    if place is not None and args[place].dtype == torch.uint8:  # devices accept bytes, torch's meta kernel does not
         with without_modes():
             args = (*args[:place], args[place].long(), *args[place + 1 :])
     if func is aten._grouped_mm.default and args[0].dtype == args[1].dtype != torch.bfloat16:
@@ -34,7 +34,7 @@ def run_on_meta(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 class MetaKernels(TorchDispatchMode):
-    """Mode that runs operations on meta tensors by `run_on_meta`."""
+    """Mode that runs operations on meta tensors by `run_on_meta`, and all others as usual."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,7 +45,7 @@ class MetaKernels(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """Return products of groups of rows, columns or terms; torch's own meta kernel takes bfloat16 alone."""
+    """Return the meta result of a grouped matrix product; torch's own meta kernel accepts bfloat16 only."""
     groups = (offs.shape[0],) if a.dim() == b.dim() == 2 and offs is not None else ()
     return a.new_empty((*(a.shape[:1] if a.dim() == b.dim() == 3 else groups), a.shape[-2], b.shape[-1]))
 

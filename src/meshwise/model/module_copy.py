@@ -1,4 +1,4 @@
-"""Copy a model's modules, with its tensors or others in their place, and carry over the hooks of its parameters."""
+"""Copy a model: its modules with chosen tensors in place of the model's, and the hooks of its parameters."""
 
 import copy
 from collections import OrderedDict
@@ -10,9 +10,9 @@ _CONTAINERS = (OrderedDict, dict, set)
 
 
 def copy_modules(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
-    """Return a copy of the modules with the values of `tensors` in place of its keys; other tensors are copied.
+    """Return a copy of the model in which each key of `tensors` is replaced by its value; other tensors are copied.
 
-    `copy.deepcopy` alone takes ten milliseconds for a dozen blocks, most of it for their empty dictionaries of hooks.
+    `copy.deepcopy` alone takes ten milliseconds for a dozen blocks, mostly for their empty dictionaries of hooks.
     """
     memo: dict[int, object] = {id(old): new for old, new in tensors.items()}
     for module in model.modules():
@@ -33,9 +33,10 @@ def copy_with_hooks(model: nn.Module) -> nn.Module:
 
 
 def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
-    """Let a parameter call the hooks of the parameter that it replaces, as long as they are registered there.
+    """Let the new parameter `to` call the hooks of `old`, the parameter that it replaces.
 
-    The engine adds hooks of its own to `to`, and two stages may share `old`, so `to` gets one hook that calls them.
+    `to` gets one hook that calls the hooks registered on `old` at that time: a hook removed from `old` is not called.
+    So the engine can add its own hooks to `to`, and two stages can share `old`.
     """
 
     def call_gradient_hooks(gradient: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The parameter table: one row for each logical parameter of a model.
 
-Everything that touches parameters (initialisation, gradient reduction, the norm, the optimizer, checkpoints) asks this
-table and never walks the module itself. So a parameter has one name everywhere. A tied one, registered under several
-names, is still one parameter: gathered once, counted once in the norm, updated once, saved once.
+All code that uses parameters (initialization, gradient reduction, the norm, the optimizer, checkpoints) reads this
+table and never walks the module itself. So a parameter has one name everywhere. A tied parameter, registered under
+several names, is one parameter: gathered once, counted once in the norm, updated once, saved once.
 """
 
 import difflib
@@ -22,13 +22,14 @@ from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.plan.degrees import REPLICAS
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
+"""Function from a parameter's name and tensor to its optimizer options, such as {"weight_decay": 0.0}."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of one parameter, and the axes over which its copies' gradients are summed.
+    """Layout of one parameter, and the axes (`summed`) over which the gradients of its copies are summed.
 
-    On axes that are in neither, all copies are identical and get identical gradients.
+    Over every other axis, all copies of the parameter get identical gradients.
     """
 
     layout: Layout
@@ -37,57 +38,57 @@ class Placement:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One logical parameter."""
+    """One logical parameter: the parameter as one process has it, and the ranks that hold parts or copies of it."""
 
     name: str
     """Its first name in registration order."""
     shape: tuple[int, ...]
-    """Full shape."""
+    """Shape of the full tensor."""
     dtype: torch.dtype
-    """As the module declares it."""
+    """Dtype in the module."""
     trainable: bool
     """Whether it gets a gradient."""
     aliases: tuple[str, ...]
-    """The other names of the same parameter: ties."""
+    """Other names of the same parameter, if it is tied."""
     unit: str
-    """Name of the unit it belongs to."""
+    """Name of its unit."""
     options: tuple[tuple[str, Any], ...]
-    """Optimizer options that differ from the optimizer's own, sorted by key."""
+    """Optimizer options that differ from the optimizer's defaults, as (key, value), sorted by key."""
     layout: Layout
-    """Which part of it a rank stores; over the ranks of `summed`, ZeRO may cut that further."""
+    """Layout of the full tensor over the ranks. ZeRO may split a rank's part further, over the axes `summed`."""
     summed: tuple[str, ...]
-    """The mesh axes over which its gradients are parts of a sum: those of the ranks with other rows of the batch."""
+    """Mesh axes over which the gradients are summed: their ranks have other rows or tokens of the batch."""
     held_at: tuple[tuple[str, int], ...] = ()
-    """The only ranks that hold it, as (mesh axis, coordinate): those of a pipeline's stage, of an expert. (): all."""
+    """(axis, coordinate) pairs: only ranks with these coordinates hold it (a stage, an expert). Empty: all ranks."""
     counted_elsewhere: bool = False
-    """Whether an earlier stage of a pipeline holds the same parameter, and counts it in norms and checkpoints."""
+    """True if an earlier pipeline stage holds the same parameter, and counts it in norms and checkpoints."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the full tensor."""
         return torch.Size(self.shape).numel()
 
     def at(self, placement: Placement) -> "ParameterRow":
-        """Return the same parameter, stored like this."""
+        """Return the row with the layout and the axes of `placement`."""
         return replace(self, layout=placement.layout, summed=placement.summed)
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes over which both the parameter and its gradient are the same on every rank."""
+        """Return the axes of `mesh` over which both the parameter and its gradient are the same on every rank."""
         other = {*self.layout.axes, *self.summed, *dict(self.held_at)}
         return tuple(axis for axis in mesh.names if axis not in other)
 
     def is_on(self, mesh: Mesh, *, rank: int) -> bool:
-        """Return whether `rank` holds the parameter, or its part of it."""
+        """Return whether `rank` holds the parameter or a part of it."""
         coordinate = mesh.coordinate(rank)
         return all(coordinate[axis] == index for axis, index in self.held_at)
 
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
-        """Return the part of the full tensor that `rank` stores: a view if that is one rectangle."""
+        """Return the part of the full tensor that `rank` stores: a view if the part is one rectangle, else a copy."""
         pieces = [full[piece.slices] for piece in self.layout.pieces(self.shape, mesh=mesh, rank=rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.layout.section_dim)
 
     def put(self, part: Tensor, *, into: Tensor, mesh: Mesh, rank: int) -> None:
-        """Write what `rank` stores into its place in the full tensor."""
+        """Write `part`, which `rank` stores, to its place in the full tensor `into`."""
         pieces = self.layout.pieces(self.shape, mesh=mesh, rank=rank)
         sizes = [piece.sizes[self.layout.section_dim] for piece in pieces] if self.shape else []
         parts = part.split(sizes, dim=self.layout.section_dim) if len(pieces) > 1 else [part]
@@ -102,19 +103,19 @@ class ParameterUnit:
     name: str
     """The modules that own its parameters, joined by `+`."""
     modules: tuple[str, ...]
-    """Every module whose forward needs one of the parameters; the root is the empty string."""
+    """Names of all modules whose forward needs one of the parameters; the root is the empty string."""
     rows: tuple[ParameterRow, ...]
-    """Its parameters, in registration order."""
+    """Rows of its parameters, in the order of registration."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of its parameters."""
         return sum(row.numel for row in self.rows)
 
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """The rows of a model, by unit, in forward order."""
+    """The units and rows of a model's parameters, in the order of the forward."""
 
     units: tuple[ParameterUnit, ...]
 
@@ -133,11 +134,11 @@ class ParameterTable:
         return sum(row.numel for row in self.rows)
 
     def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
-        """Return the table of a model whose parameters, by first name, are stored like this; all of them are given."""
+        """Return the table with the placement of every row, by the parameter's first name; none may be missing."""
         return self._with_rows(lambda row: [row.at(placements[row.name])])
 
     def held_at(self, *where: tuple[str, int], counted_elsewhere: Collection[str] = ()) -> "ParameterTable":
-        """Return the table of a model that only the ranks at these (axis, coordinate) hold, such as a stage.
+        """Return the table of a part of the model (a stage) that only ranks with these (axis, coordinate) pairs hold.
 
         `counted_elsewhere`: names of parameters that an earlier stage holds too.
         """
@@ -146,7 +147,7 @@ class ParameterTable:
         )
 
     def on(self, mesh: Mesh, *, rank: int) -> "ParameterTable":
-        """Return the table of the parameters that `rank` holds, without modules that have none of theirs there."""
+        """Return the table of the parameters that `rank` holds, without modules whose parameters are all elsewhere."""
         units = []
         for unit in self.units:
             here = tuple(row for row in unit.rows if row.is_on(mesh, rank=rank))
@@ -159,14 +160,12 @@ class ParameterTable:
         return ParameterTable(tuple(units))
 
     def _with_rows(self, rows_for: Callable[[ParameterRow], Sequence[ParameterRow]]) -> "ParameterTable":
-        """Return the table with `rows_for(row)` in place of each row, without the units that have none left."""
+        """Return the table with `rows_for(row)` in place of each row, without the units that have no row left."""
         units = [replace(unit, rows=tuple(new for row in unit.rows for new in rows_for(row))) for unit in self.units]
         return ParameterTable(tuple(unit for unit in units if unit.rows))
 
     def row(self, name: str) -> ParameterRow:
-        """Return the row of a parameter under any of its names. Raises ValueError, with near misses, for another
-        name.
-        """
+        """Return the row of a parameter by any of its names. Raises ValueError, with similar names, for others."""
         if name not in self._by_name:
             near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
             raise ValueError(f"no parameter {name!r}; near names: {near or list(self._by_name)[:3]}")
@@ -174,9 +173,7 @@ class ParameterTable:
 
 
 def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: ARG001 (the signature of all such rules)
-    """Return the default options: biases, norms' gains and other vectors are not decayed (Loshchilov & Hutter leave it
-    open; GPT-2 and its successors do this).
-    """
+    """Return the default optimizer options: no weight decay for biases, gains of norms and other vectors, as GPT-2."""
     return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 
 
@@ -187,14 +184,15 @@ def parameter_table(
     units: Patterns = (),
     replicas: Sequence[str] = REPLICAS,
 ) -> ParameterTable:
-    """Read a model, on any device, meta included.
+    """Return the parameter table of a model on any device, the meta device included.
 
-    `options(name, parameter)` gives optimizer options for a parameter (default `matrices_decay`). `units` overrides how
-    the model is divided; see `model.parameter_units.partition`. Every parameter is whole on every rank, and its
-    gradients are summed over the axes `replicas`, until `placed` says otherwise.
+    | options    returns the optimizer options of a parameter, from its name and value; by default `matrices_decay`
+    | units      patterns that override how the model is divided; see `model.parameter_units.partition`
+    | replicas   axes over which the gradients of every parameter are summed
 
-    Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two different
-    parameters that share memory, and for a pattern in `units` that matches nothing.
+    In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
+    Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two parameters
+    that share memory, and for a pattern in `units` that matches nothing.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -237,7 +235,7 @@ def parameter_table(
 
 
 def _is_under(module: str, parameters: Iterable[str]) -> bool:
-    """Return whether a module holds one of the parameters, by their names."""
+    """Return whether one of the parameter names lies inside a module."""
     return any(name.startswith(f"{module}." if module else "") for name in parameters)
 
 
@@ -262,20 +260,20 @@ def check_trains(module: nn.Module) -> None:
 
 
 def check_readable(module: nn.Module) -> None:
-    """Raise ValueError for parameters that cannot be looked at: they have no shape yet, or are TorchScript's."""
+    """Raise ValueError for parameters without a shape (lazy modules) and for modules compiled by TorchScript."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(  # noqa: TRY004
-                f"{name or 'the model'} is compiled by TorchScript, which keeps its parameters to itself; give the "
-                "module that it was made of"
+                f"{name or 'the model'} is compiled by TorchScript, which hides its parameters; give the module that "
+                "it was made of"
             )
 
 
 def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
-    """Refuse parameters that overlap without being one object."""
+    """Raise ValueError for two different parameters that share memory."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for parameter, (name, *_) in names.items():
         if parameter.numel():

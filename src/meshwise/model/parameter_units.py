@@ -1,9 +1,9 @@
 """Divide a model into units: the parameters that are gathered and reduced together.
 
-The parameters of a unit are gathered just before one of its modules runs, and freed after. So a unit should contain
-modules that run close together. Two units must not be most of the model, and a unit must not be so small that its
-collective is all latency. torch's FSDP asks the user to wrap the right modules; here the model's own structure says
-which they are:
+The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. So a unit should
+contain modules that run close together. Two units together must be a small part of the model, but a unit must be large
+enough that its collective is not mostly latency. torch's FSDP asks the user to wrap modules; here the units follow from
+the model's own structure:
 
     GPT                          opened: the root
     ├── embedding                ┐ pieces in a row, merged while the unit stays near
@@ -14,23 +14,23 @@ which they are:
     ├── norm                     ┐
     └── head                     ┘ merged
 
-1. *Opened* are the root, containers (modules without a forward of their own, and `Sequential`, whose forward calls its
-   entries) and every module that contains a stack of blocks. A stack is a list or sequence with two or more entries
-   that have parameters in their own children.
-2. A *block* is an entry of a container that has children with parameters. It is not opened, whatever it holds: the
-   experts of a mixture are chosen by data, so only the block as a whole runs at a known time. (An entry that is itself
-   a container with a stack of blocks is opened: a network in stages. Stages with a forward of their own look like
-   mixtures from outside; name their blocks in `units`.)
+1. *Opened* modules are divided further. They are the root, containers (modules without a forward of their own, and
+   `Sequential`) and every module that contains a stack of blocks. A stack is a list or sequence with two or more
+   entries that have parameters in their own children.
+2. A *block* is an entry of a container that has children with parameters. A block is not opened: the data choose the
+   experts of a mixture, so only the block as a whole runs at a known time. (An entry that is itself a container with a
+   stack of blocks is opened. An entry with a forward of its own and a stack inside looks like a mixture; if it is a
+   stage of a network, name its blocks in `units`.)
 3. Every other module with parameters is a *piece* as a whole.
-4. Some parameters belong to an opened module as a whole: its own, parameters of children without a forward
-   (`ParameterList`), and parameters its forward reads from a child without calling it (`parameter_reads`). They are a
-   unit that spans that module's whole forward.
+4. Some parameters belong to an opened module as a whole: the module's own parameters, parameters of children without a
+   forward (`ParameterList`), and parameters that its forward reads from a child without calling the child
+   (`parameter_reads`). These parameters are a unit that is in use during the module's whole forward.
 5. Neighbouring pieces that are not blocks are merged while the unit stays within 1.25 times the largest piece or block.
-   So small ones (a final norm, a position embedding) join their neighbour.
-6. A tied parameter belongs to the first piece that uses it; the modules of all that use it are the unit's.
+   So a small piece (a final norm, a position embedding) joins its neighbour.
+6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.
 
-Modules are taken in the order of registration, which is the running order of nearly all models. Where it is not, only
-the prefetch suffers. `units` overrides rules 1 to 3 for the modules it names.
+Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
+modules in another order, only prefetching is slower. `units` overrides rules 1 to 3 for the modules it names.
 """
 
 import difflib
@@ -44,16 +44,18 @@ from torch import nn
 from meshwise.model.parameter_reads import read_from_children
 
 Patterns: TypeAlias = Sequence[str | Sequence[str]]
+"""Patterns over module names (`*` matches one part of a dotted name); an inner sequence makes one unit together."""
 
 MERGE_LIMIT = 1.25
+"""Largest size of a merged unit, as a multiple of the largest piece or block."""
 
 
 @dataclass(frozen=True)
 class GatheredModule:
-    """A module whose forward needs `parameters`, by their first names.
+    """A module (`module`: its name) whose forward needs `parameters`, named by their first names.
 
-    | block   an entry of a container, or a module that the user named
-    | spans   the parameters belong to the module as a whole, and its children are pieces of their own
+    | block   True for an entry of a container, and for a module that the user named
+    | spans   True for an opened module: the parameters are used in its whole forward, its children are other pieces
     """
 
     module: str
@@ -63,11 +65,10 @@ class GatheredModule:
 
 
 def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
-    """Return the model's units, each as the pieces that share it, in forward order; every parameter is in some piece.
+    """Return the model's units in forward order, each as a list of its pieces; every parameter is in some piece.
 
-    `units` are patterns over module names (`*` matches one part of a dotted name). Each module that a pattern matches
-    is a unit of its own; the modules that a sequence of patterns matches are one unit together. Raises ValueError for a
-    pattern that matches no module with parameters, and for a module matched inside another.
+    Each module that a pattern of `units` matches is a unit of its own; the modules that an inner sequence of patterns
+    matches are one unit together. Raises ValueError as `select` does.
     """
     walk = _Walk(module, select(module, units=units))
     walk.visit("", module, entry=False)
@@ -76,7 +77,10 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
 
 
 def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
-    """Return the modules that patterns match, each with the number of the entry of `units` that matched it."""
+    """Return the names of the modules that `units` match, each with the number of its unit among them.
+
+    Raises ValueError for a pattern that matches no module with parameters, and for a match inside another match.
+    """
     names = [n for n, m in module.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())]
     chosen: dict[str, int] = {}
     number = 0
@@ -104,7 +108,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 class _Walk:
-    """Walk over the module tree that finds the pieces."""
+    """Walk over the tree of modules that collects the pieces."""
 
     def __init__(self, root: nn.Module, chosen: dict[str, int]) -> None:
         self.chosen = chosen
@@ -114,12 +118,12 @@ class _Walk:
         self._seen: set[int] = set()
 
     def pieces(self) -> Iterator[GatheredModule]:
-        """Yield the pieces in the order of their modules."""
+        """Yield the pieces found so far, in the order of their modules."""
         for name, piece in self._found.items():
             yield GatheredModule(name, tuple(self._direct[name]), spans=True) if piece.spans else piece
 
     def visit(self, name: str, module: nn.Module, *, entry: bool, owner: str = "") -> None:
-        """Add the pieces of one module. `entry`: a container holds it; `owner`: the nearest opened forward above."""
+        """Add the pieces of a module. `entry`: a container holds it; `owner`: the nearest opened forward above."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -160,12 +164,12 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return whether a child holds parameters."""
+    """Return whether a child of the module, at any depth, has parameters."""
     return any(any(True for _ in child.parameters()) for child in module.children())
 
 
 def _holds_stack(module: nn.Module) -> bool:
-    """Return whether the module is or contains a list or sequence of two or more blocks."""
+    """Return whether the module is or contains a list, dict or sequence of two or more blocks."""
     stacks = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     return any(
         isinstance(inner, stacks) and sum(_is_composite(entry) for entry in inner.children()) > 1
@@ -174,7 +178,7 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str, int]) -> list[list[GatheredModule]]:
-    """Return the units: pieces joined by rule 6 (ties) and rule 5 (small neighbours)."""
+    """Return the units: pieces joined by `units`, by rule 6 (ties) and by rule 5 (small neighbours)."""
     owner: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         for name in piece.parameters:
@@ -207,7 +211,7 @@ def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str
 
 
 def _pairs(pieces: list[GatheredModule], chosen: dict[str, int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of pieces that one sequence of patterns puts together."""
+    """Yield pairs of indices of pieces that one inner sequence of patterns puts into one unit."""
     first: dict[int, int] = {}
     for index, piece in enumerate(pieces):
         if piece.module in chosen:

@@ -1,16 +1,16 @@
 """Hash a key and an element's index to random bits, so that a rank can draw any slice of a tensor.
 
 torch's generators are sequences: an element's number depends on the draws before it, and so on the tensor's shape and
-on the slice that a rank has. Here the bits of an element are a hash of the key and of the element's index in the whole
-tensor. They are the same in any slice and on any device.
+on the rank's slice. Here the bits of an element are a hash of a key and of the element's index in the full tensor. The
+bits are the same in any slice and on any device.
 
     key, index along every dim but the last ──► 64 bits for each row:  a (32 bits), c (32 bits, odd)
     key, index along the last dim           ──► 32 bits for each column: b
     word = c · f((a xor b) · m),   f(x) = x xor x>>15            32-bit arithmetic, six passes over the tensor
 
 Rows and columns are hashed by the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, 2014). So the cheap last line starts from mixed bits, and no two rows share a multiplier. It is meant for
-masks and noise, not for cryptography.
+Generators, 2014). So the cheap last line starts from mixed bits, and rows hardly ever share a multiplier c. The hash is
+good enough for masks and noise, not for cryptography.
 """
 
 import math
@@ -28,12 +28,12 @@ _WORD = 0x2C1B3C6D
 
 
 _BLOCK = 2**16
-"""Words computed at a time on the CPU, so that the passes over them stay in the cache; a GPU takes all at once."""
+"""Number of words computed at a time on the CPU, so that they stay in the cache; a GPU computes all words at once."""
 
 
 @dataclass(frozen=True)
 class IndexBlock:
-    """A part of a whole tensor: along dim d, the `shape[d]` elements from `starts[d]` on."""
+    """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on."""
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -41,16 +41,17 @@ class IndexBlock:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Distribution of random values: `write(words, out)` fills `out`, of `dtype`, from uniform int32 words."""
+    """Distribution of random values: `write(words, out)` fills `out` (of `dtype`) from uniform random int32 `words`."""
 
     dtype: torch.dtype
     write: Callable[[Tensor, Tensor], object]
 
 
 def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """Return the draw of a part (of two dims or more) under `key`, any signed 64-bit integer.
+    """Return random values of `kind` for a slice, with two dims or more, of a full tensor.
 
-    `into`: a contiguous tensor of as many elements and the kind's dtype, to be filled and returned.
+    | key    any signed 64-bit integer; equal keys give equal draws
+    | into   contiguous tensor of the kind's dtype to fill and return, with as many elements; None: a new tensor
     """
     rows, column = _hashed(part, key, device)
     first, factor = _high(rows).unsqueeze(-1), (_high(rows << 32) | 1).unsqueeze(-1)
@@ -68,7 +69,7 @@ def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device
 
 
 def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return 64 bits for each row of the part, in order, and 32 for each column."""
+    """Return a 64-bit hash of each row of the slice, in order, and a 32-bit hash of each column."""
     columns = torch.arange(part.starts[-1] + 1, part.starts[-1] + part.shape[-1] + 1, device=device)
     column = _high(_mixed(columns.mul_(_GOLDEN).add_(key ^ _COLUMNS)))
     rows = torch.tensor(key, dtype=torch.int64, device=device)
@@ -79,7 +80,7 @@ def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, T
 
 
 def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution:
-    """Return the distribution of a mask: True (or 1) with `probability`, to within 2^-32."""
+    """Return the distribution of a dropout mask: True (or 1) with `probability`, rounded to a multiple of 2^-32."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())
@@ -110,7 +111,7 @@ def _middle(word: Tensor) -> Tensor:
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """Return the finalizer of splitmix64: a permutation of 64-bit integers. Each bit flips half of the bits."""
+    """Apply the finalizer of splitmix64, a permutation of 64-bit integers, in place, and return the result."""
     state = state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
     state = state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
     return state.bitwise_xor_(_shifted(state, 31))

@@ -1,24 +1,24 @@
 """Make random draws of a training model (dropout, noise) a function of their place in the model and the batch.
 
-torch draws from a sequence: an element depends on everything drawn before. So a split model has other masks than a
-whole one, and the two cannot be compared. Here a draw is a function of
+torch draws from a sequence: an element depends on all draws before it. So a split model would have other dropout masks
+than a whole model, and the two could not be compared. Here a draw is a function of
 
     seed · step · number of the sample in the global batch · place in the model · index of the element
 
-and of nothing else. So it is the same under every plan, in every repeated forward and after a resume: the step number
-is the only state. A rank computes the slice of the draw that its tensor is. It knows
+alone. So it is the same under every plan, in every repeated forward and after a resume; the step number is the only
+state. A rank computes the slice of the full draw that its tensor needs. The slice follows from three facts:
 
-    which samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a
-                     drawn tensor, alone or as its slower index (samples · heads, samples · tokens). They lie along
-                     dim 1 where a module says `batch_first=False` or only dim 1 has their number. A tensor without
-                     either is drawn once for all samples.
-    which place      the drawing module, the number of this call of it inside the calling module (and so on outwards),
-                     and the number of the draw in that call. Hooks keep this stack.
-    which part       `ActivationRegion`, from tensor parallelism: from one module on, a rank's activations are a slice.
+    samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a drawn
+               tensor, which may be samples, samples · heads or samples · tokens. They lie along dim 1 if a module says
+               `batch_first=False`, or if only dim 1 has their number. A tensor without such a dim is drawn once for
+               all samples.
+    place      the drawing module; the number of its call inside the calling module, and so on outwards; the number of
+               the draw in that call. Hooks on the modules keep a stack of running calls.
+    region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
-A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, with no caller
-on the stack. Such a module keeps the place that it had in the forward. A module that was called from two places is
-ambiguous, and so are draws of a repeated function that is no module: both raise an error.
+A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
+on the stack. Such a module has the place of its call in the first forward. Draws raise an error if the module was
+called in two places, or if the repeated function is no module: then the place is ambiguous.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ DRAWING_MODULES = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.MultiheadAttention, nn.RReLU, nn.RNNBase, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
 )
-"""Modules of torch that draw. Others of torch without modules inside are not watched."""
+"""Classes of torch that draw. Modules of other torch classes get no hooks, if they have no modules inside."""
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
+    """The samples of a micro-batch: `count` samples, from number `first` of the global batch on.
 
-    further   returns the samples of the same micro-batch on the rank whose share is n shares later
+    `further(n)` returns the samples of this micro-batch on the rank whose share of the batch is n shares further on.
     """
 
     first: int
@@ -58,10 +58,10 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class DimSlice:
-    """A slice of one dim of a tensor of the whole model: `size` elements from `start` on.
+    """A slice along one dim of the whole model's activations: `size` elements from `start` on.
 
-    `dim` counts from the end (-1: features). A tensor that counts the dim in other units (heads, not features) is cut
-    at the same place. A dim of size 1 is not cut if `size` is larger (stochastic depth), heads aside.
+    `dim` counts from the end (-1: features). If a tensor counts the dim in other units (heads for features), the slice
+    is scaled to them. A dim of size 1, as of stochastic depth, is not split if `size` is larger, except for heads.
     """
 
     dim: int
@@ -71,11 +71,11 @@ class DimSlice:
 
 @dataclass(frozen=True)
 class ActivationRegion:
-    """Slices of the whole model's activations that this rank has, from one point of the forward to the next.
+    """Slices of the whole model's activations that this rank has in a part of the forward.
 
-    | hidden   the slices of tensors (samples, tokens, features)
-    | scores   the slices of tensors (samples, heads, queries, keys), as attention drops them, and of others with 4 dims
-    | shares   the samples belong to the rank this many shares of the global batch further on
+    | hidden   slices of tensors (samples, tokens, features)
+    | scores   slices of attention scores (samples, heads, queries, keys), and of other tensors with 4 dims or more
+    | shares   the samples are those of the rank this many shares of the global batch further on; 0: its own samples
 
         | 1d, between the linear layers of a pair     hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
         | sequence parallel, outside of pairs         hidden=(DimSlice(-2, t, n),)
@@ -88,16 +88,17 @@ class ActivationRegion:
 
 
 DrawState: TypeAlias = tuple["_Frame", ActivationRegion]
-"""A point of a forward; see `RandomDraws.snapshot`."""
+"""The running call and the region at a point of a forward; see `RandomDraws.snapshot`."""
 
 RegionStarts: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
-"""Modules by name, each with a function that returns the region that begins there."""
+"""By module name, a function that returns the region that begins at the module."""
 
 
 class ModuleVisit(NamedTuple):
-    """Call of a module: the repeated calls that led to it, the region, and the dim of its samples."""
+    """Place of a module's call. `samples_first` is False if samples lie along dim 1."""
 
     path: tuple[tuple[str, int], ...]
+    """(module name, number of the call) of each call on the stack that is not its caller's first call of the module."""
     region: ActivationRegion
     samples_first: bool
 
@@ -108,7 +109,7 @@ _NO_SAMPLE = -1
 
 @dataclass
 class _Frame:
-    """A running call of a module. `visit` is None when a repeated call is ambiguous."""
+    """A running call of a module. `visit` is None if the call belongs to a repeated forward and is ambiguous."""
 
     name: str
     visit: ModuleVisit | None
@@ -116,23 +117,23 @@ class _Frame:
     draws: int = 0
 
     def copied(self) -> "_Frame":
-        """Return a copy, whose counts continue independently."""
+        """Return a copy with counts of its own."""
         return replace(self, calls=dict(self.calls))
 
 
 class RandomDraws:
-    """The draws of one model on one rank.
+    """Replacement of torch's random draws in one model on one rank, by hooks and modes.
 
-    `before` and `after` name modules. When such a module begins (or has run), the activations are in its region until
-    the next of these points. `local` leaves the drawing to torch's own kernels and generator, seeded for each draw by
-    the place and the part. A GPU fuses them, but the masks then depend on the plan.
+    When a module named in `before` begins, or a module named in `after` has run, the activations are in its region
+    until the next such point. `local` leaves the draws to torch's kernels and generator, which is seeded for each draw
+    by the place and the region. Such kernels are fused on a GPU, but the masks then depend on the plan.
 
         draws.begin(step)
-        with draws.running(rows): forward           # once for each micro-batch
-        with draws.running(rows, again=True): backward    # where a forward may be repeated
+        with draws.running(rows): forward                 # once for each micro-batch
+        with draws.running(rows, again=True): backward    # may repeat a forward
         draws.finish()
 
-    A model that drew nothing in a step loses its hooks, until the state of torch's generator shows that it draws.
+    If the model draws nothing in a step, its hooks are removed, until the state of torch's generator changes.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class RandomDraws:
     ) -> None:
         self.local = local
         self.unknown: set[str] = set()
-        """Operations, with their module, that drew from torch's own generator."""
+        """Texts "operation in module" of the operations that drew from torch's own generator."""
         self.drew = False
         """Whether the model drew anything since the step began."""
         self._module = module
@@ -175,7 +176,7 @@ class RandomDraws:
             self._random_state = generator_states()
 
     def finish(self) -> None:
-        """Finish the step after its forwards and backwards."""
+        """Finish the step; remove the hooks if nothing drew, or warn and add them if draws were missed."""
         if self._handles:
             if self._ran and not self.drew:
                 self.close()
@@ -189,7 +190,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
-        """Draw for the samples `rows` inside the block. `again`: a backward runs and may repeat parts of a forward."""
+        """Draw for the samples `rows` inside the block. `again`: a backward runs and may repeat a forward."""
         if not self._handles:
             yield
             return
@@ -205,18 +206,18 @@ class RandomDraws:
             restore_generators(kept)
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def snapshot(self) -> DrawState:
-        """Return the point that the forward has reached."""
+        """Return the point that the forward has reached, for `restored`."""
         return self._stack[-1].copied(), self._region
 
     @contextlib.contextmanager
     def restored(self, place: DrawState) -> Iterator[None]:
-        """Repeat the draws from `place` on inside the block, for the present samples."""
+        """Repeat the draws from the point `place` on inside the block, for the present samples."""
         before = self._stack, self._region
         self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
         try:
@@ -224,12 +225,12 @@ class RandomDraws:
         finally:
             self._stack, self._region = before
 
-    # ---- called by a draw --------------------------------------------------------------------------------------
+    # ---- called by `RandomInterception` for a draw -------------------------------------------------------------
 
     def key(self) -> int:
-        """Return a signed 64-bit integer for the next draw, a hash of seed, step, place and the draw's number there.
+        """Return the key of the next draw, a signed 64-bit hash of seed, step, place and number of the draw.
 
-        Raises ValueError in a repeated forward that is ambiguous.
+        Raises ValueError in a repeated forward if the place is ambiguous.
         """
         self.drew = True
         frame = self._stack[-1]
@@ -240,10 +241,10 @@ class RandomDraws:
         return _hash(self._seed, self._step, frame.name, frame.visit.path, frame.draws)
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Return the part of the whole draw that a tensor of `shape` is, and whether its first two dims are swapped.
+        """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
 
-        `scores`: the tensor is known to have attention scores, and its dim 0 is samples or samples · heads. The part
-        has at least two dims, and none of size 1 except the sample dim, which comes first.
+        `scores`: the tensor has attention scores, and its dim 0 is samples or samples · heads. The slice begins with
+        the dim of samples and has at least two dims. Other dims of size 1 are left out, except split dims.
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
@@ -273,12 +274,12 @@ class RandomDraws:
         return IndexBlock(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
 
     def reseed(self, device: torch.device) -> None:
-        """Seed torch's generator of a device for the next draw under `random=local`, by the part that a rank draws."""
+        """Seed torch's generator of a device for the next draw under `random=local`, by key, samples and region."""
         seed = _hash(self.key(), self._rows, self._region) % 2**63
         streams_of(device).generator().manual_seed(seed)
 
     def warn_not_replaced(self, operation: str) -> None:
-        """Warn once that an operation drew from torch's own generator."""
+        """Warn, once for each operation and module, that the operation drew from torch's own generator."""
         self.drew = True
         what = f"{operation} in {self._stack[-1].name or 'the model'}"
         if what not in self.unknown:
@@ -330,7 +331,7 @@ class RandomDraws:
 
 
 def _never_draws(module: nn.Module) -> bool:
-    """Return whether a module is torch's own, has no modules inside, and draws nothing."""
+    """Return whether a module is of a class of torch, has no modules inside, and draws nothing."""
     own = type(module).__module__.startswith("torch.nn.")
     return own and not isinstance(module, DRAWING_MODULES) and next(module.children(), None) is None
 
@@ -351,7 +352,7 @@ def _ambiguous(name: str, places: int) -> str:
     if not name:
         what = "a function outside of any module draws random numbers in a repeated forward"
     else:
-        what = f"{name} draws random numbers in a repeated forward, and was called in {places} places of the first"
+        what = f"{name} draws random numbers in a repeated forward, and the first forward called it in {places} places"
     return (
         f"{what}, so the draw to repeat is not known; checkpoint the whole module that calls it "
         "(torch.utils.checkpoint), or do not repeat it"

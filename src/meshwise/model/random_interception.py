@@ -1,14 +1,14 @@
 """Replace the random operations of a running model by draws that do not depend on the plan.
 
-There are two modes. `RandomInterception` sees the functions that Python code calls, at a microsecond each, but not the
-operations inside them. `_DrawReplacement` sees every operation below autograd, at five microseconds each. So the first
-lets everything pass but the functions that may draw, and runs those inside the second, which replaces the draws. One
-answer to `bernoulli_` then serves dropout of any kind, attention, and a model's own stochastic depth.
+There are two modes. `RandomInterception` sees the functions that Python code calls, at a cost of one microsecond each,
+but not the operations inside them. `_DrawReplacement` sees every operation below autograd, at five microseconds each.
+So the first mode runs only the functions that may draw inside the second mode, which replaces the draws. One
+replacement of `bernoulli_` then serves dropout of any kind, attention, and a model's own stochastic depth.
 
-Two functions are rewritten. Attention with dropout goes through torch's plain implementation, since the fused kernels
-draw inside. `F.dropout`, the most frequent one, keeps its mask as booleans.
+Two functions are rewritten. Attention with dropout uses torch's plain implementation, because the fused kernels draw
+inside. `F.dropout`, the most frequent function, keeps its mask as booleans.
 
-A draw with its own generator (`generator=`) is left alone, and so is a complex one.
+A draw with an explicit generator (`generator=`) and a draw of complex numbers are not replaced.
 """
 
 import abc
@@ -45,25 +45,26 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class DrawContext(Protocol):
-    """Provider of the place in the model and the samples of a draw; see `random_draws.RandomDraws`."""
+    """Provider of the key and the slice of each draw; see `random_draws.RandomDraws`."""
 
     local: bool
+    """Whether torch's own generator draws, seeded before each draw."""
 
     def key(self) -> int:
-        """Return a key for the next draw."""
+        """Return the key of the next draw, a signed 64-bit integer."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Return the part of the whole draw that a tensor is, and whether its first two dims are swapped."""
+        """Return the slice of the full draw for a tensor, and whether its first two dims are swapped."""
 
     def reseed(self, device: torch.device) -> None:
-        """Seed torch's generator for the next draw."""
+        """Seed torch's generator of a device for the next draw."""
 
     def warn_not_replaced(self, operation: str) -> None:
         """Warn that an operation drew from torch's own generator."""
 
 
 class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
-    """A mode that is active in a backward too, where parts of a forward may be repeated."""
+    """Base of modes that stay active in a backward, which may repeat parts of a forward."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,12 +75,12 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a torch function."""
+        """Return the result of a torch function other than a backward; subclasses change some functions."""
 
     def _backward(
         self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, inputs: Any = None, **options: Any
     ) -> None:
-        # torch switches a mode off while it answers, but a forward that is repeated in the backward draws again. With
+        # torch disables a mode while its handler runs, but a forward that is repeated in the backward draws again. With
         # edges of the graph in place of tensors, torch does not call the mode a second time.
         outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
@@ -94,7 +95,7 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
 
 
 class RandomInterception(ForwardAndBackwardMode):
-    """Mode that replaces the functions that draw."""
+    """Mode that runs the functions that may draw, and replaces their draws by the draws of `source`."""
 
     def __init__(self, source: DrawContext) -> None:
         super().__init__()
@@ -141,9 +142,9 @@ class RandomInterception(ForwardAndBackwardMode):
         return self._unfused(func, args, kwargs, given.arguments["query"]) if dropping else func(*args, **kwargs)
 
     def _unfused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor) -> Any:
-        """Run torch's attention by its plain implementation.
+        """Run torch's attention by its plain implementation, with its draws replaced.
 
-        On the CPU torch has no fused kernel with dropout. There ranks may be threads, which share the choice of kernel.
+        On the CPU torch has no fused kernel with dropout, so no kernel is chosen; rank threads would share the choice.
         """
         self._replacement.scores = True
         plain = sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext()
@@ -156,7 +157,7 @@ def _edge(end: Tensor | GradientEdge) -> GradientEdge:
 
 
 class _DrawReplacement(TorchDispatchMode):
-    """Mode that replaces the operations that draw, below autograd. `scores`: the next draw drops attention scores."""
+    """Mode that replaces the operations that draw, below autograd. `scores`: draws are for attention scores."""
 
     def __init__(self, source: DrawContext) -> None:
         super().__init__()
@@ -179,20 +180,20 @@ class _DrawReplacement(TorchDispatchMode):
         return answer if into is None else into.resize_(answer.shape).copy_(answer)
 
     def draw(self, shape: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
-        """Return a draw for a tensor of this shape."""
+        """Return this rank's slice of the next draw, for a tensor of `shape`."""
         part, turned = self._source.part(shape, scores=self.scores)
         drawn = draw(part, key=self._source.key(), kind=kind, device=device)
         return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
     def _filled(self, target: Tensor, kind: Distribution) -> Tensor:
-        """Return the tensor, filled with a draw."""
+        """Fill `target` with this rank's slice of the next draw, and return it."""
         part, turned = self._source.part(target.shape, scores=self.scores)
         if turned or not target.is_contiguous():
             return target.copy_(self.draw(target.shape, kind, target.device))
         return draw(part, key=self._source.key(), kind=kind, device=target.device, into=target)
 
     def _answer(self, name: str, given: Mapping[str, Any]) -> Any:
-        """Return the result of an operation on these arguments, or None if it is not replaced."""
+        """Return the result of the operation `name` on arguments by name, or None if it is not replaced."""
         dtypes = (value.dtype if isinstance(value, Tensor) else value for value in given.values())
         if any(isinstance(dtype, torch.dtype) and dtype.is_complex for dtype in dtypes):
             return None

@@ -1,15 +1,16 @@
-"""Compute the values that a forward derives from sizes and from the integers of its batch, beside its meta tensors.
+"""Compute the values of meta tensors that a forward derives from sizes and from the integers of its batch.
 
-A rehearsal's tensors have no values, and a model that asks for one cannot be rehearsed:
+A rehearsal's tensors have no values, so a model that reads a value could not be rehearsed:
 
     positions = torch.arange(x.size(1), device=x.device)
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
     if mask.all(): ...                                   # is nothing padded?
 
-No batch could change the first answer. A forward, a loss or a repeated forward makes such tensors of no other tensor
-(`arange`, `ones_like`, …), or of each other. Small ones are computed beside their meta tensors. The second answer
-depends on integers of the batch. They have the user's values (`meta_batch.py`), and another batch may have others;
-`asked` shows that one was read. Tensors that depend on a parameter, a draw or other numbers of a batch have no value.
+The first answer is the same for every batch: `positions` is made without any other tensor (as by `arange`, `ones_like`)
+or only from such tensors. The values of such small tensors are computed together with their meta tensors. The second
+answer depends on integers of the batch, which have the user's values (`meta_batch.py`). Another batch may have other
+values, so `asked` records that a value was read. Tensors that depend on a parameter, a draw or other numbers of a batch
+have no values.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from meshwise.model.torch_private import TorchDispatchMode, in_backward, without
 aten = torch.ops.aten
 
 LARGEST = 2**22
-"""Most elements of a tensor that is computed."""
+"""Most elements of a tensor whose values are computed."""
 
 _CPU = torch.device("cpu")
 
@@ -37,34 +38,34 @@ _MASKS = (torch.bool, torch.uint8)
 _MADE = frozenset(
     {aten.arange, aten.linspace, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor, aten.tril_indices}
 )
-"""Operations whose values come from numbers."""
+"""Operations that make a tensor from numbers alone."""
 
 _NEW = frozenset({aten.new_zeros, aten.new_ones, aten.new_full})
-"""Operations that take a tensor for its dtype alone."""
+"""Operations that read only the dtype of a tensor argument."""
 
 _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
-"""Operations that take a tensor for its dtype or its sizes."""
+"""Operations that read only the dtype or the sizes of a tensor argument."""
 
 
 class _Known(NamedTuple):
-    """Values of a meta tensor, and whether they depend on the batch."""
+    """Values of a meta tensor, on the CPU, and whether they depend on the batch."""
 
     values: Tensor
     by_batch: bool
 
 
 class ShapeConstants(TorchDispatchMode):
-    """Mode that answers questions about the values of meta tensors, for one rank from its first to its last step.
+    """Mode that returns the known values of meta tensors to the model, in all steps of one rank's rehearsal.
 
-    The inputs and everything made of them stay known. Tensors made of no tensor are known in a `forward` and in a
-    backward.
+    Values are known for the batch's integers, and for tensors made of known tensors. In a `forward` and in a backward,
+    values are also known for tensors made without other tensors.
     """
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """`given`: meta tensors of a batch, and their values."""
         super().__init__()
         self.asked = False
-        """Whether a value that depends on the batch was read."""
+        """True once the model has read a value that depends on the batch."""
         self._forwards = 0
         self._values = WeakTensorKeyDictionary()
         self._places: set[int] = set()
@@ -126,9 +127,9 @@ class ShapeConstants(TorchDispatchMode):
         return any(known.by_batch for known in map(self._values.get, given) if known is not None)
 
     def _is_models(self, output: Any) -> bool:
-        """Return whether a model made a tensor that comes from sizes alone.
+        """Return whether the model, and not the engine, made a tensor from sizes alone.
 
-        In a backward an engine makes zeros as large as parameters; a model makes integers, or runs a forward again.
+        In a backward, the engine makes zeros as large as parameters; the model makes integers, or repeats a forward.
         """
         if self._forwards:
             return True
@@ -150,7 +151,7 @@ class ShapeConstants(TorchDispatchMode):
             return func(*self._valued(args), **self._valued(kwargs))
 
     def _valued(self, given: Any) -> Any:
-        """Return arguments with known values in place of meta tensors."""
+        """Return arguments with CPU tensors in place of meta tensors: known values, or uninitialized memory."""
         if isinstance(given, dict):
             return {name: self._valued(value) for name, value in given.items()}
         if isinstance(given, list | tuple):
@@ -163,13 +164,13 @@ class ShapeConstants(TorchDispatchMode):
         return given
 
     def _keep(self, values: Tensor, *, by_batch: bool) -> Tensor:
-        """Return a meta tensor whose values are known."""
+        """Return a new meta tensor with known values."""
         bare = torch.empty_like(values, device="meta")
         self._note(bare, values, by_batch=by_batch)
         return bare
 
     def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return indices in which the places of a known mask replace the mask, whose size a result needs."""
+        """Return indices with each known mask replaced by the indices of its True elements: their count is a size."""
         found: list[Tensor | None] = []
         for one in indices:
             mask = None if one is None or one.dtype not in _MASKS else self._values.get(one)
@@ -217,7 +218,7 @@ def _is_seeded(func: OpOverload) -> bool:
 
 
 def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
-    """Return whether an operation reads the values of tensors."""
+    """Return whether an operation reads the values of its tensor arguments."""
     return bool(given) and func._overloadpacket not in _LIKE
 
 

@@ -1,4 +1,4 @@
-"""Names from torch's private modules for dispatch modes and for the state of a running backward."""
+"""Wrap functions of torch's private modules: about dispatch modes and about the running backward."""
 
 import contextlib
 from typing import Any
@@ -11,16 +11,16 @@ __all__ = ["TorchDispatchMode", "in_backward", "needed_gradients", "without_mode
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward in this thread, which may repeat a part of a forward."""
+    """Return whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:
-    """Return whether the running backward asks an autograd function for the gradient of each argument.
+    """Return, for each argument of an autograd function, whether the running backward needs its gradient.
 
-    In one part of a split backward it does not ask for all that `needs_input_grad` names.
+    `ctx` is the function's context. One part of a split backward needs fewer gradients than `ctx.needs_input_grad`.
     """
-    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of each argument that needs one
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of each argument that needs a gradient
     return tuple(need and _runs(next(nodes)) for need in ctx.needs_input_grad)
 
 
@@ -32,6 +32,6 @@ def _runs(node: Node) -> bool:
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:
-    """Hide operations within the block from dispatch modes: they are not part of the model's step."""
+    """Hide operations inside the block from all dispatch modes, because they are not part of the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, written as one would for one device.
+"""A decoder-only transformer (GPT) in plain torch, written for one device.
 
           tokens (B, T)
              │
@@ -26,22 +26,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 INIT_STD = 0.02
+"""Standard deviation of the initial matrices."""
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT."""
+    """Sizes and options of a GPT."""
 
     vocabulary: int = 256
     """Number of different tokens; 256 is bytes."""
     context: int = 256
-    """Longest sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     layers: int = 4
     """Number of transformer blocks."""
     heads: int = 4
     """Attention heads of a block; must divide the width."""
     kv_heads: int | None = None
-    """Key and value heads, each shared by heads/kv_heads query heads; None is as many as heads."""
+    """Key and value heads, each shared by heads/kv_heads query heads; None: as many as `heads`."""
     width: int = 128
     """Features of the residual stream."""
     mlp_ratio: float = 4.0
@@ -49,7 +50,7 @@ class GPTConfig:
     positions: Literal["learned", "rotary"] = "learned"
     """Kind of position encoding: an embedding added to the input, or a rotation of queries and keys."""
     tied: bool = False
-    """Whether the head is the token embedding's own matrix."""
+    """Whether the output head and the token embedding are one matrix."""
     dropout: float = 0.0
     """Probability of dropping an element after the embedding, in attention and before each residual addition."""
     bias: bool = False
@@ -77,7 +78,7 @@ class GPTConfig:
 
 
 class Rotary(nn.Module):
-    """Rotation of pairs of features by angles that grow with the position."""
+    """Rotary position encoding: it rotates pairs of features by angles that grow with the position."""
 
     cos: Tensor
     sin: Tensor
@@ -99,7 +100,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention with grouped key and value heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The block's MLP."""
+    """MLP of a block: two linear layers with GELU between them, then dropout."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model of the picture above."""
+    """Decoder-only transformer, as in the picture above."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -4,19 +4,20 @@ from torch import Tensor
 from torch.nn import functional
 
 IGNORED = -100
+"""Target that marks a token without loss, as in torch's cross-entropy."""
 
 
 def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy in nats, summed over the targets, and the number of targets: two scalar tensors.
 
-    `logits` is (..., vocabulary); `batch` is (inputs, targets), targets (...) integer. Targets of -100 are ignored. The
-    logits are widened to at least fp32. Raises TypeError when the model returned no tensor, ValueError when targets
-    and logits differ in shape, the vocabulary aside.
+    `logits` is (..., vocabulary). `batch` is (inputs, targets) with integer targets (...). Targets of -100 are ignored.
+    Logits narrower than fp32 are converted to fp32. Raises TypeError if the model returned no tensor, and ValueError if
+    the shapes of targets and logits differ in other dims than the vocabulary.
     """
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"the model returned a {type(logits).__name__}, and this loss takes a tensor of logits; name a loss of "
-            "your own, loss(output, batch): loss = 'my_module:my_loss' in a job"
+            f"the model returned a {type(logits).__name__}, but this loss takes a tensor of logits; write a loss of "
+            "your own, loss(output, batch), and name it: loss = 'my_module:my_loss' in a job"
         )
     targets = batch[1]
     if logits.shape[:-1] != targets.shape:
