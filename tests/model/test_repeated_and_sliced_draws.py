@@ -58,7 +58,7 @@ def test_a_gradient_goes_through_what_the_forward_kept() -> None:
 def test_an_ambiguous_repeated_call_is_refused() -> None:
     block = Block()
     model = Stack(block, block, run=lambda block, x: checkpoint(block, x, use_reentrant=False))
-    with pytest.raises(ValueError, match=r"blocks.0 draws .* was called in 2 places of the first.*checkpoint"):
+    with pytest.raises(ValueError, match=r"blocks.0 draws .* the first forward called it in 2 places.*checkpoint"):
         gradients(model, numbers(4, 6).requires_grad_())
 
 

@@ -9,12 +9,12 @@ to the slot of its saved tensor, and lives as long as the slot:
                 after the last slot
                 a node of the graph that has run frees its slots, as it would free saved tensors
 
-The block's inputs are saved by a separate node, so that they can be offloaded as saved activations. The repeated
-forward finds the state of the first forward: torch's generators, autocast, the state that `ForwardReplay` remembers,
-and the objects that the block receives, such as the cache of a decoder (`changed_inputs`). Only the module's `forward`
-is repeated, so the hooks on the block itself do not run again. In the repetition, norms update copies of their running
-statistics, because the first forward has updated the statistics already. A block that writes to another buffer is
-refused: a repeated forward might read the changed buffer.
+A separate node saves the block's inputs, so that the inputs can be offloaded as other saved activations. The repeated
+forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
+remembers. Objects that the block receives, such as the cache of a decoder, have their earlier content
+(`changed_inputs`). Only the module's `forward` is repeated, so the hooks on the block itself do not run again. In the
+repetition, norms update copies of their running statistics, because the first forward has updated the statistics
+already. A block that writes to another buffer is refused, because a repeated forward might read the changed buffer.
 """
 
 import contextlib
@@ -376,8 +376,8 @@ _LITTLE = 0.05
 def sample_of(tensor: Tensor) -> Tensor | None:
     """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
-    Return None for a meta, sparse or subclassed tensor. Return None for a tensor of bytes too: such a tensor is a
-    kernel's workspace, of which the kernel writes only a part (an LSTM on a CPU saves one).
+    Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes. Bytes are the workspace of a kernel
+    (an LSTM on a CPU saves one), which the kernel writes only in part.
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None

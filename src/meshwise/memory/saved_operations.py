@@ -9,8 +9,8 @@ all other operations are computed again:
                 scaled_dot_product_…                      fused attention: its output and a number per query, no scores
     repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes the scores: large and cheap
 
-In a transformer block of width h with dropout and unfused attention, as in GPT-3, 9 h numbers per token are kept
-besides the block's input: 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP.
+In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input.
+They are 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
 """
 
 import contextlib

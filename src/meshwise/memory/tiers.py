@@ -149,7 +149,7 @@ class Tiers:
 
     @property
     def disk_tensors(self) -> Sequence[Tensor]:
-        """Meta tensors that stand for the tensors on disk in a rehearsal; empty in a training."""
+        """Meta tensors in place of the tensors on disk in a rehearsal; empty in a training."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
     def on_disk(self, tensor: Tensor) -> bool:

@@ -12,9 +12,10 @@
 Values are computed by running, in order, only the operations that the wanted tensors depend on; memory is freed after
 its last use. So at most the tensor and the inputs of one operation are in memory.
 
-Every random operation draws from a generator of its own. The generator's seed is a hash of the model's seed, the name
-of the first parameter or buffer that depends on the operation, and the operation's number for that tensor. So the
-values of a parameter depend on no other part of the model, no order and no rank. The global generators stay unchanged.
+Every random operation draws from a generator of its own. The generator's seed is a hash of the model's seed, a tensor's
+name and a number. The tensor is the first parameter or buffer that depends on the operation; the number counts its
+operations. So the values of a parameter depend on no other part of the model, no order and no rank. The global
+generators stay unchanged.
 """
 
 import hashlib

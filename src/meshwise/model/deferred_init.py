@@ -108,8 +108,8 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
     The function is called once; its tensor operations are recorded and run on meta tensors. Raises ValueError for a
-    module on the meta device, for a function that returns no module or a module with modules in plain lists or dicts,
-    and for random draws that cannot be repeated.
+    module on the meta device, a function that returns no module, and random draws that cannot be repeated. A built
+    module with other modules in plain lists or dicts raises ValueError too.
     """
     if isinstance(model, nn.Module):
         check_readable(model)

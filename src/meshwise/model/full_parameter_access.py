@@ -1,4 +1,4 @@
-"""Interface through which an optimizer asks for norms or full tensors of whole parameters, of which ranks hold parts.
+"""Interface through which an optimizer gets norms or full tensors of parameters that are split over ranks.
 
 An optimizer under a plan updates flat slices: parts of one or more parameters. A class that needs norms of whole
 parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and gets the argument `logical`:

@@ -18,13 +18,13 @@ the model's own structure:
    `Sequential`) and every module that contains a stack of blocks. A stack is a list or sequence with two or more
    entries that have parameters in their own children.
 2. A *block* is an entry of a container that has children with parameters. A block is not opened: the data choose the
-   experts of a mixture, so only the block as a whole runs at a known time. (An entry that is itself a container with a
-   stack of blocks is opened. An entry with a forward of its own and a stack inside looks like a mixture; if it is a
-   stage of a network, name its blocks in `units`.)
+   experts of a mixture, so only the block as a whole runs at a known time. An entry that is itself a container with a
+   stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture. If it is a
+   stage of a vision network, name its blocks in `units`.
 3. Every other module with parameters is a *piece* as a whole.
-4. Some parameters belong to an opened module as a whole: the module's own parameters, parameters of children without a
-   forward (`ParameterList`), and parameters that its forward reads from a child without calling the child
-   (`parameter_reads`). These parameters are a unit that is in use during the module's whole forward.
+4. Some parameters belong to an opened module as a whole. They are its own parameters, parameters of children without a
+   forward (`ParameterList`), and parameters that its forward reads from a child without a call (`parameter_reads`).
+   These parameters are a unit that is in use during the module's whole forward.
 5. Neighbouring pieces that are not blocks are merged while the unit stays within 1.25 times the largest piece or block.
    So a small piece (a final norm, a position embedding) joins its neighbour.
 6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.

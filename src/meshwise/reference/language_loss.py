@@ -16,8 +16,8 @@ def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     """
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"the model returned a {type(logits).__name__}, but this loss takes a tensor of logits; write a loss of "
-            "your own, loss(output, batch), and name it: loss = 'my_module:my_loss' in a job"
+            f"the model returned a {type(logits).__name__}, but this loss takes a tensor of logits; name a loss "
+            "of your own, loss(output, batch): loss = 'my_module:my_loss' in a job"
         )
     targets = batch[1]
     if logits.shape[:-1] != targets.shape:
