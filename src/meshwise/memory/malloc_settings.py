@@ -30,7 +30,7 @@ _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MA
 KEEP_FREED = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
 """Options under which glibc keeps all freed memory and maps no block separately."""
 MAP_SEPARATELY = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
-"""Options under which each large block has its own mapping, which returns to the system when it is freed."""
+"""Options under which each block of 256 KiB or more has its own mapping, which is unmapped when it is freed."""
 _ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 
 

@@ -48,7 +48,7 @@ Statistics: TypeAlias = Mapping[str, Tensor]
 class RecomputedBlock:
     """Replacement of a module's `forward` that can recompute the module's activations in the backward.
 
-    | mode         `none`: autograd saves all tensors; `full`: only the inputs; `selective`: also slow, small results
+    | mode         kept are all saved tensors (`none`), the inputs (`full`), or inputs and slow results (`selective`)
     | recall       the state to restore and the kept results to replay when the forward is repeated
     | cost         measured cost of every mode; None before the first measurement
     | measures     measure `cost` in every forward with gradients, and recompute everything meanwhile

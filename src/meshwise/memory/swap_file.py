@@ -88,7 +88,7 @@ class SwapTransfer:
             future.result()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call `call` once when all pieces have ended, even if some failed, on the thread of the last piece."""
+        """Call `call` once when all pieces have ended, even if some failed: on the last piece's thread, or at once."""
         left = [len(self._futures)]
         lock = threading.Lock()
 
@@ -240,7 +240,10 @@ def whole_blocks(size: int) -> int:
 
 
 def aligned(size: int, *, device: torch.device = _CPU) -> Tensor:
-    """Return an uninitialized, aligned uint8 tensor of `size` bytes in host memory, pinned if `device` is a GPU."""
+    """Return an uninitialized uint8 tensor of `size` bytes in host memory, aligned to blocks.
+
+    It is pinned if `device` is a GPU, and a meta tensor if `device` is meta.
+    """
     if device.type == "meta":
         raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="meta")
     else:

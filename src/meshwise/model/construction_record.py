@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _on_meta(self, t: Tensor) -> Tensor:
-        """Return `t` if it is on the meta device, otherwise a meta tensor in its place; `t` is then a constant."""
+        """Return `t` if it is on the meta device; otherwise record a constant, and return a meta tensor like `t`."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
                 f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
