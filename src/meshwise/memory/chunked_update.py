@@ -44,7 +44,7 @@ class UpdateChunk:
     | master      the unrounded values, on their tier
     | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
-    | factor      returns the number by which the gradients on disk must still be multiplied (clipping, the loss's count)
+    | factor      returns the number by which gradients on disk must still be multiplied (clipping, the loss's count)
     """
 
     slices: tuple[nn.Parameter, ...]
