@@ -58,7 +58,9 @@ class LiveUnit:
         for bucket in self.buckets:
             world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
             holders = tuple(axis for axis in world.mesh.names if axis not in elsewhere)
-            bucket.fill(source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces)
+            bucket.fill(
+                source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces
+            )
             values = self._between_uses(bucket)
             pieces = bucket.place.pieces
             # `.data` has a separate version counter, which writes to the buffer do not change.

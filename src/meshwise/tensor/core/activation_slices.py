@@ -39,7 +39,7 @@ def activation_regions(
     parts: Mapping[str, Part],
     outside: SplitContext,
     absent: frozenset[str] = frozenset(),
-) -> tuple[Points, Points]:
+) -> tuple[RegionStarts, RegionStarts]:
     """Return two mappings from module names to functions that return an `ActivationRegion`.
 
     The regions of the first mapping begin before the module runs, the regions of the second mapping after it.

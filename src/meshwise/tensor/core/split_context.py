@@ -35,14 +35,14 @@ class ShardSizes:
     rows: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
 
-    def here(self) -> "ShardSizes":
-        """Return a copy of the current sizes, for `at`."""
+    def snapshot(self) -> "ShardSizes":
+        """Return a copy of the current sizes, for `restored`."""
         return dataclasses.replace(self)
 
     @contextlib.contextmanager
-    def at(self, place: "ShardSizes") -> Iterator[None]:
+    def restored(self, place: "ShardSizes") -> Iterator[None]:
         """Set the sizes of `place` inside the block, where a part of an earlier forward is repeated."""
-        left = self.here()
+        left = self.snapshot()
         self.rows, self.tokens = place.rows, place.tokens
         try:
             yield
