@@ -33,7 +33,7 @@ from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.action import COMPUTE
 from meshwise.simulate.cluster import Cluster, at, load
-from meshwise.simulate.cluster_prices import SEND_RECV, ClusterPrices
+from meshwise.simulate.cost_model import SEND_RECV, ClusterPrices
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.tape import Category, MemoryChange, TapeSegment
+from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
 _MIB = 2**20
 _KEPT = (Category.ACTIVATIONS, Category.COMMUNICATION)

@@ -318,7 +318,7 @@ SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 POSITIONS: Mapping[str, int] = {
     # The verbs a user writes: what, and by which plan or on how many ranks.
     "meshwise.engine.parallelize.parallelize": 2,
-    "meshwise.simulate.fitting_plans.needs": 2,
+    "meshwise.simulate.memory_shortage.needs": 2,
     "meshwise.verify.verification.verify": 4,
     "meshwise.comm.launch.launch.run": 2,
     "meshwise.comm.in_process.thread_world.run_threads": 2,

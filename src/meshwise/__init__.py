@@ -8,7 +8,7 @@ from meshwise.engine.step_result import EvalResult, NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.layout import Layout
 from meshwise.plan import Plan, PlanError
-from meshwise.simulate.fitting_plans import needs
+from meshwise.simulate.memory_shortage import needs
 from meshwise.verify import Report, verify
 
 __all__ = [

@@ -21,7 +21,7 @@ import meshwise as mw
 from meshwise.cli import train_command as command
 from meshwise.comm import World, run_threads
 from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.simulate.fitting_plans import ShortageError
+from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train.job import Job
 from meshwise.train.job_config import read_job
 

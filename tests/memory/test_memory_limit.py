@@ -19,7 +19,7 @@ from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import available_memory as room
-from meshwise.simulate.fitting_plans import MemoryNeeds, ShortageError, shortage
+from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.train.failure_report import SELF_EXPLAINING
 

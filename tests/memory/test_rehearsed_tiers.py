@@ -17,7 +17,7 @@ from meshwise.simulate.memory_use import RankMemory, memory_of
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.simulation_tables import memory_table
-from meshwise.simulate.tape import Category
+from meshwise.simulate.step_tape import Category
 
 STATES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())
 

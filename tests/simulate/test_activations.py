@@ -12,7 +12,7 @@ from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import Category, MemoryChange
+from meshwise.simulate.step_tape import Category, MemoryChange
 
 WIDTH, HEADS, LENGTH, BATCH = 256, 8, 128, 2
 SBH = LENGTH * BATCH * WIDTH

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.simulate.cluster import Cluster, Device, MatmulEfficiency
-from meshwise.simulate.cluster_prices import ClusterPrices
+from meshwise.simulate.cost_model import ClusterPrices
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import TapeOperation
+from meshwise.simulate.step_tape import TapeOperation
 
 CLUSTER = Cluster(
     Device(peak=MappingProxyType({"bfloat16": 1e12, "float32": 1e12}), attention=MatmulEfficiency(best=1.0))

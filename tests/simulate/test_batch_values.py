@@ -12,7 +12,7 @@ from meshwise.simulate.meta_batch import LARGEST as LARGEST_OF_A_BATCH
 from meshwise.simulate.meta_batch import MetaBatch, with_rows
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import TapeOperation
+from meshwise.simulate.step_tape import TapeOperation
 
 
 def positions() -> Tensor:

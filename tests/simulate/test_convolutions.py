@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.cluster_prices import ClusterPrices
+from meshwise.simulate.cost_model import ClusterPrices
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import MatrixProduct, TapeOperation
+from meshwise.simulate.step_tape import MatrixProduct, TapeOperation
 
 CLUSTER = parse_cluster("1x1 h100")
 

@@ -8,7 +8,7 @@ from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import memory_table, size_text
-from meshwise.simulate.tape import Category
+from meshwise.simulate.step_tape import Category
 from simulate.subjects import gpt_subject
 
 ZERO = (

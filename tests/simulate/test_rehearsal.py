@@ -18,11 +18,11 @@ from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.fitting_plans import needs
+from meshwise.simulate.memory_shortage import needs
 from meshwise.simulate.prediction import forward_flops
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import TapeOperation
+from meshwise.simulate.step_tape import TapeOperation
 from meshwise.train.failure_report import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 

@@ -24,12 +24,12 @@ from meshwise.simulate.cluster import (
     parse_cluster,
     to_table,
 )
-from meshwise.simulate.cluster_prices import ClusterPrices, traffic
-from meshwise.simulate.operation_cost import operation
+from meshwise.simulate.cost_model import ClusterPrices, traffic
+from meshwise.simulate.operation_flops import operation
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import MemoryChange, TapeCall
+from meshwise.simulate.step_tape import MemoryChange, TapeCall
 from simulate.subjects import CONFIG, gpt_subject
 
 STEADY = Cluster(

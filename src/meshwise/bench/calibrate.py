@@ -35,12 +35,12 @@ from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.memory.malloc_settings import keep_freed_memory_of_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, at
-from meshwise.simulate.cluster_prices import SEND_RECV
+from meshwise.simulate.cost_model import SEND_RECV
 from meshwise.simulate.measured_ranks import measure as measured
-from meshwise.simulate.operation_cost import causal_part, operation
+from meshwise.simulate.operation_flops import causal_part, operation
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import TapeOperation
+from meshwise.simulate.step_tape import TapeOperation
 
 aten = torch.ops.aten
 

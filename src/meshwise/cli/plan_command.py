@@ -24,9 +24,9 @@ from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
 from meshwise.planner.search_tables import best_table, lost_table, search_record
 from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import size_text
-from meshwise.simulate.value_requests import ASKS_ITS_BATCH
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import change_file, read_job
 from meshwise.train.output_stream import console_of_width, counted, text_table

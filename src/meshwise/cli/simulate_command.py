@@ -17,10 +17,10 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
 from meshwise.simulate.memory_use import memory_of
+from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.simulation_tables import memory_table, time_table
-from meshwise.simulate.value_requests import ASKS_ITS_BATCH
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
 from meshwise.train.output_stream import counted, text_table

@@ -34,13 +34,13 @@ from meshwise.pipeline.schedules.action import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cluster_prices import ClusterPrices
+from meshwise.simulate.cost_model import ClusterPrices
 from meshwise.simulate.memory_use import memory_of
 from meshwise.simulate.meta_batch import MetaBatch, with_rows
+from meshwise.simulate.meta_value_errors import in_rehearsal
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
-from meshwise.simulate.value_requests import in_rehearsal
+from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from meshwise.planner.layer_profile import LayerProfile, ModelPiece, PieceWork
 from meshwise.planner.plan_space import splits_backward
 from meshwise.precision.dtype_policy import precision_of
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cluster_prices import ClusterPrices
+from meshwise.simulate.cost_model import ClusterPrices
 from meshwise.simulate.rehearsal import schedule_of
-from meshwise.simulate.tape import Category, TapeCall
+from meshwise.simulate.step_tape import Category, TapeCall
 
 
 @dataclass(frozen=True)

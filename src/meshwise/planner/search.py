@@ -33,6 +33,7 @@ from meshwise.planner.lower_bound import PlanBound, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.meta_value_errors import ASKED, asks_for_values
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse, schedule_of
 from meshwise.simulate.rehearsal_subject import RehearsalSubject

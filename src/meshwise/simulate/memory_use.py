@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.tape import Category, MemoryChange, TapeSegment
+from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.tape import Tape, TapeOperation, TierTraffic
+from meshwise.simulate.step_tape import Tape, TapeOperation, TierTraffic
 
 _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})
 """Times that each is read or written at the update."""

@@ -16,12 +16,12 @@ from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cluster_prices import ClusterPrices, traffic
+from meshwise.simulate.cost_model import ClusterPrices, traffic
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.offload_traffic import step_seconds
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.segment_times import moments
-from meshwise.simulate.tape import TapeCall, TapeOperation, TapeSegment, TapeWait
+from meshwise.simulate.step_tape import TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
 @dataclass(frozen=True)

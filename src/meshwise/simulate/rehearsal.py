@@ -35,7 +35,7 @@ from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.equal_ranks import rehearsed_ranks
 from meshwise.simulate.meta_batch import MetaBatch
-from meshwise.simulate.recorded_rank import RehearsedRank
+from meshwise.simulate.meta_value_errors import explaining_values, in_rehearsal
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import StageMessages
 from meshwise.simulate.tape import Category, MemoryChange, Tape, TapeSegment

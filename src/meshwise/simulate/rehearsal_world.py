@@ -22,8 +22,8 @@ from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
-from meshwise.simulate.recorder import Recorder
-from meshwise.simulate.tape import Category, TapeCall, TapeWait
+from meshwise.simulate.operation_recorder import Recorder
+from meshwise.simulate.step_tape import Category, TapeCall, TapeWait
 
 
 class StageMessages:

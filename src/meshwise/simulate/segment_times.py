@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from meshwise.pipeline.schedules.action import COMPUTE
-from meshwise.simulate.cluster_prices import ClusterPrices
-from meshwise.simulate.tape import Entry, TapeCall, TapeOperation, TapeSegment, TapeWait
+from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.step_tape import Entry, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
 class EntryTime(NamedTuple):

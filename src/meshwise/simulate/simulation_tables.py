@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from meshwise.simulate.measured_ranks import MeasuredRank
 from meshwise.simulate.memory_use import RankMemory
 from meshwise.simulate.prediction import Prediction
-from meshwise.simulate.tape import Category
+from meshwise.simulate.step_tape import Category
 
 Table = list[tuple[str, ...]]
 

@@ -37,7 +37,7 @@ from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.plan import Plan
-from meshwise.simulate.fitting_plans import ShortageError
+from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train.dataset import length, read
 from meshwise.train.events import (
     Budgeted,

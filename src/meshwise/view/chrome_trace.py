@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, ActionKind
 from meshwise.pipeline.schedules.passes import counterpart
-from meshwise.simulate.step_history import StepHistory
+from meshwise.simulate.predicted_timeline import StepHistory
 from meshwise.view.plan_account import PlanAccount
 
 ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}

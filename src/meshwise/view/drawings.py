@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from rich.text import Text
 
+from meshwise.simulate.predicted_timeline import MemoryLevel, StepHistory
 from meshwise.simulate.simulation_tables import size_text
-from meshwise.simulate.step_history import MemoryLevel, StepHistory
-from meshwise.simulate.tape import Category
+from meshwise.simulate.step_tape import Category
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.schedule_text import strip
 from meshwise.view.time_text import time_text

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from meshwise.simulate.predicted_timeline import MemoryLevel, StepHistory
 from meshwise.simulate.simulation_tables import size_text
-from meshwise.simulate.step_history import MemoryLevel, StepHistory
-from meshwise.simulate.tape import Category
+from meshwise.simulate.step_tape import Category
 from meshwise.view.palette import UNSEEN
 from meshwise.view.picture import Bars, Picture, PicturePath, PictureText, Plot, Shape, legend, ticks
 from meshwise.view.timeline_picture import LEFT, RIGHT, WIDTH, time_axis

@@ -11,9 +11,9 @@ from meshwise.base.timeline import Timeline, time_by_activity
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.predicted_timeline import PredictionReplay, StepHistory
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.simulation_tables import size_text
-from meshwise.simulate.step_history import PredictionReplay, StepHistory
 
 _MOST_HISTORIES = 6
 """Where there are more ranks along pp, the memory of the first, the fullest and the last is shown."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.simulate.simulation_tables import size_text
-from meshwise.simulate.tape import Category
+from meshwise.simulate.step_tape import Category
 from meshwise.view.picture import Bars, Picture, PicturePath, PictureText, Shape, legend, text_width
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.time_text import time_text

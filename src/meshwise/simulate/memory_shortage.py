@@ -26,10 +26,10 @@ from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_use import fullest, memory_of
+from meshwise.simulate.meta_value_errors import asks_for_values
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.simulation_tables import by_category, size_text
-from meshwise.simulate.value_requests import asks_for_values
 
 CHANGES = (
     "",

@@ -17,10 +17,10 @@ from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
 from meshwise.pipeline.schedules.schedule_clock import event_of
-from meshwise.simulate.cluster_prices import ClusterPrices
+from meshwise.simulate.cost_model import ClusterPrices
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.segment_times import EntryTime, moments
-from meshwise.simulate.tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
+from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
 
 _MOST_EVENTS = 20_000
 """Collectives and waits within actions that a timeline shows. Where there would be more, what an action waits for along

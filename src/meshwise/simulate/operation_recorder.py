@@ -31,8 +31,8 @@ from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.torch_private import TorchDispatchMode, without_modes
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.schedules.action import COMPUTE, Action
-from meshwise.simulate.operation_cost import makes_anew, moves_nothing, operation, storages_of
-from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
+from meshwise.simulate.operation_flops import makes_anew, moves_nothing, operation, storages_of
+from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
 
 
 @dataclass

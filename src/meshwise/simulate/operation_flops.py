@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.simulate.tape import MatrixProduct, TapeOperation
+from meshwise.simulate.step_tape import MatrixProduct, TapeOperation
 
 aten = torch.ops.aten
 

@@ -23,12 +23,12 @@ from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
+from meshwise.simulate.meta_value_errors import explaining_values, in_rehearsal
 from meshwise.simulate.offload_traffic import microbatch_traffic, update_traffic
-from meshwise.simulate.recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, as_if_on
+from meshwise.simulate.operation_recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, as_if_on
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import RehearsalWorld, StageMessages
-from meshwise.simulate.tape import Category, Tape, TapeSegment
-from meshwise.simulate.value_requests import explaining_values, in_rehearsal
+from meshwise.simulate.step_tape import Category, Tape, TapeSegment
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from meshwise.simulate.cluster import Cluster, Curve, at
-from meshwise.simulate.tape import MemoryChange, TapeCall, TapeOperation
+from meshwise.simulate.step_tape import MemoryChange, TapeCall, TapeOperation
 
 FUSED = frozenset(
     {
