@@ -50,12 +50,12 @@ from torch.nn import functional
 
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
-from meshwise.planner.lower_bound import PlanBound
+from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.planner.search import figures_of
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
-from meshwise.simulate.cluster import Cluster, Curve, at, parse_cluster
+from meshwise.simulate.cluster import Cluster, Curve, parse_cluster, rate_at
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
@@ -315,15 +315,15 @@ def in_buckets(cluster: Cluster, *, model: Llama, plan: Plan) -> Cluster:
         if 2 * found[-1] >= BUCKET:
             found.append(0)
         found[-1] += words
-    took = sum(words / at(curve, size=4 * words / here) for words in found)
+    took = sum(words / rate_at(curve, size=4 * words / here) for words in found)
     word = VOCABULARY * model.width // plan.tp
-    points = {model.block // plan.tp: sum(found) / took, word: at(curve, size=4 * word / here)}
+    points = {model.block // plan.tp: sum(found) / took, word: rate_at(curve, size=4 * word / here)}
     curves = {"all_reduce": tuple(sorted((4 * words / here, rate) for words, rate in points.items()))}
     between = dataclasses.replace(cluster.between, collectives={**cluster.between.collectives, **curves})
     return dataclasses.replace(cluster, between=between)
 
 
-def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> PlanBound:
+def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> PlanFigures:
     """What nanotron takes for a plan, of what this project would.
 
     DDP's reductions are in buckets.
@@ -352,7 +352,7 @@ def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> Pla
 
 def passing(cluster: Cluster, *, size: float) -> float:
     """Seconds of reading and writing so many bytes."""
-    return size / at(cluster.device.bandwidth, size=size)
+    return size / rate_at(cluster.device.bandwidth, size=size)
 
 
 def parameters(model: Llama, plan: Plan) -> tuple[tuple[int, ...], ...]:

@@ -32,13 +32,13 @@ from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.action import COMPUTE
-from meshwise.simulate.cluster import Cluster, at, load
-from meshwise.simulate.cost_model import SEND_RECV, ClusterPrices
+from meshwise.simulate.cluster import Cluster, load, rate_at
+from meshwise.simulate.cost_model import SEND_RECV, CostModel
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.segment_times import moments
+from meshwise.simulate.segment_times import entry_times
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 
@@ -362,15 +362,15 @@ def a_layer(row: Row, cluster: Cluster) -> float:
 def worked(rehearsal: Rehearsal, cluster: Cluster) -> Iterator[float]:
     """The seconds of each forward and each backward, with what it waits for."""
     parts = (part for part in rehearsal.step(0) if part.kind in COMPUTE)
-    return (max(moment.stop for moment in moments([part], prices=ClusterPrices(cluster))) for part in parts)
+    return (max(moment.stop for moment in entry_times([part], cost_model=CostModel(cluster))) for part in parts)
 
 
 def scattered(cluster: Cluster, row: Row) -> Cluster:
     """With messages as Megatron-LM sends them: each rank of tp a part, which they put together on the other side."""
     size = 2 * row.micro_batch * row.sequence * row.hidden
     share = min(1.0, cluster.adapters / cluster.ranks_per_node)
-    apart = size / row.tp / at(cluster.between.bandwidth, size=size / row.tp) / share
-    together = size * (1 - 1 / row.tp) / at(cluster.inside.bandwidth, size=size)
+    apart = size / row.tp / rate_at(cluster.between.bandwidth, size=size / row.tp) / share
+    together = size * (1 - 1 / row.tp) / rate_at(cluster.inside.bandwidth, size=size)
     rates = {**cluster.between.collectives, SEND_RECV: ((size, size / (apart + together) / share),)}
     return dataclasses.replace(cluster, between=dataclasses.replace(cluster.between, collectives=rates))
 

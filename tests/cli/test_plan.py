@@ -16,8 +16,8 @@ from meshwise.cli.plan_command import main as plan_main
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.plan import Plan
-from meshwise.planner.lower_bound import PlanBound
-from meshwise.planner.search import Candidate, SearchResult, SearchRung
+from meshwise.planner.lower_bound import PlanFigures
+from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
 from meshwise.train import loop
 from meshwise.train.job import Job
 from meshwise.train.job_config import from_toml
@@ -143,9 +143,9 @@ def test_json_has_no_limit_where_the_cluster_tells_none(job: Path, capsys: pytes
 def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
     survey = SearchResult(limit=8.0, rehearsals=1)
     survey.note(
-        Candidate(Plan.parse("dp=2 tp=4"), SearchRung.REHEARSED, PlanBound(memory=2), refused="2 heads are fewer")
+        Candidate(Plan.parse("dp=2 tp=4"), EstimateLevel.REHEARSED, PlanFigures(memory=2), refused="2 heads are fewer")
     )
-    survey.note(Candidate(Plan.parse("dp=8"), SearchRung.TIMED, PlanBound(memory=2)))
+    survey.note(Candidate(Plan.parse("dp=8"), EstimateLevel.TIMED, PlanFigures(memory=2)))
     message = "none of the 1 plans that were rehearsed works for this model: 2 heads are fewer\n.* may: --rehearsals 2"
     assert re.fullmatch(message, _closest(survey))
 

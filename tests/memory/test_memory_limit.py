@@ -205,8 +205,8 @@ def test_nested_cgroups_limit_a_process_and_idle_page_cache_does_not_count(
     group("job", "100")
     group("job/step", "30")
     group("other", "1")
-    assert list(room.left_by_groups(own, root=tmp_path)) == [0, 60]
-    assert list(room.left_by_groups(own.replace("/job/step", "/outside"), root=tmp_path)) == []
+    assert list(room.cgroup_bytes_left(own, root=tmp_path)) == [0, 60]
+    assert list(room.cgroup_bytes_left(own.replace("/job/step", "/outside"), root=tmp_path)) == []
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

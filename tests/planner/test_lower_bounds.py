@@ -14,7 +14,7 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
-from meshwise.planner.lower_bound import PlanBound, bound
+from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.search import Candidate, figures_of, prediction_of
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
@@ -73,11 +73,11 @@ def rehearsal(text: str) -> Rehearsal:
     return rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, device="cuda")
 
 
-def rehearsed(text: str) -> PlanBound:
+def rehearsed(text: str) -> PlanFigures:
     return figures_of(predict(rehearsal(text), cluster=CLUSTER))
 
 
-def least(text: str, way: Callable[[ProfileKey], ProfileKey] = lambda own: own, *, exact: bool = False) -> PlanBound:
+def least(text: str, way: Callable[[ProfileKey], ProfileKey] = lambda own: own, *, exact: bool = False) -> PlanFigures:
     plan = Plan.parse(text)
     own = ProfileKey.of(plan, batch=BATCH, pieces=pieces().count)
     found = profile(way(own))

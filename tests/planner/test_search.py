@@ -13,9 +13,9 @@ import torch
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.planner.forked_workers import ForkedWorkers
-from meshwise.planner.lower_bound import PlanBound
+from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.plan_space import PlanSpace, parse_fixed
-from meshwise.planner.search import Candidate, PlanSearch, SearchEffort, SearchResult, SearchRung, figures_of, search
+from meshwise.planner.search import Candidate, EstimateLevel, PlanSearch, SearchEffort, SearchResult, figures_of, search
 from meshwise.planner.search_tables import FULL, best_table, lost_table, search_record
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
@@ -60,7 +60,7 @@ def test_the_choice_is_the_best_of_all() -> None:
     result = found(NARROW)
     assert result.proven >= 1
     assert result.rehearsals < len(result.candidates) == everything().rehearsals
-    assert {one.rung for one in everything().candidates.values()} == {SearchRung.REHEARSED}
+    assert {one.level for one in everything().candidates.values()} == {EstimateLevel.REHEARSED}
     assert everything().best()[0].plan == result.best()[0].plan
 
 
@@ -84,7 +84,7 @@ def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
 def test_the_rehearsed_figures_decide() -> None:
     best, second, *_ = everything().best()
 
-    def slower(prediction: Prediction) -> PlanBound:
+    def slower(prediction: Prediction) -> PlanFigures:
         figures = figures_of(prediction)
         again = second.figures.seconds if prediction.rehearsal.plan.dp == best.plan.dp else 0.0
         return dataclasses.replace(figures, seconds=figures.seconds + again)
@@ -200,9 +200,9 @@ def test_a_reason_is_listed_once_for_all_plans_that_it_refuses() -> None:
         plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
         cut = f"{plan} partition=params"
         message = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
-        result.note(Candidate(plan, SearchRung.REHEARSED, PlanBound(seconds=float(ranks + zero)), refused=message))
+        result.note(Candidate(plan, EstimateLevel.REHEARSED, PlanFigures(seconds=float(ranks + zero)), refused=message))
     parts = "found no part for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
-    result.note(Candidate(Plan.parse("dp=3 tp=2"), SearchRung.REHEARSED, refused=parts))
+    result.note(Candidate(Plan.parse("dp=3 tp=2"), EstimateLevel.REHEARSED, refused=parts))
     heads, unplaced = lost_table(result, top=1)[1:]
     reason = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
     assert heads == ("3", reason, "", "", "dp=2 tp=4")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.simulate.cluster import Cluster, Device, MatmulEfficiency
-from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.step_tape import TapeOperation
@@ -63,9 +63,9 @@ def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> 
 def test_what_a_causal_mask_hides_is_counted_and_not_computed(
     device: Literal["cpu", "cuda"], length: int, part: float
 ) -> None:
-    prices = ClusterPrices(CLUSTER)
+    cost_model = CostModel(CLUSTER)
     every, causal = (_attention(device, causal=causal, length=length) for causal in (False, True))
     assert [one.flops for one in causal] == [one.flops for one in every]
     kernel = CLUSTER.device.kernel
     for masked, whole in zip(causal, every, strict=True):
-        assert prices.seconds(masked) - kernel == pytest.approx(part * (prices.seconds(whole) - kernel))
+        assert cost_model.seconds(masked) - kernel == pytest.approx(part * (cost_model.seconds(whole) - kernel))

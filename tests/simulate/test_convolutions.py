@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
@@ -53,7 +53,7 @@ def test_a_convolution_of_one_pixel_takes_what_the_linear_layer_takes() -> None:
     ]  # fmt: skip
     other = operations(nn.Linear(width, width), torch.empty(rows, width))["addmm"]
     same = dataclasses.replace(one, bytes=other.bytes)  # a bias is read here, and added there
-    assert ClusterPrices(CLUSTER).seconds(same) == ClusterPrices(CLUSTER).seconds(other)
+    assert CostModel(CLUSTER).seconds(same) == CostModel(CLUSTER).seconds(other)
 
 
 def test_no_more_of_the_peak_is_used_than_there_is() -> None:

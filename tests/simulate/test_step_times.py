@@ -24,8 +24,8 @@ from meshwise.simulate.cluster import (
     parse_cluster,
     to_table,
 )
-from meshwise.simulate.cost_model import ClusterPrices, traffic
-from meshwise.simulate.operation_flops import operation
+from meshwise.simulate.cost_model import CostModel, sent_fraction
+from meshwise.simulate.operation_flops import count_operation
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
@@ -117,10 +117,10 @@ def test_the_bubble_of_even_stages_is_that_of_the_schedule(microbatches: int) ->
 
 
 def test_a_long_ring_takes_a_hop_for_each_rank_and_a_tree_does_not() -> None:
-    prices = ClusterPrices(parse_cluster("512x8 h100"))
+    cost_model = CostModel(parse_cluster("512x8 h100"))
 
     def seconds(kind: str, ranks: range) -> float:
-        return prices.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", 4096 * 8, ""), tuple(ranks)))
+        return cost_model.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", 4096 * 8, ""), tuple(ranks)))
 
     hops = 511 * 4e-6 + (4096 - 512) * 1.9e-6
     assert seconds("all_gather", range(4096)) == pytest.approx(hops, rel=1e-2)
@@ -153,9 +153,9 @@ def test_a_loss_looks_up_its_targets() -> None:
     forward, backward = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default
     given = (scores, targets, None, 2, -100)
     total, weight = forward(*given)
-    assert operation(forward, args=given, kwargs={}, output=(total, weight)).bytes < 100
+    assert count_operation(forward, args=given, kwargs={}, output=(total, weight)).bytes < 100
     given_back = (total, *given, weight)
-    assert operation(backward, args=given_back, kwargs={}, output=backward(*given_back)).bytes == scores.nbytes
+    assert count_operation(backward, args=given_back, kwargs={}, output=backward(*given_back)).bytes == scores.nbytes
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,14 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
         inside=Link(bandwidth=((1.0, 100.0),)),
         between=Link(bandwidth=((1.0, 10.0),)),
     )
-    prices = ClusterPrices(cluster)
-    assert prices._rate("all_reduce", 8, (0, 1, 2, 3)) == 100
-    assert prices._rate("all_reduce", 8, (0, 4)) == 5  # two ranks share an adapter
-    assert prices._rate("all_reduce", 8, tuple(range(8))) == 20  # the ring has both adapters of each node
-    quicker = ClusterPrices(dataclasses.replace(cluster, adapters=4, between=Link(bandwidth=((2.0, 5.0), (8.0, 10.0)))))
+    cost_model = CostModel(cluster)
+    assert cost_model._rate("all_reduce", 8, (0, 1, 2, 3)) == 100
+    assert cost_model._rate("all_reduce", 8, (0, 4)) == 5  # two ranks share an adapter
+    assert cost_model._rate("all_reduce", 8, tuple(range(8))) == 20  # the ring has both adapters of each node
+    quicker = CostModel(dataclasses.replace(cluster, adapters=4, between=Link(bandwidth=((2.0, 5.0), (8.0, 10.0)))))
     assert quicker._rate("all_reduce", 8, (0, 4)) == 10
     assert quicker._rate("all_reduce", 8, tuple(range(8))) == 4 * 5  # each adapter carries a quarter, more slowly
-    assert traffic("all_reduce", count=4) == 1.5
+    assert sent_fraction("all_reduce", count=4) == 1.5
 
 
 def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() -> None:

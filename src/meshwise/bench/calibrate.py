@@ -34,10 +34,10 @@ from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.memory.malloc_settings import keep_freed_memory_of_rank
 from meshwise.plan import Plan
-from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, at
+from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, rate_at
 from meshwise.simulate.cost_model import SEND_RECV
 from meshwise.simulate.measured_ranks import measure as measured
-from meshwise.simulate.operation_flops import causal_part, operation
+from meshwise.simulate.operation_flops import causal_part, count_operation
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.step_tape import TapeOperation
@@ -157,7 +157,7 @@ class _Base:
 
     def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
         """Return the seconds of an operation without its launch and without memory for the new tensors in `made`."""
-        given = sum(size / at(self.fresh, size=size) for size in (tensor.nbytes for tensor in made) if size)
+        given = sum(size / rate_at(self.fresh, size=size) for size in (tensor.nbytes for tensor in made) if size)
         return max(took - self.launch - given, took / 10)
 
 
@@ -288,7 +288,7 @@ def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
     found = {}
     for func, args in kinds.items():
         made = func(*args)
-        one = operation(func, args=args, kwargs={}, output=made)
+        one = count_operation(func, args=args, kwargs={}, output=made)
         took = seconds(functools.partial(func, *args), repeat=3)
         found[one.name] = one.bytes / base.without(took, made=tensors(made))
     return found

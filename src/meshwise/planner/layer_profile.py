@@ -34,10 +34,10 @@ from meshwise.pipeline.schedules.action import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.memory_use import memory_of
 from meshwise.simulate.meta_batch import MetaBatch, with_rows
-from meshwise.simulate.meta_value_errors import in_rehearsal
+from meshwise.simulate.meta_value_errors import wrap_for_rehearsal
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
@@ -221,7 +221,7 @@ def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
-        run = in_rehearsal(subject.options.forward or default_forward, constants=constants)
+        run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
         return finest_cut(model, micro=micro.batch, run=run, pieces=subject.options.cut.pieces)
     return None
 
@@ -261,7 +261,7 @@ def profile_layers(
     subject: RehearsalSubject, *, pieces: ModelPieces, key: ProfileKey, cluster: Cluster
 ) -> LayerProfile:
     """Rehearse all pieces under one key. Raises the errors of a rehearsal."""
-    prices = ClusterPrices(cluster)
+    cost_model = CostModel(cluster)
     plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
     batch = with_rows(subject.batch, rows=key.rows)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
@@ -277,7 +277,7 @@ def profile_layers(
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
         own = id(tape)
         if own not in known:
-            reader = _StepReader(prices, glue=_glue(steps, index), alone=copies[own] == many[index] == 1)
+            reader = _StepReader(cost_model, glue=_glue(steps, index), alone=copies[own] == many[index] == 1)
             piece = reader.piece(step, rest=memory[index].rest)
             known[own] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
         found.append(known[own])
@@ -310,7 +310,7 @@ class _StepReader:
     alone    no other piece is like this one. Its neighbours may decide how it is split, so nothing it moves is counted
     """
 
-    prices: ClusterPrices
+    cost_model: CostModel
     glue: int
     alone: bool
 
@@ -329,13 +329,13 @@ class _StepReader:
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
-                update += sum(self.prices.seconds(entry) for entry in segment.entries if _is_operation(entry))
+                update += sum(self.cost_model.seconds(entry) for entry in segment.entries if _is_operation(entry))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)
 
     def work(self, entries: Iterable[Entry]) -> PieceWork:
         """Return the work of an action whose host runs ahead of its device."""
-        cluster = self.prices.cluster
+        cluster = self.cost_model.cluster
         each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
         now = waits = 0.0
         kernels = level = top = 0
@@ -343,11 +343,11 @@ class _StepReader:
         ends: dict[int, float] = {}
         for entry in entries:
             if isinstance(entry, TapeOperation):
-                now += self.prices.seconds(entry) + each
+                now += self.cost_model.seconds(entry) + each
                 kernels += 1
             elif isinstance(entry, TapeCall) and not (self.alone or entry.record.point_to_point):
                 axes = entry.record.axes
-                ends[entry.record.sequence] = free[axes] = max(now, free[axes]) + self.prices.collective(entry)
+                ends[entry.record.sequence] = free[axes] = max(now, free[axes]) + self.cost_model.collective(entry)
                 if not cluster.overlap:
                     now, waits = free[axes], waits + free[axes] - now
             elif isinstance(entry, TapeWait):

@@ -33,13 +33,13 @@ from meshwise.planner.layer_profile import LayerProfile, ModelPiece, PieceWork
 from meshwise.planner.plan_space import splits_backward
 from meshwise.precision.dtype_policy import precision_of
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import schedule_of
 from meshwise.simulate.step_tape import Category, TapeCall
 
 
 @dataclass(frozen=True)
-class PlanBound:
+class PlanFigures:
     """Time and memory of a plan, exact or as a lower bound, and the activities of a step."""
 
     seconds: float = 0.0
@@ -145,7 +145,7 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 def bound(
     plan: Plan, *, profile: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
-) -> PlanBound:
+) -> PlanFigures:
     """Return a lower bound of a plan's time and memory with these pieces in its stages.
 
     `exact`: the profile has the plan's own key, and its schedule's own table is played, which takes a while.
@@ -175,7 +175,7 @@ def bound(
     else:
         peaks = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
     memory = max(rest + kept for rest, kept in zip(rests, peaks, strict=True)) + cluster.device.own
-    return PlanBound(seconds, int(memory), bubble, exposed)
+    return PlanFigures(seconds, int(memory), bubble, exposed)
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: "_Shard") -> float:
@@ -320,7 +320,9 @@ class _Shard:
         if (self.plan.dp or 1) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
-        return self._prices.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), self._replicas))
+        return self._cost_model.collective(
+            TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), self._replicas)
+        )
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
         """Return seconds of a message to the next stage."""
@@ -329,11 +331,11 @@ class _Shard:
         apart = self.plan.mesh().size // self.plan.pp
         ranks = (rank_of[number] * apart, rank_of[number + 1] * apart)
         record = CallRecord(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
-        return self._prices.collective(TapeCall(record, ranks))
+        return self._cost_model.collective(TapeCall(record, ranks))
 
     @cached_property
-    def _prices(self) -> ClusterPrices:
-        return ClusterPrices(self.cluster)
+    def _cost_model(self) -> CostModel:
+        return CostModel(self.cluster)
 
     @cached_property
     def _replicas(self) -> tuple[int, ...]:

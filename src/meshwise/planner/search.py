@@ -29,7 +29,7 @@ from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.planner.forked_workers import ForkedWorkers
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
-from meshwise.planner.lower_bound import PlanBound, bound
+from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory_use import fullest
@@ -40,7 +40,7 @@ from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.value_requests import ASKED, asks_for_values
 from meshwise.tensor.detect.find_parts import find_parts
 
-WHOLE: Mapping[str, Any] = MappingProxyType(
+UNDIVIDED: Mapping[str, Any] = MappingProxyType(
     {
         "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "zero": 0, "microbatches": 1,
         "schedule": "1f1b", "virtual_stages": 1, "partition": "params", "recompute": "none", "offload": "none",
@@ -50,7 +50,7 @@ WHOLE: Mapping[str, Any] = MappingProxyType(
 """Keys of a plan that only cuts the model into stages."""
 
 
-class SearchRung(IntEnum):
+class EstimateLevel(IntEnum):
     """Progress of a plan in the search."""
 
     STARTED = -1
@@ -67,9 +67,9 @@ class Candidate:
 
     plan: Plan
 
-    rung: SearchRung = SearchRung.STARTED
+    level: EstimateLevel = EstimateLevel.STARTED
 
-    figures: PlanBound = field(default_factory=PlanBound)
+    figures: PlanFigures = field(default_factory=PlanFigures)
     """Time and memory of the plan: exact once rehearsed, before that a lower bound."""
     at: tuple[str, ...] = ()
     """First module of each stage but the first."""
@@ -79,7 +79,7 @@ class Candidate:
     @property
     def rehearsed(self) -> bool:
         """True if the plan was rehearsed without being refused."""
-        return self.rung is SearchRung.REHEARSED and not self.refused
+        return self.level is EstimateLevel.REHEARSED and not self.refused
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def search(
 class PlanSearch:
     """State of one search."""
 
-    evaluate: Callable[[Prediction], PlanBound]
+    evaluate: Callable[[Prediction], PlanFigures]
     """Function from a prediction to the figures of its plan; never below the prediction, or the bounds are wrong."""
 
     def __init__(
@@ -161,7 +161,7 @@ class PlanSearch:
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
         self._profiles: dict[ProfileKey, LayerProfile | None] = {}
         self._scaled: dict[tuple[ProfileKey, ProfileKey], LayerProfile] = {}
-        rows = dataclasses.replace(space.base, dp=1, **WHOLE)
+        rows = dataclasses.replace(space.base, dp=1, **UNDIVIDED)
         self._whole = ProfileKey(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
         self._asked: dict[ProfileKey, list[Candidate]] = {}
         self._refused: dict[ProfileKey | None, str] = {}
@@ -202,19 +202,21 @@ class PlanSearch:
             if self._is_over():
                 return
             candidate = heapq.heappop(self._heap)[-1]
-            rung = SearchRung(candidate.rung + 1)
-            key = self._key(candidate.plan, rung)
-            refused = (self._refused.get(key) or self._unsplit(candidate.plan)) if rung is SearchRung.REHEARSED else ""
+            level = EstimateLevel(candidate.level + 1)
+            key = self._key(candidate.plan, level)
+            refused = (
+                (self._refused.get(key) or self._unsplit(candidate.plan)) if level is EstimateLevel.REHEARSED else ""
+            )
             if refused:
-                self._settle(dataclasses.replace(candidate, rung=rung, refused=refused), tiers=tiers)
-            elif rung is SearchRung.REHEARSED:
+                self._settle(dataclasses.replace(candidate, level=level, refused=refused), tiers=tiers)
+            elif level is EstimateLevel.REHEARSED:
                 self.result.rehearsals += 1
                 self._running[candidate.plan] = candidate
                 self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
             elif key is None or (key in self._profiles and self._profiles[key] is None):
-                self._settle(dataclasses.replace(candidate, rung=SearchRung.TIMED), tiers=tiers)
+                self._settle(dataclasses.replace(candidate, level=EstimateLevel.TIMED), tiers=tiers)
             elif key in self._profiles:
-                self._settle(self._bounded(candidate, rung, self._profiles[key]), tiers=tiers)  # type: ignore[arg-type]
+                self._settle(self._bounded(candidate, level, self._profiles[key]), tiers=tiers)  # type: ignore[arg-type]
             else:
                 self._asked.setdefault(key, []).append(candidate)
                 if len(self._asked[key]) == 1:
@@ -228,12 +230,12 @@ class PlanSearch:
                 self._push(candidate)
             return
 
-        candidate = dataclasses.replace(self._running.pop(key), rung=SearchRung.REHEARSED)
+        candidate = dataclasses.replace(self._running.pop(key), level=EstimateLevel.REHEARSED)
         if not isinstance(outcome, Exception):
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
             reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
-            own = self._key(candidate.plan, SearchRung.REHEARSED)
+            own = self._key(candidate.plan, EstimateLevel.REHEARSED)
             if self._profiles.get(own) is None:  # type: ignore[arg-type]
                 self._refused[own] = reason
             self._settle(dataclasses.replace(candidate, refused=reason), tiers=tiers)
@@ -257,7 +259,7 @@ class PlanSearch:
             self._push(candidate)
 
     def _push(self, candidate: Candidate) -> None:
-        order = (candidate.figures.seconds, -candidate.rung, next(self._number), candidate)
+        order = (candidate.figures.seconds, -candidate.level, next(self._number), candidate)
         heapq.heappush(self._heap, order)
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
@@ -265,26 +267,26 @@ class PlanSearch:
         self.result.note(candidate)
         if not self.result.fits(candidate):
             self._make_room(candidate, tiers=tiers)
-        elif candidate.rung is not SearchRung.REHEARSED:
+        elif candidate.level is not EstimateLevel.REHEARSED:
             self._push(candidate)
 
     def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
         for plan in self._space.leaner(candidate.plan, tiers=tiers):
             # A plan that keeps less takes no less time, except zero=3, which does not gather at the end.
             least = dataclasses.replace(candidate.figures, memory=0)
-            self._enter(Candidate(plan, figures=PlanBound() if plan.zero == 3 != candidate.plan.zero else least))
+            self._enter(Candidate(plan, figures=PlanFigures() if plan.zero == 3 != candidate.plan.zero else least))
 
     # ---- rungs -------------------------------------------------------------------------------------------------
 
-    def _key(self, plan: Plan, rung: SearchRung) -> ProfileKey | None:
-        """Return the key of the profile that a rung needs."""
+    def _key(self, plan: Plan, level: EstimateLevel) -> ProfileKey | None:
+        """Return the key of the profile that a level needs."""
         if self._pieces is None or self._pieces.count < 2:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
-        if rung >= SearchRung.PROFILED:
+        if level >= EstimateLevel.PROFILED:
             return own
         plain = {"recompute": "none", "offload": "none", "schedule": "1f1b"}
-        if rung is SearchRung.COUNTED:
+        if level is EstimateLevel.COUNTED:
             return self._undivided(own)
         return ProfileKey(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
 
@@ -303,7 +305,7 @@ class PlanSearch:
         """Return the model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
         return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
-    def _bounded(self, candidate: Candidate, rung: SearchRung, profile: LayerProfile) -> Candidate:
+    def _bounded(self, candidate: Candidate, level: EstimateLevel, profile: LayerProfile) -> Candidate:
         plan, pieces = candidate.plan, self._pieces
         assert pieces is not None
         own, at = ProfileKey.of(plan, batch=self._space.batch, pieces=pieces.count), self._at(plan)
@@ -312,13 +314,13 @@ class PlanSearch:
             profile=self._as(own, profile=profile),
             cut=pieces.stages(at),
             cluster=self._cluster,
-            exact=rung is SearchRung.TIMED,
+            exact=level is EstimateLevel.TIMED,
         )
         before = candidate.figures
         if figures.seconds < before.seconds:
             figures = dataclasses.replace(before, memory=figures.memory)
         memory = max(figures.memory, before.memory)
-        return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
+        return dataclasses.replace(candidate, level=level, at=at, figures=dataclasses.replace(figures, memory=memory))
 
     def _as(self, key: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
         """Return a profile scaled to another key; many plans share one."""
@@ -354,9 +356,9 @@ class PlanSearch:
 
     def rehearsed(self, plan: Plan) -> Candidate:
         """Return a plan as a rehearsed candidate, cut as the search cuts it. Raises the errors of a rehearsal."""
-        return Candidate(plan, SearchRung.REHEARSED, self._rehearsed(plan), self._at(plan))
+        return Candidate(plan, EstimateLevel.REHEARSED, self._rehearsed(plan), self._at(plan))
 
-    def _rehearsed(self, plan: Plan) -> PlanBound:
+    def _rehearsed(self, plan: Plan) -> PlanFigures:
         candidate, subject = Candidate(plan, at=self._at(plan)), self._subject
         if self._pieces is not None:
             where = self._pieces.cut_options(candidate.at, where=subject.options.cut)
@@ -387,8 +389,8 @@ def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: C
     return predict(rehearsal, cluster=cluster)
 
 
-def figures_of(prediction: Prediction) -> PlanBound:
+def figures_of(prediction: Prediction) -> PlanFigures:
     """Return the bound that a prediction amounts to."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
     idle, asked = prediction.bubble * prediction.seconds, prediction.rehearsal.asked
-    return PlanBound(prediction.seconds, memory, idle, dict(prediction.exposed), asked)
+    return PlanFigures(prediction.seconds, memory, idle, dict(prediction.exposed), asked)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwise.planner.search import Candidate, SearchResult, SearchRung
+from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
 from meshwise.simulate.simulation_tables import Table, size_text
 
 FULL = "out of memory"
@@ -98,7 +98,7 @@ def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
             refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
         elif not result.fits(one):
             found[FULL].append(one)
-        elif one.rung is not SearchRung.REHEARSED and one.figures.seconds < last:
+        elif one.level is not EstimateLevel.REHEARSED and one.figures.seconds < last:
             found[UNTRIED].append(one)
         else:
             found[f"slower: {_where(one, best[0])}" if best else UNTRIED].append(one)

@@ -42,11 +42,11 @@ def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
         return memory.free()
     if not _OWN_GROUPS.exists():  # a system without /proc knows what it has, not what is left
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    shared = min([_left_by_the_machine(), *left_by_groups(_OWN_GROUPS.read_text(), root=_GROUPS)])
+    shared = min([_left_by_the_machine(), *cgroup_bytes_left(_OWN_GROUPS.read_text(), root=_GROUPS)])
     return min([(shared + (ranks - 1) * used) // ranks, *_left_by_limits()])
 
 
-def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
+def cgroup_bytes_left(own: str, *, root: Path) -> Iterator[int]:
     """Yield the bytes that are left in each control group with a limit: the groups in `own` and their parents.
 
     `own`: the text of /proc/self/cgroup. Inside a container its paths may be the host's; a path that is not

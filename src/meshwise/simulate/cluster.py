@@ -175,7 +175,7 @@ class Cluster:
         return self.device.kind == "cpu" and self.nodes == 1
 
 
-def at(curve: Curve, *, size: float) -> float:
+def rate_at(curve: Curve, *, size: float) -> float:
     """Return the rate of a curve for so many bytes; beyond its ends, the rate at the end."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf

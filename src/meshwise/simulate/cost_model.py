@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from meshwise.simulate.cluster import Cluster, Curve, at
+from meshwise.simulate.cluster import Cluster, Curve, rate_at
 from meshwise.simulate.step_tape import MemoryChange, TapeCall, TapeOperation
 
 FUSED = frozenset(
@@ -29,7 +29,7 @@ RINGS = frozenset({"all_gather", "reduce_scatter"})
 
 
 @dataclass
-class ClusterPrices:
+class CostModel:
     """The prices of one cluster. Each operation and each call is priced once."""
 
     cluster: Cluster
@@ -51,18 +51,20 @@ class ClusterPrices:
             if own is not None:
                 return device.kernel + operation.bytes / own
             moved = operation.bytes * (1.0 if operation.name in FUSED else device.fused)
-            return device.kernel + moved / at(device.bandwidth, size=moved)
+            return device.kernel + moved / rate_at(device.bandwidth, size=moved)
         one = operation.product
         attention = "attention" in operation.name
         curve = device.attention if attention else device.products
         inner, outputs = (one.n, one.batch * one.m) if attention else (one.k, one.batch * one.m * one.n)
         peak = device.peak_of(operation.dtype)
         computing = operation.flops * operation.part / (peak * curve.efficiency(inner=inner, outputs=outputs))
-        return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
+        return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: MemoryChange) -> float:
         """Return the seconds that new memory costs before the first write."""
-        return memory.fresh * memory.bytes / at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
+        return (
+            memory.fresh * memory.bytes / rate_at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
+        )
 
     def collective(self, call: TapeCall) -> float:
         """Return the seconds of one collective when every rank makes one along the same axes at the same time."""
@@ -71,18 +73,18 @@ class ClusterPrices:
         count = len(ranks)
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))
-        moved = size * traffic(kind, count=count)
+        moved = size * sent_fraction(kind, count=count)
         steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
         waited = self._latency(ranks) * steps
-        if kind in RINGS and self.crosses(ranks):
+        if kind in RINGS and self.crosses_nodes(ranks):
             waited = max(waited, self._around(ranks))
         return waited + moved / self._rate(kind, size, ranks)
 
-    def crosses(self, ranks: tuple[int, ...]) -> bool:
+    def crosses_nodes(self, ranks: tuple[int, ...]) -> bool:
         """Return whether ranks lie in more than one node."""
         return self._nodes(ranks) > 1
 
-    def here(self, ranks: tuple[int, ...]) -> float:
+    def mean_ranks_per_node(self, ranks: tuple[int, ...]) -> float:
         """Return how many of these ranks share a node, on average."""
         return max(1.0, len(ranks) / self._nodes(ranks))
 
@@ -92,7 +94,7 @@ class ClusterPrices:
         return self._spread[ranks]
 
     def _latency(self, ranks: tuple[int, ...]) -> float:
-        return (self.cluster.between if self.crosses(ranks) else self.cluster.inside).latency
+        return (self.cluster.between if self.crosses_nodes(ranks) else self.cluster.inside).latency
 
     def _around(self, ranks: tuple[int, ...]) -> float:
         """Return the seconds of a ring's hops: one from node to node for each node but one, the others inside nodes."""
@@ -106,17 +108,17 @@ class ClusterPrices:
         adapter carries its part. The other groups of the same axes use the other adapters at the same time.
         """
         cluster = self.cluster
-        inside = at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
-        if not self.crosses(ranks):
+        inside = rate_at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
+        if not self.crosses_nodes(ranks):
             return inside
         curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
-        here = self.here(ranks)
+        here = self.mean_ranks_per_node(ranks)
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
-        rate = at(curve, size=size / here) * here * share
+        rate = rate_at(curve, size=size / here) * here * share
         return min(inside, rate) if here > 1 else rate
 
 
-def traffic(kind: str, *, count: int) -> float:
+def sent_fraction(kind: str, *, count: int) -> float:
     """Return what each rank sends in a collective, as a fraction of its bytes (of the larger side)."""
     if kind in ("send", "recv", SEND_RECV):
         return 1.0

@@ -44,7 +44,7 @@ def explaining_values() -> Iterator[None]:
         raise
 
 
-def in_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
+def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
     """Return a function wrapped for a rehearsal.
 
     Tensors that it makes without a device are meta tensors; values that follow from sizes alone are known.

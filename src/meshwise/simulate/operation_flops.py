@@ -33,10 +33,10 @@ LOOK_UPS = frozenset(
 )
 """Operations that read only a part of a tensor: as much as they return."""
 
-PLACED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+ZERO_FILLED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
 """Operations that write a tensor of zeros with a few other values, and read those alone."""
 
-NOTHING = frozenset(
+NO_WORK = frozenset(
     {
         "aten::empty",
         "aten::empty_like",
@@ -60,14 +60,14 @@ NOTHING = frozenset(
 def moves_nothing(func: OpOverload) -> bool:
     """Return whether an operation neither computes nor moves anything: it makes a view, or memory without values."""
     name = func._schema.name
-    if name in NOTHING:
+    if name in NO_WORK:
         return True
     returns = func._schema.returns
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
 @cache
-def makes_anew(func: OpOverload) -> bool:
+def returns_only_new(func: OpOverload) -> bool:
     """Return whether all that an operation does is to return new tensors."""
     schema = func._schema
     return (
@@ -77,14 +77,14 @@ def makes_anew(func: OpOverload) -> bool:
     )
 
 
-def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> TapeOperation:
+def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> TapeOperation:
     """Return the cost of one call."""
     inputs = [*tensors(args), *tensors(kwargs)]
     outputs = list(tensors(output))
     flops = _flops(func, args, kwargs, output)
     written = sum(map(_nbytes, _written(func, args, kwargs, outputs)))
     name = func._schema.name
-    read = written if name in LOOK_UPS else 0 if name in PLACED else sum(map(_nbytes, inputs))
+    read = written if name in LOOK_UPS else 0 if name in ZERO_FILLED else sum(map(_nbytes, inputs))
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
     product = _product(func, args, inputs, outputs) if flops else None
     part = 1.0

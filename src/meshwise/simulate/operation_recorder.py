@@ -31,7 +31,7 @@ from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.torch_private import TorchDispatchMode, without_modes
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.schedules.action import COMPUTE, Action
-from meshwise.simulate.operation_flops import makes_anew, moves_nothing, operation, storages_of
+from meshwise.simulate.operation_flops import count_operation, moves_nothing, returns_only_new, storages_of
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
 
 
@@ -71,15 +71,15 @@ class Recorder:
         self._entries = []
         return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
 
-    def ran(self, operation: TapeOperation | None, *, output: Any) -> None:
+    def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run; None when it computes nothing."""
         if operation is not None:
             self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
         for tensor in tensors(output):
             for one in storages_of(tensor):
-                self.allocated(one)
+                self.record_allocation(one)
 
-    def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
+    def record_allocation(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
         """Count the memory of a tensor, once; `category` overrides the category of the rank's activity."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -103,13 +103,13 @@ class Recorder:
         if fitting is not None:
             self._free_slabs.remove(fitting)
             self.note(MemoryChange(Category.COMMUNICATION, -fitting))
-        self.allocated(tensor, category=category, fresh=0 if fitting else 2)
+        self.record_allocation(tensor, category=category, fresh=0 if fitting else 2)
         self._borrowed.add(tensor.untyped_storage()._cdata)
         return tensor
 
     def watch(self, tensor: Tensor, *, category: Category) -> None:
         """Count the memory of a tensor that may grow and shrink."""
-        self.allocated(tensor, category=category)
+        self.record_allocation(tensor, category=category)
         storage = tensor.untyped_storage()
         self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
 
@@ -199,13 +199,13 @@ class OperationRecorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = (func, _described(args), _described(tuple(kwargs.items()))) if makes_anew(func) else None
+        key = (func, _described(args), _described(tuple(kwargs.items()))) if returns_only_new(func) else None
         known = self._memo.get(key) if key else None
         if known is not None:
             made = tuple(
                 each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs
             )
-            self._recorder.ran(known.operation, output=made)
+            self._recorder.record_operation(known.operation, output=made)
             return made[0] if known.single else made
         output = run_on_meta(func, args=args, kwargs=kwargs)
         cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
@@ -363,7 +363,7 @@ class _Pretence(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def as_if_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
+def optimizer_for_device(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
     """Return an optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         return optimizer  # parallelize refuses it

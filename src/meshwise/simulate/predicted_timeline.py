@@ -17,9 +17,9 @@ from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.comm.api.stopwatch import Activity, StepPhase
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
 from meshwise.pipeline.schedules.schedule_clock import event_of
-from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.prediction import Prediction
-from meshwise.simulate.segment_times import EntryTime, moments
+from meshwise.simulate.segment_times import EntryTime, entry_times
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
 
 _MOST_EVENTS = 20_000
@@ -44,7 +44,7 @@ class MemoryLevel:
 
 
 @dataclass(frozen=True)
-class StepHistory:
+class MemoryHistory:
     """Memory of one rank along pp over a step."""
 
     index: int
@@ -70,7 +70,7 @@ class _Played:
     activity: Activity
     start: float
     stop: float
-    moments: tuple[EntryTime, ...]
+    times: tuple[EntryTime, ...]
     inside: tuple[tuple[TimelineRow, str, float, float], ...]
     """Row, name, start and stop of its collectives and of its waits."""
 
@@ -84,11 +84,11 @@ class _Played:
         return total
 
 
-def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[_Played]:
+def _play(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[_Played]:
     """Yield consecutive segments of a rank with their times."""
     calls: dict[int, str] = {}
     now = 0.0
-    for _, each in itertools.groupby(moments(segments, prices=prices), key=lambda moment: id(moment.segment)):
+    for _, each in itertools.groupby(entry_times(segments, cost_model=cost_model), key=lambda time: id(time.segment)):
         start, own = now, tuple(each)
         inside = []
         for _, entry, begin, end in own:
@@ -137,7 +137,7 @@ class PredictionReplay:
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
         self._rehearsal = prediction.rehearsal
-        self._prices: dict[tuple[int, int], ClusterPrices] = {}
+        self._cost_models: dict[tuple[int, int], CostModel] = {}
         self._alone: dict[tuple[int, int], _Played | None] = {}
 
     @cached_property
@@ -151,7 +151,7 @@ class PredictionReplay:
             events += act.inside(rank=index) if every else act.waits(rank=index)
         return Timeline(tuple(events), (tuple(ranks),))
 
-    def history(self, index: int, *, columns: int = 360) -> StepHistory:
+    def history(self, index: int, *, columns: int = 360) -> MemoryHistory:
         """Return the memory of the rank with this index along pp, in so many parts of the step."""
         seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
         current = Counter(self.prediction.memory[index].rest)
@@ -174,12 +174,12 @@ class PredictionReplay:
                 most = total
         end = str(self._acts[index][-1].activity)
         rest = (MemoryLevel(step * seconds / columns, end, dict(current)) for step in range(len(levels), columns))
-        return StepHistory(index, seconds, (*levels, *rest))
+        return MemoryHistory(index, seconds, (*levels, *rest))
 
     def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
         """Yield the memory changes of a rank, in order."""
         for act in self._acts[index]:
-            for _, entry, time, _ in act.played.moments if act.played else ():
+            for _, entry, time, _ in act.played.times if act.played else ():
                 if isinstance(entry, MemoryChange):
                     yield act, act.at(time), entry
 
@@ -188,7 +188,7 @@ class PredictionReplay:
         """Activities of each rank along pp, in order."""
         row = self.prediction.timeline
         if row is None:
-            parts = _play(self._rehearsal.step(0), prices=self._prices_of(0))
+            parts = _play(self._rehearsal.step(0), cost_model=self._cost_model_of(0))
             return [[_Act(StepPhase.BEGIN, 0.0, self._free), *_acts(parts, start=self._free)]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
@@ -243,22 +243,22 @@ class PredictionReplay:
         """Yield what is played after the actions."""
         parts = self._rehearsal.step(index)
         after = (part for part in parts if part.kind is None and part.activity is not StepPhase.BEGIN)
-        return _play(after, prices=self._prices_of(index))
+        return _play(after, cost_model=self._cost_model_of(index))
 
     def _played(self, segment: TapeSegment, index: int) -> _Played | None:
         """Return the times of one segment; None if it has no entries."""
-        prices = self._prices_of(index)
-        key = id(segment.entries), id(prices)
+        cost_model = self._cost_model_of(index)
+        key = id(segment.entries), id(cost_model)
         if key not in self._alone:
-            self._alone[key] = next(_play([segment], prices=prices), None)
+            self._alone[key] = next(_play([segment], cost_model=cost_model), None)
         return self._alone[key]
 
-    def _prices_of(self, index: int) -> ClusterPrices:
+    def _cost_model_of(self, index: int) -> CostModel:
         """Return the prices of a rank: they depend on the rank rehearsed for it and on its place in a node."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
         each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
         key = tape, index * each % cluster.ranks_per_node
-        return self._prices.setdefault(key, ClusterPrices(cluster, shift=(index - tape) * each))
+        return self._cost_models.setdefault(key, CostModel(cluster, shift=(index - tape) * each))
 
 
 def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:

@@ -16,11 +16,11 @@ from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import ClusterPrices, traffic
+from meshwise.simulate.cost_model import CostModel, sent_fraction
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.offload_traffic import step_seconds
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.segment_times import moments
+from meshwise.simulate.segment_times import entry_times
 from meshwise.simulate.step_tape import TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
@@ -101,9 +101,9 @@ class Prediction:
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Play a rehearsal on a cluster."""
-    prices, step = ClusterPrices(cluster), cluster.device.step
+    cost_model, step = CostModel(cluster), cluster.device.step
     places = _places(rehearsal, cluster)
-    ranks = {place: _Rank(rehearsal, index, prices) for place, index in _first(places).items()}
+    ranks = {place: _Rank(rehearsal, index, cost_model) for place, index in _first(places).items()}
     each = [rank.sent() for rank in ranks.values()]
     sent = {link: max(one[link] for one in each) for link in each[0]}
     if rehearsal.plan.pp == 1:
@@ -191,9 +191,9 @@ def _first(places: Sequence[_Place]) -> dict[_Place, int]:
 class _Rank:
     """One rank along pp with its prices and the times of its segments."""
 
-    def __init__(self, rehearsal: Rehearsal, index: int, prices: ClusterPrices) -> None:
+    def __init__(self, rehearsal: Rehearsal, index: int, cost_model: CostModel) -> None:
         each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
-        self.prices = dataclasses.replace(prices, shift=(index - rehearsal.tapes[index].index) * each)
+        self.cost_model = dataclasses.replace(cost_model, shift=(index - rehearsal.tapes[index].index) * each)
         parts = rehearsal.step(index)
         counted = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
@@ -206,7 +206,7 @@ class _Rank:
         now = computing = 0.0
         axes: dict[int, str] = {}
         exposed: dict[str, float] = defaultdict(float)
-        for _, entry, start, stop in moments(segments, prices=self.prices):
+        for _, entry, start, stop in entry_times(segments, cost_model=self.cost_model):
             if isinstance(entry, TapeCall):
                 axes[entry.record.sequence] = "·".join(entry.record.axes)
                 continue
@@ -221,7 +221,7 @@ class _Rank:
         """Return the cost of each of its stages, ascending."""
         found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
         for action, part, times in self._actions:
-            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.prices.collective, part.calls()))
+            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.cost_model.collective, part.calls()))
             found[action.stage][action.kind].append((took, times))
         return {
             stage: ActionCost(
@@ -263,8 +263,12 @@ class _Rank:
         ):
             for call in part.calls():
                 if call.record.kind != "recv":
-                    size = times * call.record.bytes * traffic(call.record.kind, count=len(call.ranks))
-                    leaving = 1 / self.prices.here(call.ranks) if self.prices.crosses(call.ranks) else 0.0
+                    size = times * call.record.bytes * sent_fraction(call.record.kind, count=len(call.ranks))
+                    leaving = (
+                        1 / self.cost_model.mean_ranks_per_node(call.ranks)
+                        if self.cost_model.crosses_nodes(call.ranks)
+                        else 0.0
+                    )
                     found["between"] += size * leaving
                     found["inside"] += size * (1 - leaving)
         return found

@@ -35,7 +35,7 @@ from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.equal_ranks import rehearsed_ranks
 from meshwise.simulate.meta_batch import MetaBatch
-from meshwise.simulate.meta_value_errors import explaining_values, in_rehearsal
+from meshwise.simulate.meta_value_errors import explaining_values, wrap_for_rehearsal
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import StageMessages
 from meshwise.simulate.tape import Category, MemoryChange, Tape, TapeSegment
@@ -164,7 +164,7 @@ def rehearse(
     counts: list[float] = []
     loss = _counting(subject.loss, counts=counts)
     subject_here = dataclasses.replace(subject, options=options, batch=batch.batch, loss=loss)
-    part = RehearsedRank(
+    part = TapeRecording(
         subject_here, plan, _representatives(schedule), source, device, StageMessages(like), shared, batch.values
     )
     tapes = part.tapes()
@@ -197,7 +197,7 @@ def _kinds(
     """Return the rank rehearsed for each rank along pp, and options with the parts and the cut that were found."""
     if plan.pp == 1:
         return (0,), options
-    forward = in_rehearsal(options.forward or default_forward, constants=constants)
+    forward = wrap_for_rehearsal(options.forward or default_forward, constants=constants)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
     try:

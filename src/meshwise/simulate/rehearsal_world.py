@@ -117,7 +117,7 @@ class RehearsalWorld(TraceWorld):
             return self._recorder.borrow(numel, dtype=dtype, category=category)
         tensor = super().empty(numel, dtype=dtype)
         if category is not None:
-            self._recorder.allocated(tensor, category=category)
+            self._recorder.record_allocation(tensor, category=category)
         return tensor
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:

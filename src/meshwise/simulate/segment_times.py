@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from meshwise.pipeline.schedules.action import COMPUTE
-from meshwise.simulate.cost_model import ClusterPrices
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.step_tape import Entry, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
@@ -18,13 +18,13 @@ class EntryTime(NamedTuple):
     stop: float
 
 
-def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[EntryTime]:
+def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[EntryTime]:
     """Yield every entry, from 0 on, without messages between stages.
 
     The collectives along each set of axes run on a separate stream, one after the other; the rank continues until it
     waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
     """
-    cluster = prices.cluster
+    cluster = cost_model.cluster
     launch, action, runs_ahead = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
     now = host = 0.0
     free: dict[tuple[str, ...], float] = defaultdict(float)
@@ -37,13 +37,13 @@ def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterat
             if isinstance(entry, TapeOperation):
                 host = (host if runs_ahead else now) + launch
                 start = max(now, host)
-                now = start + prices.seconds(entry)
+                now = start + cost_model.seconds(entry)
                 yield EntryTime(segment, entry, start, now)
             elif isinstance(entry, TapeCall):
                 if entry.record.point_to_point:
                     continue
                 start = max(now, free[entry.record.axes])
-                end = free[entry.record.axes] = ends[entry.record.sequence] = start + prices.collective(entry)
+                end = free[entry.record.axes] = ends[entry.record.sequence] = start + cost_model.collective(entry)
                 yield EntryTime(segment, entry, start, end)
                 if not cluster.overlap:
                     yield EntryTime(segment, TapeWait(entry.record.sequence), now, end)
@@ -54,5 +54,5 @@ def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterat
                 now = end
             else:
                 start = now
-                now += prices.allocation(entry)
+                now += cost_model.allocation(entry)
                 yield EntryTime(segment, entry, start, now)

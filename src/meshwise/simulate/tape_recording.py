@@ -23,16 +23,22 @@ from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
-from meshwise.simulate.meta_value_errors import explaining_values, in_rehearsal
+from meshwise.simulate.meta_value_errors import explaining_values, wrap_for_rehearsal
 from meshwise.simulate.offload_traffic import microbatch_traffic, update_traffic
-from meshwise.simulate.operation_recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, as_if_on
+from meshwise.simulate.operation_recorder import (
+    KernelChoice,
+    OperationMemo,
+    OperationRecorder,
+    Recorder,
+    optimizer_for_device,
+)
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import RehearsalWorld, StageMessages
 from meshwise.simulate.step_tape import Category, Tape, TapeSegment
 
 
 @dataclass(frozen=True)
-class RehearsedRank:
+class TapeRecording:
     """Inputs that all rehearsed ranks share, and the recording of their tapes."""
 
     subject: RehearsalSubject
@@ -69,14 +75,14 @@ class RehearsedRank:
         recorder = Recorder(FlightRecorder())
         world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
         constants, options = ShapeConstants(self.values), self.subject.options
-        forward = in_rehearsal(options.forward or default_forward, constants=constants)
+        forward = wrap_for_rehearsal(options.forward or default_forward, constants=constants)
         with KernelChoice(self.device, local=self.plan.random == "local"):
             with constants:
                 trainer = parallelize(
                     self.source,
                     _played(self.plan, self.device),
-                    loss=in_rehearsal(self.subject.loss, constants=constants),
-                    optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
+                    loss=wrap_for_rehearsal(self.subject.loss, constants=constants),
+                    optimizer=optimizer_for_device(self.device, optimizer=self.subject.optimizer),
                     world=world,
                     options=dataclasses.replace(options, forward=forward),
                     **self.subject.arguments,
@@ -160,13 +166,13 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
                 gathered = bucket.is_sharded and value is bucket.whole
                 gradient = name in ("gradient", "reduced")
                 usual = Category.GRADIENTS if gradient else Category.PARAMETERS
-                note = recorder.watch if value is bucket.whole else recorder.allocated
+                note = recorder.watch if value is bucket.whole else recorder.record_allocation
                 note(value, category=Category.GATHERED if gathered else usual)
         for state in bucket.reduction_state.values():
-            recorder.allocated(state, category=Category.REDUCTION)
+            recorder.record_allocation(state, category=Category.REDUCTION)
     for module in trainer.modules:
         for buffer in module.buffers():
-            recorder.allocated(buffer, category=Category.PARAMETERS)
+            recorder.record_allocation(buffer, category=Category.PARAMETERS)
     for state in trainer.optimizer.state.values():
         for value in tree.tensors(state):
-            recorder.allocated(value, category=Category.OPTIMIZER)
+            recorder.record_allocation(value, category=Category.OPTIMIZER)

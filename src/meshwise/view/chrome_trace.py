@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, ActionKind
 from meshwise.pipeline.schedules.passes import counterpart
-from meshwise.simulate.predicted_timeline import StepHistory
+from meshwise.simulate.predicted_timeline import MemoryHistory
 from meshwise.view.plan_account import PlanAccount
 
 ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}
@@ -62,7 +62,7 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
         yield event, ROWS[event.stream] + _APART * slot
 
 
-def _levels(history: StepHistory, scale: float, pid: int) -> Iterator[dict[str, Any]]:
+def _levels(history: MemoryHistory, scale: float, pid: int) -> Iterator[dict[str, Any]]:
     """Yield the counter of memory over time."""
     for level in history.levels:
         sizes = {str(category): size for category, size in level.device.items()}

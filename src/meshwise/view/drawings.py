@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from meshwise.simulate.predicted_timeline import MemoryLevel, StepHistory
+from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.plan_account import PlanAccount
@@ -26,7 +26,7 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
 _HEIGHT = 8
 
 
-def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) -> Text:
+def memory_text(history: MemoryHistory, *, width: int, seconds: float, name: str) -> Text:
     """Return the drawing of one rank's memory over time; `seconds` fill `width` characters."""
     peak = history.peak
     heads = [size_text(peak.bytes), *[""] * (_HEIGHT - 1)]

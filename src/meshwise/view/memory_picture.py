@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshwise.simulate.predicted_timeline import MemoryLevel, StepHistory
+from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.palette import UNSEEN
@@ -17,7 +17,7 @@ _STEPS = 4
 
 
 def memory_pictures(
-    histories: Sequence[StepHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
+    histories: Sequence[MemoryHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
     """Yield a picture for each history, all to one scale: `most` bytes high, and higher where the `limit` is near.
 
@@ -43,7 +43,7 @@ class _Frame:
     categories: Sequence[Category]
 
 
-def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
+def _picture(history: MemoryHistory, frame: _Frame, *, last: bool) -> Picture:
     """Return the picture of a history; the last one has the legend."""
     plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, _HEIGHT, frame.span, "s", ())
     title = f"memory of {frame.name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
@@ -68,7 +68,7 @@ def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
     return Picture(title, WIDTH, bottom + _LEGEND * last, tuple(shapes), plot)
 
 
-def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
+def _areas(history: MemoryHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
     """Yield a filled staircase for each category; the first is at the bottom and drawn over the others."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     for count in range(len(frame.categories), 0, -1):
@@ -81,7 +81,7 @@ def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PictureP
         yield PicturePath(frame.categories[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
 
 
-def _hover_bars(history: StepHistory, plot: Plot, *, row: str) -> Bars:
+def _hover_bars(history: MemoryHistory, plot: Plot, *, row: str) -> Bars:
     """Return invisible bars that show the memory of each moment under the pointer."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in pairwise(moments))

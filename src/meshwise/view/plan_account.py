@@ -11,7 +11,7 @@ from meshwise.base.timeline import Timeline, time_by_activity
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.predicted_timeline import PredictionReplay, StepHistory
+from meshwise.simulate.predicted_timeline import MemoryHistory, PredictionReplay
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.simulation_tables import size_text
 
@@ -46,7 +46,7 @@ class PlanAccount:
     """Other facts by title, in the order in which they are shown."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category at the peak of the rank that needs most."""
-    histories: tuple[StepHistory, ...] = ()
+    histories: tuple[MemoryHistory, ...] = ()
     """Memory over time of the ranks that are shown."""
 
     @property
