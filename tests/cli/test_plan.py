@@ -82,7 +82,7 @@ def loss(logits, batch):
 def test_it_tells_that_values_of_the_batch_are_asked_for(
     command: str, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
+    message = "The model reads values of its batch. The rehearsal uses the values of the job's first batch."
     searching = ["--fix", f"{FIXED} microbatches=1", "--workers", "1", "--top", "1"] if command == "plan" else []
     own = ["--plan", "dp=4"] if command == "simulate" else []
     assert main([command, str(job), "--on", "1x4 h100", *searching, *own]) == 0

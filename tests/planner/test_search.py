@@ -272,7 +272,7 @@ def test_workers_return_the_outcome_of_each_piece_of_work() -> None:
         outcomes |= dict(workers.finished())
     assert outcomes["one"] == 1
     assert isinstance(outcomes["none"], ZeroDivisionError)
-    assert str(outcomes["gone"]) == "a child of the search ended with status 3"
+    assert str(outcomes["gone"]) == "a worker process ended with exit code 3"
     workers.close()
 
 

@@ -1,1 +1,1 @@
-"""Choose a plan for a cluster: list the candidates, bound their time and memory, and rehearse those that remain."""
+"""Choose the fastest plan for a cluster: list candidates, bound their time and memory, rehearse the best of them."""

@@ -1,7 +1,7 @@
-"""Run work in forked children, which share the memory of their parent.
+"""Run functions at the same time in forked child processes, which send their results back.
 
-A rehearsal is seconds of Python, so threads do not help. Its inputs, a model and the user's functions, cannot be sent
-to a fresh process. So a child is forked for each, and sends its result back.
+A rehearsal is seconds of Python code, so threads do not help. Its inputs are a model and the user's functions, which
+may not be picklable. So a child is forked for each function call and shares the inputs with its parent.
 """
 
 import gc
@@ -18,7 +18,7 @@ import torch
 
 @dataclass
 class ForkedWorkers:
-    """At most `count` children at a time; with a count of one, this process does the work."""
+    """Pool of at most `count` forked children; with a count of 1 this process runs the work in `finished`."""
 
     count: int
     _running: dict[Any, tuple[Hashable, BaseProcess]] = field(default_factory=dict)
@@ -26,16 +26,16 @@ class ForkedWorkers:
 
     @property
     def busy(self) -> int:
-        """Number of started pieces of work whose results were not returned yet."""
+        """Number of started calls whose results `finished` has not returned yet."""
         return len(self._running) + len(self._waiting)
 
     @property
     def free(self) -> bool:
-        """True if another piece can be started."""
+        """True if fewer than `count` calls are busy. `start` itself does not check it."""
         return self.busy < self.count
 
     def start(self, key: Hashable, *, work: Callable[[], Any]) -> None:
-        """Begin a piece of work; what it returns has to be a value that can be pickled."""
+        """Start `work()` in a child; its result, which must be picklable, is returned by `finished` with `key`."""
         if self.count == 1:
             self._waiting.append((key, work))
             return
@@ -47,7 +47,10 @@ class ForkedWorkers:
         self._running[mine] = key, process
 
     def finished(self) -> list[tuple[Hashable, Any]]:
-        """Return finished work as (key, result or raised exception), waiting until there is some."""
+        """Wait for at least one started call, and return pairs (key, result) of all finished calls.
+
+        The result is the exception that `work` raised, or a ChildProcessError if the process died.
+        """
         done = [(key, _outcome(work)) for key, work in self._waiting]
         self._waiting.clear()
         ready: list[Any] = list(wait(list(self._running))) if self._running else []
@@ -57,12 +60,12 @@ class ForkedWorkers:
                 done.append((key, connection.recv()))
             except EOFError:
                 process.join()
-                done.append((key, ChildProcessError(f"a child of the search ended with status {process.exitcode}")))
+                done.append((key, ChildProcessError(f"a worker process ended with exit code {process.exitcode}")))
             process.join()
         return done
 
     def close(self) -> None:
-        """End the children whose results are no longer needed."""
+        """Terminate all running children; their results are lost."""
         for _, process in self._running.values():
             process.terminate()
             process.join()
@@ -70,14 +73,14 @@ class ForkedWorkers:
 
 
 def _child(connection: Connection, work: Callable[[], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the search, which ends its children
-    torch.set_num_threads(1)  # the parent's threads are gone in a fork, and kernels would wait for them
-    gc.disable()  # garbage collection takes a third of the time, and finds little
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its children
+    torch.set_num_threads(1)  # a fork has no threads of the parent, and kernels would wait for them
+    gc.disable()  # garbage collection would take a third of the time and free little
     connection.send(_outcome(work))
 
 
 def _outcome(work: Callable[[], Any]) -> Any:
     try:
         return work()
-    except Exception as error:  # noqa: BLE001 -- handed to whoever asked for the work
+    except Exception as error:  # noqa: BLE001 -- the caller of `finished` gets it
         return error

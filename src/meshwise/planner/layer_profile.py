@@ -1,13 +1,12 @@
-"""Profile the pieces of a model: time and memory of each, for lower bounds without a rehearsal.
+"""Profile the pieces of a model (embedding, blocks, head): time and memory of each, for lower bounds of many plans.
 
-A trace of a stage depends on how its pieces are computed (tp, recompute, precision) and on the rows of a micro-batch.
-It does not depend on dp, on the schedule, on how many micro-batches there are or on where the model is cut. So a model
-is rehearsed once for each such key, as a pipeline with one piece a stage; equal pieces run once. The costs of any
-stages are sums of these figures.
+A piece's operations depend on tp, recompute, precision and the rows of a micro-batch: the profile's key. They do not
+depend on dp, the schedule, the number of micro-batches or the cut. So for each key the model is rehearsed once, as a
+pipeline with one piece per stage; equal pieces run once. The cost of any stage is the sum over its pieces.
 
-The figures of a piece are never above its share of a stage. Operations do not wait for their host, copies for messages
-are left out, and counts for many rows are scaled to fewer without loss. Its output is not counted as kept memory: where
-the next piece is on the same stage, it may not be kept.
+A piece never costs more here than in a stage. Operations do not wait for their host, and copies for messages are not
+counted. Costs for many rows are scaled down in proportion to fewer rows. The output is not counted as kept memory,
+because the next piece may be on the same stage and need not keep it.
 """
 
 import contextlib
@@ -45,21 +44,21 @@ from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall,
 
 @dataclass(frozen=True)
 class PieceWork:
-    """Work of a piece for a micro-batch, forward or backward."""
+    """Cost of one forward or one backward of a piece for a micro-batch."""
 
     seconds: float = 0.0
-    """Seconds of its operations, and of waits for collectives."""
+    """Seconds of its operations and of waits for collectives."""
     waits: float = 0.0
     """Seconds of waits for collectives."""
     kernels: int = 0
-    """Number of operations: the host starts each."""
+    """Number of operations; the host launches each."""
     keeps: int = 0
-    """Bytes of activations that are left when it ends."""
+    """Bytes of activations allocated minus freed: kept when the work ends."""
     top: int = 0
-    """Peak bytes of activations, beyond those at its begin."""
+    """Peak bytes of activations, minus those when the work begins."""
 
     def scaled(self, by: float, *, least: float = 0.0) -> "PieceWork":
-        """Return the work for `by` (at most 1) times as much data; each operation takes at least `least` seconds."""
+        """Return the cost for `by` (at most 1) times the data; every operation still takes at least `least` seconds."""
         fixed = self.kernels * least
         keeps, top = (int(size * by) for size in (self.keeps, self.top))
         seconds = fixed + (self.seconds - fixed) * by
@@ -68,23 +67,22 @@ class PieceWork:
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """A part of the model that no cut divides."""
+    """Costs of a piece of the model, which no cut divides."""
 
     forward: PieceWork
-
     backward: PieceWork
-    """Backward; of a backward in two parts, the part for the piece's input."""
+    """Whole backward; if the backward has two parts, the part for the gradient of the piece's input."""
     weight: PieceWork
-    """Backward for the weights, where the backward has two parts."""
+    """Part of the backward for the weights' gradients, if the backward has two parts; else empty."""
     states: Mapping[Category, int]
-    """Bytes of it on a rank between steps, without sharding over dp."""
+    """Bytes of the piece on a rank between steps, by category, without sharding over dp."""
     update: float
-    """Seconds of updating all of it."""
+    """Seconds of updating all of its parameters."""
     sends: int
-    """Bytes of a micro-batch's output."""
+    """Bytes of its output for a micro-batch, which the next stage would receive."""
 
     def scaled(self, *, rows: float, split: float, least: float) -> "ModelPiece":
-        """Return the piece for a fraction of a micro-batch's rows, split over more ranks."""
+        """Return the costs for a fraction `rows` of the rows and a fraction `split` of the parameters (more tp)."""
         works = (self.forward, self.backward, self.weight)
         forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
         states = {category: int(size * split) for category, size in self.states.items()}
@@ -93,16 +91,16 @@ class ModelPiece:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """Key of a layer profile: everything that the trace of a piece depends on."""
+    """Key of a layer profile: all settings that change the costs of a piece."""
 
     plan: Plan
-    """Plan with one piece a stage, one micro-batch and no replicas."""
+    """Plan with one piece per stage, one micro-batch and dp=1."""
     rows: int
-    """Rows of a micro-batch, over all ranks of tp."""
+    """Rows of a micro-batch, over all ranks that divide rows under `plan`."""
 
     @classmethod
     def of(cls, plan: Plan, *, batch: int, pieces: int) -> "ProfileKey":
-        """Return the profile key of a plan."""
+        """Return the profile key of a plan; `batch`: rows of the global batch, `pieces`: pieces of the model."""
         mine = -(-batch // (rows_shared(plan) * plan.microbatches))
         alone: dict[str, Any] = {
             "dp": 1,
@@ -121,22 +119,22 @@ class ProfileKey:
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """Pieces of a model, and a smaller model with one of each kind."""
+    """Pieces of a model, and a smaller model with fewer equal blocks that is rehearsed for its profiles."""
 
     whole: nn.Module
     """The model."""
     finest: ModelCut
-    """Cut of the model with one piece a stage."""
+    """Cut of the model with one piece per stage."""
     model: nn.Module
-    """The smaller model, which keeps three of many equal blocks."""
+    """The smaller model, with at most three of each run of equal blocks; the model itself if it cannot be smaller."""
     cut: ModelCut
-    """Cut of the smaller model."""
+    """Cut of the smaller model with one piece per stage."""
     like: tuple[int, ...]
-    """For each piece, the equal stage of the smaller model's cut."""
+    """For each piece, the stage of `cut` with an equal piece."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of the first module of each piece, as in `model.cut_at`."""
+        """Name of the first module of each piece, as in `model.cut_at` of a job."""
         return _names(self.finest)
 
     @property
@@ -146,7 +144,7 @@ class ModelPieces:
 
     @classmethod
     def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> "ModelPieces | None":
-        """Return the pieces of a model that has several with parameters, or None for another."""
+        """Return the pieces of the model of `source`, or None if it has fewer than two or cannot be cut at each."""
         whole = _cut(subject, source.module)
         if whole is None:
             return None
@@ -158,24 +156,24 @@ class ModelPieces:
                 like = tuple(_names(cut).index(renamed(name)) for name in names)
                 if list(whole.parameters) == [cut.parameters[index] for index in like]:
                     return cls(source.module, whole, thin, cut, like)
-        except Exception:  # noqa: BLE001, S110 -- a model that does not run with fewer blocks is taken as it is
+        except Exception:  # noqa: BLE001, S110 -- a model that does not run with fewer blocks is used as it is
             pass
         return cls(source.module, whole, source.module, whole, tuple(range(len(names))))
 
     def stages(self, at: Sequence[str]) -> tuple[range, ...]:
-        """Return the pieces of each stage, where every stage but the first begins at one of these names."""
+        """Return the range of pieces of each stage; `at`: first piece of each stage except the first stage."""
         names = self.names
         bounds = [0, *(names.index(name) for name in at), self.count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
     def cut_options(self, at: Sequence[str], *, where: CutOptions) -> CutOptions:
-        """Return cut options under which each stage but the first begins at one of these names; they carry the cut."""
+        """Return `where` with stages that begin at the pieces `at`, and with the finished cut if these are pieces."""
         made = self.finest.coarser(at, model=self.whole) if at and set(at) <= set(self.names) else None
         return dataclasses.replace(where, at=tuple(at), made=made)
 
 
 def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
-    """Return a copy with three of each run of equal children, and the new names of the children."""
+    """Return a copy with at most three of each run of equal blocks, and a function from old to new module names."""
     thin = copy.deepcopy(model)
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():
@@ -188,7 +186,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
                 for start, run in zip(before, runs, strict=False)
                 for number in range(run)
             ]
-    for name, place in sorted(places.items(), reverse=True):  # what is inside first
+    for name, place in sorted(places.items(), reverse=True):  # inner containers first
         container = thin.get_submodule(name)
         kept = {new: container[old] for old, new in reversed(list(enumerate(place)))}  # type: ignore[index]
         children = [kept[new] for new in sorted(kept)]
@@ -208,7 +206,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
 
 
 _KEPT = 3
-"""Equal children that are kept: the first, the last, and one that represents those between."""
+"""Equal blocks that are kept: the first, the last, and one that represents the blocks between them."""
 
 
 def _shape(module: nn.Module) -> Hashable:
@@ -217,8 +215,8 @@ def _shape(module: nn.Module) -> Hashable:
 
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
-    """Return the cut with one piece a stage; None for fewer than two pieces, or if no stage can begin at each."""
-    rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
+    """Return the cut with one piece per stage; None for fewer than two pieces, or if stages cannot begin at each."""
+    rows = min(2, tree.rows(subject.batch))  # 2 distinguishes the dim of rows from dims of size 1
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
@@ -237,10 +235,10 @@ class LayerProfile:
     key: ProfileKey
     pieces: tuple[ModelPiece, ...]
     least: float
-    """Seconds that any operation takes."""
+    """Minimum seconds of an operation on the device."""
 
     def scaled(self, key: ProfileKey) -> "LayerProfile":
-        """Return a lower bound for another key: fewer rows, more ranks of tp, or more recomputation."""
+        """Return a profile of lower bounds for `key`: at most as many rows, at least as much tp and recomputation."""
         rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if key.plan.recompute != self.key.plan.recompute:
@@ -260,7 +258,7 @@ def _without_memory(work: PieceWork) -> PieceWork:
 def profile_layers(
     subject: RehearsalSubject, *, pieces: ModelPieces, key: ProfileKey, cluster: Cluster
 ) -> LayerProfile:
-    """Rehearse all pieces under one key. Raises the errors of a rehearsal."""
+    """Rehearse all pieces under one key and return their costs on `cluster`. Raises the errors of `rehearse`."""
     cost_model = CostModel(cluster)
     plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
     batch = with_rows(subject.batch, rows=key.rows)
@@ -285,7 +283,7 @@ def profile_layers(
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
-    """Return how many first operations a forward shares with the last stage, or the last stage with the one before."""
+    """Return how many first operations of a forward equal the last stage's (for the last stage: its predecessor's)."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
@@ -303,11 +301,11 @@ def _is_operation(entry: Entry) -> TypeGuard[TapeOperation]:
 
 @dataclass(frozen=True)
 class _StepReader:
-    """Reader of a piece's recorded step.
+    """Reader that sums up a piece's recorded step.
 
-    glue     so many operations at the begin of a forward are the model's own between its pieces, which every stage does
-             once, however many pieces it has
-    alone    no other piece is like this one. Its neighbours may decide how it is split, so nothing it moves is counted
+    glue     number of operations at the begin of a forward that belong to no piece: every stage runs them once, so they
+             are not counted
+    alone    True if no other piece equals this one: its collectives are not counted, because they depend on neighbours
     """
 
     cost_model: CostModel
@@ -315,7 +313,7 @@ class _StepReader:
     alone: bool
 
     def piece(self, step: Iterable[TapeSegment], *, rest: Mapping[Category, int]) -> ModelPiece:
-        """Return the cost of a piece; `rest`: bytes the rank holds between steps."""
+        """Return the costs of a piece from its recorded step; `rest`: bytes of the rank between steps, by category."""
         forward = backward = weight = PieceWork()
         update, sends = 0.0, 0
         for segment in step:
@@ -334,7 +332,7 @@ class _StepReader:
         return ModelPiece(forward, backward, weight, rest, update, sends)
 
     def work(self, entries: Iterable[Entry]) -> PieceWork:
-        """Return the work of an action whose host runs ahead of its device."""
+        """Return the cost of an action's entries, as if the host always launched operations in time."""
         cluster = self.cost_model.cluster
         each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
         now = waits = 0.0

@@ -1,18 +1,18 @@
 """Compute lower bounds of a plan's time and memory from the costs of its pieces, without a rehearsal.
 
-    | time      A rank starts when the first micro-batch has come through the stages before it, computes all of its own,
-    |           and after its last backward that of the stages before it is left. So no order of actions takes less than
+Time: rank r waits until the first micro-batch has passed the stages before r. Then it computes all m micro-batches.
+After its last backward, the stages before r still run theirs. So no order of actions takes less than
 
-                  max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
+    max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
 
-              less what r computes for its weights after it has sent for the last time. In zero-bubble schedules ranks
-              end with weights, and the last term falls away. A schedule's own table, timed with the same costs, says
-              more. To either comes the update of a rank's share.
+minus the time for r's weight gradients after its last message. In zero-bubble schedules ranks end with weight
+gradients, so the last term is 0. `exact=True` times the table of the schedule instead, which gives a higher bound. The
+update of the rank's shard is added to both.
 
-    memory    What rests on a rank, and the activations that its table holds at a time.
+Memory: the state of a rank between steps, plus the activations that its stages keep at the same time.
 
-Both are true bounds if the rehearsal's clock keeps the order of each rank's actions, and nothing computes faster than
-its operations. tests/planner compares them with rehearsals.
+These are lower bounds if the rehearsal's clock keeps the order of each rank's actions and no stage is faster than its
+operations. tests/planner compares them with rehearsals.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ from meshwise.simulate.step_tape import Category, TapeCall
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """Time and memory of a plan, exact or as a lower bound, and the activities of a step."""
+    """Time and memory of a plan: lower bounds, or the predicted values once the plan is rehearsed."""
 
     seconds: float = 0.0
     """Seconds of a step."""
     memory: int = 0
-    """Bytes on the fullest rank, with what libraries take."""
+    """Bytes on the fullest rank, with the memory of libraries."""
     bubble: float = 0.0
-    """Seconds of the step in which a rank has nothing to compute because of the pipeline, on average."""
+    """Seconds of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
     exposed: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the step in which a rank only waits for collectives, by their axes."""
+    """Seconds of the step in which a rank only waits for collectives, by their axes (`dp·cp`); mean over ranks."""
     asked: bool = False
-    """Whether the model or the loss read values of its batch in the rehearsal."""
+    """True if the model or the loss read values of the batch in the rehearsal."""
 
     @property
     def compute(self) -> float:
@@ -59,7 +59,7 @@ class PlanFigures:
         return self.seconds - self.bubble - sum(self.exposed.values())
 
     def parts(self) -> dict[str, float]:
-        """Seconds by activity."""
+        """Return the seconds of the step by part: `compute`, `bubble`, and `waits for` each set of axes."""
         return {"compute": self.compute, "bubble": self.bubble} | {
             f"waits for {axes}": seconds for axes, seconds in self.exposed.items()
         }
@@ -67,62 +67,62 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Sums over the pieces of a stage."""
+    """Costs of a stage: sums over its pieces. `launch`: seconds of the host per operation; 0 on a CPU."""
 
     pieces: Sequence[ModelPiece]
     launch: float
 
     @cached_property
     def forward(self) -> float:
-        """Least seconds of a forward."""
+        """Minimum seconds of a forward of one micro-batch."""
         return self._seconds([piece.forward for piece in self.pieces])
 
     @cached_property
     def backward(self) -> float:
-        """Least seconds of a backward."""
+        """Minimum seconds of a backward, or of its first part if it has two."""
         return self._seconds([piece.backward for piece in self.pieces])
 
     @cached_property
     def weight(self) -> float:
-        """Least seconds of the second part of a backward."""
+        """Minimum seconds of the second part of a backward; 0 if it has one part."""
         return self._seconds([piece.weight for piece in self.pieces])
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Seconds of a backward before it can send, and after.
+        """Seconds of a backward before and after it can send the gradient of its input.
 
-        A backward in one part counts half for each: a matrix takes as long for its input as for its weights.
+        A backward in one part counts half for each: input and weights of a matrix product take equally long.
         """
         return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
 
     @property
     def whole(self) -> float:
-        """Least seconds for a micro-batch."""
+        """Minimum seconds of the forward and the backward of a micro-batch."""
         return self.forward + self.backward + self.weight
 
     @property
     def busy(self) -> float:
-        """Seconds of the stage if no operation had a launch cost."""
+        """Seconds of operations and waits for a micro-batch, without launches by the host."""
         return sum(work.seconds for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
 
     @property
     def waits(self) -> float:
-        """Seconds in which the stage only waits for collectives."""
+        """Seconds for a micro-batch in which the stage only waits for collectives."""
         return sum(work.waits for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
 
     @cached_property
     def keeps(self) -> int:
-        """Bytes that are kept from a forward to its backward."""
+        """Bytes of activations that are kept from a forward to its backward."""
         return sum(piece.forward.keeps for piece in self.pieces)
 
     @property
     def top_forward(self) -> int:
-        """Peak bytes of a forward."""
+        """Peak bytes of activations in a forward, minus those when it begins."""
         return _top([piece.forward for piece in self.pieces])
 
     @property
     def top_backward(self) -> int:
-        """Peak bytes of a backward, beyond those at its begin."""
+        """Peak bytes of activations in a backward, minus those when it begins."""
         return _top([piece.backward for piece in reversed(self.pieces)])
 
     def _seconds(self, works: Sequence[PieceWork]) -> float:
@@ -136,7 +136,7 @@ def _top(works: Sequence[PieceWork]) -> int:
 
 @cache
 def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage."""
+    """Return the rank along pp of each stage."""
     if pp == 1:
         return (0,)
     recipe = SCHEDULES[schedule]
@@ -146,9 +146,10 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 def bound(
     plan: Plan, *, profile: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
 ) -> PlanFigures:
-    """Return a lower bound of a plan's time and memory with these pieces in its stages.
+    """Return lower bounds of a plan's time and memory.
 
-    `exact`: the profile has the plan's own key, and its schedule's own table is played, which takes a while.
+    `cut`: pieces of each stage. `exact`: the profile must have the plan's own key; the schedule's table is timed, which
+    takes milliseconds.
     """
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
     stages = [_Stage([profile.pieces[index] for index in own], launch) for own in cut]
@@ -179,7 +180,7 @@ def bound(
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: "_Shard") -> float:
-    """Return the least seconds of a step until its last backward, by the formula of this file."""
+    """Return the minimum seconds of a step until its last backward, by the formula at the top of this file."""
     count = plan.microbatches
     if plan.pp == 1:
         return shard.alone(stages[0], along=count * stages[0].whole)
@@ -192,7 +193,7 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
 
 
 def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> tuple[float, float]:
-    """Return when the last computation of the schedule ends, and when its last reduction ends."""
+    """Return the seconds at which the schedule's last computation ends, and its last reduction."""
     costs = [
         ActionCost(
             forward=stage.forward,
@@ -210,9 +211,9 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> t
 
 
 def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") -> Iterator[float]:
-    """Yield the bytes of a rank during each action, without the state that it keeps between steps.
+    """Yield the peak bytes of a rank in each action of its `row`, minus its state between steps.
 
-    Tensors that a backward in two parts keeps for its weights are not counted.
+    Tensors that a backward in two parts keeps for the weights' gradients are not counted.
     """
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
     gathers, reduces = (
@@ -241,13 +242,13 @@ def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") ->
 
 @dataclass(frozen=True)
 class _Shard:
-    """Shard of a stage under dp: the bytes that rest on a rank and the bytes that move."""
+    """Memory and collectives of stages under the dp and zero of a plan."""
 
     plan: Plan
     cluster: Cluster
 
     def rests(self, stages: Sequence[_Stage]) -> float:
-        """Return bytes between steps on the device."""
+        """Return the bytes of a rank's device between steps, for the stages of the rank."""
         zero, tiers, shares = self.plan.zero, self.plan.tiers, self.plan.dp or 1
         host = self.cluster.device.kind == "cpu"
         away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
@@ -267,43 +268,43 @@ class _Shard:
         return total
 
     def gathered(self, stage: _Stage) -> float:
-        """Return the bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
+        """Return the bytes that a stage's gathered parameters add to the rank's shard; 0 without zero=3."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
         return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
-        """Return the bytes of a stage's gradients until they are reduced, beside those that rest there."""
+        """Return the bytes that a stage's unreduced gradients add to the rank's shard; 0 for zero < 2."""
         whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
         return whole * (1 - 1 / (self.plan.dp or 1)) if self.plan.zero >= 2 else 0.0
 
     def update(self, stages: Sequence[_Stage]) -> float:
-        """Return seconds of updating a rank's share, on the device, after the last gradient."""
+        """Return the seconds in which the device updates the rank's parameters; 0 if the CPU updates."""
         if self.plan.tiers.updates_on_cpu:
             return 0.0
         whole = sum(piece.update for stage in stages for piece in stage.pieces)
         return whole / (self.plan.dp or 1) if self.plan.zero else whole
 
     def gather(self, stages: Sequence[_Stage]) -> float:
-        """Return seconds of bringing together what each rank has updated, where that is not left to the next step."""
+        """Return the seconds of gathering updated parameters at the end of a step (zero 1 and 2), else 0."""
         if self.plan.zero not in (1, 2) or self.cluster.shared:
             return 0.0
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 
     def whole(self, stage: _Stage) -> float:
-        """Return seconds of bringing a stage's parameters together at once, where ranks have parts of them."""
+        """Return the seconds of one all-gather of a stage's parameters (zero=3), else 0."""
         return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def reduce(self, stage: _Stage) -> float:
-        """Return seconds of reducing a stage's gradients at once."""
+        """Return the seconds of one reduction of all gradients of a stage."""
         return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
 
     def alone(self, stage: _Stage, *, along: float) -> float:
-        """Return seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
+        """Return the seconds for pp=1 until gradients are reduced; `along`: seconds of computing all micro-batches.
 
-        The reduction can begin with the last backward where a rank can do both at once. Otherwise all of it adds to the
-        time, and only the host continues meanwhile. Sharded parameters are gathered for each forward and each backward
-        (the last piece may still be whole), and gradients are reduced after each.
+        If collectives overlap computation, the reduction can begin with the last backward; otherwise its time is added.
+        Under zero=3 parameters are gathered for each forward and each backward (the last piece may still be gathered),
+        and gradients are reduced after each backward.
         """
         count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
         moved = self.reduce(stage)
@@ -314,9 +315,7 @@ class _Shard:
         return max(along, moved, along - stage.backward + self.reduce(stage))
 
     def _collective(self, kind: str, stage: _Stage, width: float) -> float:
-        """Return seconds of moving a stage's parameters along dp; `width`: in so many times the bytes they are used
-        in.
-        """
+        """Return the seconds of a collective along dp of `width` times the bytes of a stage's used parameters."""
         if (self.plan.dp or 1) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
@@ -325,7 +324,7 @@ class _Shard:
         )
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
-        """Return seconds of a message to the next stage."""
+        """Return the seconds of a message from stage `number` to the next; 0 if no other rank has a next stage."""
         if number + 1 >= len(rank_of) or rank_of[number] == rank_of[number + 1]:
             return 0.0
         apart = self.plan.mesh().size // self.plan.pp
@@ -343,7 +342,7 @@ class _Shard:
 
     @cached_property
     def _used(self) -> float:
-        """Fraction of the parameters' bytes that are not masters."""
+        """Bytes of the used parameters divided by the bytes of used parameters and masters."""
         record = precision_of(self.plan)
         if record.parameters is None:
             return 1.0
@@ -352,7 +351,7 @@ class _Shard:
 
     @property
     def _wire(self) -> float:
-        """Bytes that are reduced, as a multiple of the bytes of the used parameters; a lower bound."""
+        """Bytes of reduced gradients divided by the bytes of used parameters; a lower bound."""
         record = precision_of(self.plan)
         if record.reduction is None:
             return 1.0

@@ -1,17 +1,17 @@
-"""List the plans that a search tries: whole families of them, cut down where one choice is never better than another.
+"""List the plans that a search tries, without values that are never better than another value.
 
-| key | tried |
+| key | values that are tried |
 |---|---|
-| `tp` | divisors of the ranks, within a node; `1d` with and without sequence parallelism, and as each grid it forms |
-| `pp`, `virtual_stages` | as many stages as the model has pieces for |
-| `dp` | what is left of the ranks |
-| `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows; without a pipeline also one |
-| `schedule` | 1f1b, interleaved, and those that split backwards, each table once; others are no quicker, nor leaner |
-| where it is cut | as even in predicted time as can be; in memory where that does not fit |
-| `zero` 0, 1 and 3 | each: 0 updates more on every rank, 1 gathers at the end, 3 oftener, but beside what it computes |
-| `zero` 2, `recompute`, `offload` | where the same plan that keeps more does not fit: none of them saves time |
+| `tp` | divisors of the ranks within a node; `1d` with and without sequence parallelism, and every possible grid |
+| `pp`, `virtual_stages` | divisors of the ranks, with at most as many stages as the model has pieces |
+| `dp` | the remaining ranks |
+| `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; 1 micro-batch for pp=1, too |
+| `schedule` | 1f1b, interleaved, and schedules that split the backward; of equal tables one. Others are no better |
+| `partition` (cut) | even in predicted time; if that does not fit, even in memory |
+| `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
+| `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
 
-A plan that the compatibility table refuses, or that has no such schedule, is none.
+Plans that the compatibility table refuses, and schedules that do not exist for these numbers, are left out.
 """
 
 import dataclasses
@@ -32,22 +32,22 @@ SEARCHED = (
     "dp", "tp", "pp", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel", "schedule",
     "virtual_stages", "partition", "recompute", "offload",
 )  # fmt: skip
-"""Keys of a plan that a search chooses; the others stay as the job has them."""
+"""Keys of a plan that a search chooses; other keys keep the job's values."""
 
 NEVER_BETTER = ("naive", "gpipe", "looped")
-"""Schedules that are tried only when they are asked for."""
+"""Schedules that are tried only if the user fixes them."""
 
 PIPELINED = ("schedule", "virtual_stages")
 """Keys that only a pipeline has; a fixed value does not restrict plans without a pipeline."""
 
 ROWS = (1, 2, 4, 8)
-"""Rows of a micro-batch that are tried. Short rows, as of images, want more: all rows of a rank are tried, too."""
+"""Numbers of rows of a micro-batch that are tried; for pp=1 also all rows of a rank, which suits short rows."""
 
 _FEW = 2
 """Number of micro-batches up to which two schedules may have equal tables."""
 
 VIRTUAL_STAGES = (2, 3, 4)
-"""Stages per rank that are tried, for schedules that do not fix them."""
+"""Numbers of stages per rank that are tried, for schedules that allow several."""
 
 LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -56,38 +56,38 @@ LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "recompute": ("none", "selective", "full"),
     }
 )
-"""Keys whose later values keep less memory. Except for zero=3, they take no less time."""
+"""Values of keys, from the most memory to the least. A later value takes at least as much time, except zero=3."""
 
 TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"offload": ("none", "optimizer:cpu", "optimizer:cpu,params:cpu", "optimizer:disk,gradients:disk,params:disk")}
 )
-"""Values of `offload` that are tried where no plan fits the devices."""
+"""Values of `offload` that are tried if no plan fits the devices, from the most memory on the device to the least."""
 
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """Plans for a number of ranks in nodes of equal size."""
+    """Set of plans that a search considers, for a number of ranks in nodes of equal size."""
 
     base: Plan
-    """The job's plan: its keys that are not searched stay."""
+    """Plan of the job; keys that are not in `SEARCHED` keep its values."""
     ranks: int
     node: int
-    """Ranks of a node: the most that tp may take."""
+    """Ranks of a node, the maximum of tp unless tp is fixed."""
     batch: int
     """Rows of a global batch."""
     pieces: int
-    """Most stages that the model can be cut into."""
+    """Maximum number of stages: pieces of the model."""
     stages: int | None = None
-    """Number of stages, if the job fixes the cut."""
+    """Number of stages if the job fixes the cut; None if the search chooses it."""
     begins: Callable[[int], tuple[str, ...]] | None = None
-    """First module of each stage but the first, by the number of stages, if a rule fixes the cuts. None: the cuts are
-    even."""
+    """Function from a number of stages to the first module of each stage except the first, if a rule fixes the cuts;
+    None for even cuts."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with fixed values."""
+    """Values of keys that the user fixes."""
     lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
-    """Keys that may take a value that keeps less memory."""
+    """Keys, with their values, that `leaner` may change to save memory."""
     tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
-    """Keys that may move state off the device."""
+    """Keys, with their values, that `leaner` may change with `tiers=True`: they move state off the device."""
 
     @property
     def most_rows(self) -> int:
@@ -95,7 +95,7 @@ class PlanSpace:
         return min(max(ROWS), self.batch)
 
     def plans(self) -> Iterator[Plan]:
-        """Yield all plans that keep as much in device memory as they can."""
+        """Yield all plans without savings of memory; `leaner` yields the variants that save memory."""
         for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
             dp, rest = divmod(self.ranks, tensor["tp"] * pp)
             if rest or dp > self.batch or pp > self.pieces or not self._allows({"pp": pp, "dp": dp}):
@@ -104,7 +104,7 @@ class PlanSpace:
                 yield from self._with({"dp": dp, "pp": pp, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
-        """Yield the plans that keep one thing less than this one; `tiers`: also those that move state away."""
+        """Yield the plans with one key at its next value that needs less memory; `tiers`: also of `offload`."""
         for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
@@ -114,7 +114,7 @@ class PlanSpace:
                 yield from self._made({**_values(plan), key: value})
 
     def _with(self, chosen: Mapping[str, Any]) -> Iterator[Plan]:
-        """Yield the plans of these degrees and this schedule."""
+        """Yield the plans with the chosen degrees and schedule, for all values of the other keys."""
         piped = chosen["pp"] > 1
         cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
         zeros = (0, 1, 3) if chosen["dp"] > 1 else (0,)
@@ -128,7 +128,7 @@ class PlanSpace:
                 yield from self._made({**_values(self.base), **changes})
 
     def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
-        """Return whether a schedule that is tried as well does the very same with so few micro-batches."""
+        """Return whether the chosen schedule has the same table as an earlier one with so few micro-batches."""
         name, pp, virtual = chosen["schedule"], chosen["pp"], chosen["virtual_stages"]
         if pp == 1 or microbatches > _FEW or "schedule" in self.fixed:
             return False
@@ -138,7 +138,7 @@ class PlanSpace:
         )
 
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
-        """Return the number of micro-batches there may be."""
+        """Return the numbers of micro-batches to try that the schedule allows."""
         mine = -(-self.batch // rows_shared(Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")})))
         counts = {-(-mine // rows) for rows in ROWS if rows <= mine} | ({1} if chosen["pp"] == 1 else set())
         wanted = [self.fixed["microbatches"]] if "microbatches" in self.fixed else sorted(counts)
@@ -155,7 +155,7 @@ class PlanSpace:
             return
 
     def _tensor(self) -> Iterator[dict[str, Any]]:
-        """Yield the choices of tensor-parallel keys."""
+        """Yield the combinations of `tp`, `tp_mode`, `tp_depth` and `sequence_parallel` to try."""
         for tp in _divisors(self.ranks):
             if tp > self.node and "tp" not in self.fixed:
                 continue
@@ -167,7 +167,7 @@ class PlanSpace:
                     yield chosen
 
     def _schedules(self, pp: int) -> Iterator[dict[str, Any]]:
-        """Yield the schedules for so many ranks along pp, with the numbers of stages that they can have."""
+        """Yield the combinations of `schedule` and `virtual_stages` to try for `pp` ranks."""
         wanted = self.fixed.get("schedule")
         if pp == 1:
             yield {"schedule": Plan.schedule, "virtual_stages": 1}
@@ -182,7 +182,7 @@ class PlanSpace:
                     yield {"schedule": name, "virtual_stages": count}
 
     def _cuts(self, stages: int) -> bool:
-        """Return whether the model can be cut into so many stages."""
+        """Return whether the model can be cut into this number of stages."""
         ruled = self.begins is None or len(self.begins(stages)) == stages - 1
         return stages <= self.pieces and self.stages in (None, stages) and ruled
 
@@ -191,32 +191,32 @@ class PlanSpace:
         return VIRTUAL_STAGES if fixed is None else (fixed,)
 
     def _allows(self, values: Mapping[str, Any]) -> bool:
-        """Return whether these values agree with the fixed ones."""
+        """Return whether these values do not contradict the fixed values; None contradicts nothing."""
         return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
 
 
 @functools.cache
 def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
-    """Return the table of a schedule as text, or its name if there is no such schedule."""
+    """Return the table of a schedule as text, or its name if it does not exist for these numbers."""
     if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
         return name
     return str(planned_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether the plan's schedule splits all backwards into two parts."""
+    """Return whether the plan's schedule splits every backward into a part for inputs and a part for weights."""
     if plan.pp > 1 and is_path(plan.schedule):
         return planned_schedule(plan.schedule, pp=plan.pp, microbatches=plan.microbatches).splits_backward
     return plan.pp > 1 and plan.schedule.startswith(("zb-", "dual"))
 
 
 def rows_shared(plan: Plan) -> int:
-    """Return how many ranks divide the rows of a batch."""
+    """Return the number of ranks among which the rows of a batch are divided."""
     return math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
 
 
 def parse_fixed(text: str) -> dict[str, Any]:
-    """Return the keys and values of `tp=2 zero=1`. Raises PlanError as a plan would."""
+    """Return the keys and values of a text like `tp=2 zero=1`. Raises PlanError if they are no valid plan."""
     words = read_words(text)
     piped = {"pp": 2} if words.keys() & set(PIPELINED) else {}
     plan = Plan.from_toml(piped | words)

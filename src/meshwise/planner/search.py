@@ -1,14 +1,16 @@
-"""Search a plan space: every plan climbs a ladder of estimates, each dearer and more exact than the one before.
+"""Search a plan space for the fastest plans: estimate cheaply first, and rehearse only plans that may be best.
 
-    | 0  counted     all pieces as they are undivided, scaled to its ranks          microseconds
-    | 1  scaled      a profile of its own tensor parallelism, scaled               seconds, for all plans that share it
-    | 2  profiled    a profile of its own key                                      the same
-    | 3  timed       that, with its schedule's own table                            milliseconds
-    | 4  rehearsed   the real thing                                                 seconds
+A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the one before:
 
-Figures below the last are bounds, and the plan with the lowest climbs next. So a rehearsed plan that is faster than
-every remaining bound is the best one, and the next such plan is the second best. A plan that has not been rehearsed by
-then has lost, and its figures say why. A plan that does not fit makes room for those that keep one thing less.
+    | 0  counted     from a profile of the model without tensor parallelism, scaled   microseconds
+    | 1  scaled      from a profile with the plan's tensor parallelism, scaled        seconds once per profile
+    | 2  profiled    from a profile with the plan's own key                           seconds once per profile
+    | 3  timed       from this profile and the table of the schedule                  milliseconds
+    | 4  rehearsed   from a rehearsal of the plan                                     seconds
+
+Estimates 0 to 3 are lower bounds. The plan with the lowest time always gets its next estimate. So a rehearsed plan that
+is faster than all remaining bounds is the best plan, the next such plan the second best. Plans that are not rehearsed
+by then have lost, and their bounds show why. A plan that does not fit is replaced by plans that need less memory.
 """
 
 import dataclasses
@@ -47,11 +49,11 @@ UNDIVIDED: Mapping[str, Any] = MappingProxyType(
         "wire": "auto",
     }
 )  # fmt: skip
-"""Keys of a plan that only cuts the model into stages."""
+"""Values of keys for the profile of level `COUNTED`: the model is only cut into stages, no layer is split."""
 
 
 class EstimateLevel(IntEnum):
-    """Progress of a plan in the search."""
+    """Exactness of a plan's current estimate; the module's docstring has a table of the levels."""
 
     STARTED = -1
     COUNTED = 0
@@ -63,18 +65,16 @@ class EstimateLevel(IntEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """Plan with its best estimate so far."""
+    """Plan with its most exact estimate so far."""
 
     plan: Plan
-
     level: EstimateLevel = EstimateLevel.STARTED
-
     figures: PlanFigures = field(default_factory=PlanFigures)
-    """Time and memory of the plan: exact once rehearsed, before that a lower bound."""
+    """Time and memory of the plan: predicted values once rehearsed, before that lower bounds."""
     at: tuple[str, ...] = ()
-    """First module of each stage but the first."""
+    """First module of each stage except the first."""
     refused: str = ""
-    """Message with which the training code refuses the plan, or ""."""
+    """Error message of the training code that refuses the plan, or ""."""
 
     @property
     def rehearsed(self) -> bool:
@@ -84,47 +84,47 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """Effort of a search."""
+    """Limits of a search."""
 
     top: int = 10
-    """Number of best plans that are wanted."""
+    """Number of best plans to find."""
     rehearsals: int = 20
-    """Most rehearsals."""
+    """Maximum number of rehearsed plans."""
     workers: int = 1
-    """Processes that rehearse at the same time."""
+    """Number of processes that rehearse at the same time."""
 
 
 @dataclass
 class SearchResult:
-    """Results of a search so far."""
+    """Result of a search so far: all considered plans with their estimates. It changes while the search runs."""
 
     limit: float
     """Bytes that a rank may use."""
     candidates: dict[Plan, Candidate] = field(default_factory=dict)
     """All plans that were considered."""
     proven: int = 0
-    """Number of best plans that are proven: no plan that was not rehearsed can be faster."""
+    """Number of plans at the begin of `best()` for which no plan that was not rehearsed can be faster."""
     rehearsals: int = 0
-
+    """Number of rehearsals that were started."""
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
 
     def note(self, candidate: Candidate) -> None:
-        """Record what is known of a plan now."""
+        """Store the new estimate of a plan; it replaces the earlier one."""
         self.candidates[candidate.plan] = candidate
         if candidate.rehearsed:
             self._rehearsed[candidate.plan] = candidate
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether the plan fits, as far as is known."""
+        """Return whether the plan's memory, or its lower bound, is within the limit."""
         return candidate.figures.memory <= self.limit
 
     def best(self) -> list[Candidate]:
-        """Return the rehearsed plans that fit, fastest first; of equals, the one that needs least memory first."""
+        """Return the rehearsed plans that fit, fastest first; of equally fast plans, the one with less memory first."""
         found = [one for one in self._rehearsed.values() if self.fits(one)]
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
     def lost(self, *, top: int) -> list[Candidate]:
-        """Return all candidates but the best `top`."""
+        """Return all candidates except the best `top`."""
         best = {candidate.plan for candidate in self.best()[:top]}
         return [candidate for candidate in self.candidates.values() if candidate.plan not in best]
 
@@ -132,9 +132,10 @@ class SearchResult:
 def search(
     subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
 ) -> Iterator[SearchResult]:
-    """Search for the fastest plans; yield the result whenever it has grown, and at the end.
+    """Search for the fastest plans. Yield the one result object after each change, and at the end.
 
-    Where nothing fits the devices, plans that keep state elsewhere are tried, too.
+    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried, too. Closing the iterator
+    ends the worker processes.
     """
     with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
@@ -144,10 +145,10 @@ def search(
 
 
 class PlanSearch:
-    """State of one search."""
+    """One search: its queue of candidates, the profiles so far, and the worker processes."""
 
     evaluate: Callable[[Prediction], PlanFigures]
-    """Function from a prediction to the figures of its plan; never below the prediction, or the bounds are wrong."""
+    """Function from a prediction to the plan's figures. It may replace `figures_of` if its time is never less."""
 
     def __init__(
         self, subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
@@ -179,7 +180,7 @@ class PlanSearch:
         self._workers.close()
 
     def run(self, *, tiers: bool) -> Iterator[SearchResult]:
-        """Search the space; `tiers`: with plans that keep state elsewhere, of those that did not fit."""
+        """Search all plans of the space; `tiers`: instead, variants with offloaded state of plans that did not fit."""
         if tiers:
             for candidate in [one for one in self.result.candidates.values() if not self.result.fits(one)]:
                 self._make_room(candidate, tiers=True)
@@ -197,19 +198,18 @@ class PlanSearch:
         self._heap.clear()
 
     def _climb(self, *, tiers: bool) -> None:
-        """Let the lowest bounds climb until all workers are busy."""
+        """Give the plans with the lowest time their next estimate until all workers are busy or the search is over."""
         while self._heap and self._workers.free and self.result.rehearsals < self._effort.rehearsals:
             if self._is_over():
                 return
             candidate = heapq.heappop(self._heap)[-1]
             level = EstimateLevel(candidate.level + 1)
             key = self._key(candidate.plan, level)
-            refused = (
-                (self._refused.get(key) or self._unsplit(candidate.plan)) if level is EstimateLevel.REHEARSED else ""
-            )
+            last = level is EstimateLevel.REHEARSED
+            refused = (self._refused.get(key) or self._unsplit(candidate.plan)) if last else ""
             if refused:
                 self._settle(dataclasses.replace(candidate, level=level, refused=refused), tiers=tiers)
-            elif level is EstimateLevel.REHEARSED:
+            elif last:
                 self.result.rehearsals += 1
                 self._running[candidate.plan] = candidate
                 self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
@@ -223,7 +223,7 @@ class PlanSearch:
                     self._workers.start(key, work=functools.partial(self._profiled, key))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
-        """Record the result of a worker."""
+        """Process the result of a worker: a profile (None if it failed), or the figures or error of a rehearsal."""
         if isinstance(key, ProfileKey):
             self._profiles[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
@@ -233,7 +233,7 @@ class PlanSearch:
         candidate = dataclasses.replace(self._running.pop(key), level=EstimateLevel.REHEARSED)
         if not isinstance(outcome, Exception):
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
-        elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
+        elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under the plan
             reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
             own = self._key(candidate.plan, EstimateLevel.REHEARSED)
             if self._profiles.get(own) is None:  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ class PlanSearch:
             raise outcome
 
     def _is_over(self) -> bool:
-        """Return whether the best are known: nothing left can be quicker than they are."""
+        """Update `result.proven` and return whether the best `top` plans are proven."""
         left = [self._heap[0][0]] if self._heap else []
         left += [one.figures.seconds for asked in self._asked.values() for one in asked]
         left += [one.figures.seconds for one in self._running.values()]
@@ -263,7 +263,7 @@ class PlanSearch:
         heapq.heappush(self._heap, order)
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
-        """Record what is known of a plan now, and whether it is searched further."""
+        """Store a plan's new estimate; queue the plan, or variants with less memory if it does not fit."""
         self.result.note(candidate)
         if not self.result.fits(candidate):
             self._make_room(candidate, tiers=tiers)
@@ -272,14 +272,14 @@ class PlanSearch:
 
     def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
         for plan in self._space.leaner(candidate.plan, tiers=tiers):
-            # A plan that keeps less takes no less time, except zero=3, which does not gather at the end.
+            # A plan with less memory is no faster, except zero=3, which does not gather at the end of the step.
             least = dataclasses.replace(candidate.figures, memory=0)
             self._enter(Candidate(plan, figures=PlanFigures() if plan.zero == 3 != candidate.plan.zero else least))
 
-    # ---- rungs -------------------------------------------------------------------------------------------------
+    # ---- estimates ---------------------------------------------------------------------------------------------
 
     def _key(self, plan: Plan, level: EstimateLevel) -> ProfileKey | None:
-        """Return the key of the profile that a level needs."""
+        """Return the key of the profile for a level; None for a model that has fewer than two pieces."""
         if self._pieces is None or self._pieces.count < 2:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
@@ -291,7 +291,7 @@ class PlanSearch:
         return ProfileKey(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
 
     def _unsplit(self, plan: Plan) -> str:
-        """Return the reason why tp cannot split the model whatever else the plan says, or ""."""
+        """Return the error if the plan's tensor parallelism cannot split the model, or ""."""
         split = (plan.tp, plan.tp_mode, plan.tp_depth, plan.sequence_parallel)
         if plan.tp > 1 and split not in self._splits:
             self._splits[split] = ""
@@ -302,7 +302,7 @@ class PlanSearch:
         return self._splits.get(split, "")
 
     def _undivided(self, own: ProfileKey) -> ProfileKey:
-        """Return the model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
+        """Return the key for level `COUNTED`, with at least the rows of `own`, because costs scaled up are no bound."""
         return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
     def _bounded(self, candidate: Candidate, level: EstimateLevel, profile: LayerProfile) -> Candidate:
@@ -323,7 +323,7 @@ class PlanSearch:
         return dataclasses.replace(candidate, level=level, at=at, figures=dataclasses.replace(figures, memory=memory))
 
     def _as(self, key: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
-        """Return a profile scaled to another key; many plans share one."""
+        """Return the profile scaled to `key`; results are kept, because many plans share one."""
         if profile.key == key:
             return profile
         if (profile.key, key) not in self._scaled:
@@ -331,7 +331,7 @@ class PlanSearch:
         return self._scaled[profile.key, key]
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
-        """Return the names at which stages begin so that they are as even as the pieces allow."""
+        """Return the first module of each stage except the first, for stages as even as the pieces allow."""
         where = self._subject.options.cut.at
         if where or plan.pp == 1 or self._pieces is None:
             return where
@@ -355,7 +355,7 @@ class PlanSearch:
         return profile_layers(self._subject, pieces=self._pieces, key=key, cluster=self._cluster)
 
     def rehearsed(self, plan: Plan) -> Candidate:
-        """Return a plan as a rehearsed candidate, cut as the search cuts it. Raises the errors of a rehearsal."""
+        """Rehearse a plan with the cut that the search gives it. Raises the errors of `rehearse`."""
         return Candidate(plan, EstimateLevel.REHEARSED, self._rehearsed(plan), self._at(plan))
 
     def _rehearsed(self, plan: Plan) -> PlanFigures:
@@ -367,7 +367,7 @@ class PlanSearch:
 
 
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:
-    """Return, for each stage, the load of each piece: seconds, or bytes if there is a schedule."""
+    """Return, for each stage, the cost of each piece in it: seconds, or bytes if `schedule` is given."""
     if schedule is None:
         return [[work.forward.seconds + work.backward.seconds for work in whole.pieces]] * stages
     rests = [float(sum(piece.states.values())) for piece in whole.pieces]
@@ -378,10 +378,10 @@ def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[
 
 
 def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: Cluster) -> Prediction:
-    """Return the prediction for a plan, cut where the candidate says. Raises what a rehearsal raises."""
+    """Rehearse a candidate with its cut and return the prediction. Raises the errors of `rehearse`."""
     plan, options = candidate.plan, subject.options
     options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=candidate.at))
-    if candidate.at:  # nothing is left to balance, and so nothing to measure for it
+    if candidate.at:  # the cut is fixed, so no times need to be measured
         plan = dataclasses.replace(plan, partition="params")
     subject = dataclasses.replace(subject, options=options)
     device = cluster.device.kind
@@ -390,7 +390,7 @@ def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: C
 
 
 def figures_of(prediction: Prediction) -> PlanFigures:
-    """Return the bound that a prediction amounts to."""
+    """Return the time and memory of a prediction as figures of its plan."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
     idle, asked = prediction.bubble * prediction.seconds, prediction.rehearsal.asked
     return PlanFigures(prediction.seconds, memory, idle, dict(prediction.exposed), asked)

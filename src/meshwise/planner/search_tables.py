@@ -1,4 +1,4 @@
-"""Turn a search's result into tables of text and into JSON values."""
+"""Turn the result of a plan search into tables of text and into JSON values."""
 
 import math
 import re
@@ -10,12 +10,15 @@ from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
 from meshwise.simulate.simulation_tables import Table, size_text
 
 FULL = "out of memory"
+"""Reason of plans that need more memory than the limit."""
 REFUSED = "refused"
-UNTRIED = "not rehearsed: its bounds leave it a chance"
+"""First word of the reason of plans that the training code refuses."""
+UNTRIED = "not rehearsed: it may still be among the best"
+"""Reason of plans whose lower bound is faster than the slowest plan of the table."""
 
 
 def best_table(result: SearchResult, *, top: int) -> Table:
-    """Return the best plans with their memory, bubble and waits."""
+    """Return the best plans with time, memory, bubble and waits; `?` after the number: not proven to be this place."""
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
     best = result.best()[:top]
     for number, one in enumerate(best):
@@ -36,7 +39,7 @@ def best_table(result: SearchResult, *, top: int) -> Table:
 
 
 def lost_table(result: SearchResult, *, top: int) -> Table:
-    """Return why the other plans lost: for each reason their number, the least excess, and the nearest plan."""
+    """Return a row for each reason why plans lost: their number, least and greatest excess, and the nearest plan."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
     for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
         nearest = min(candidates, key=lambda one: _excess(one, result, reason))
@@ -50,7 +53,7 @@ def lost_table(result: SearchResult, *, top: int) -> Table:
 
 
 def search_record(result: SearchResult, *, top: int) -> dict[str, Any]:
-    """Return the result of a search as JSON values."""
+    """Return the result of a search as JSON values: counts, the best `top` plans, and the reasons of the others."""
     return {
         "considered": len(result.candidates),
         "rehearsed": result.rehearsals,
@@ -88,7 +91,7 @@ def _record(one: Candidate) -> dict[str, Any]:
 
 
 def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
-    """Return the plans that lost, by the reason."""
+    """Return the plans that lost, by reason; refusals that differ only in numbers are one reason."""
     best = result.best()[:top]
     last = best[-1].figures.seconds if best else 0.0
     found: dict[str, list[Candidate]] = defaultdict(list)
@@ -109,13 +112,13 @@ def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
 
 
 def _where(one: Candidate, best: Candidate) -> str:
-    """Return the part of a step that a plan takes most more of than the best."""
+    """Return the part of the step whose seconds exceed the best plan's most."""
     parts, least = one.figures.parts(), best.figures.parts()
     return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
 
 
 def _excess(one: Candidate, result: SearchResult, reason: str) -> float:
-    """Return the bytes above the limit, or the time above the best plan's, as a fraction of that."""
+    """Return the extra time as a fraction of the best time; bytes above the limit for `FULL` or without a best plan."""
     best = result.best()
     if reason == FULL or not best:
         return one.figures.memory - result.limit
@@ -127,7 +130,7 @@ def _furthest(candidates: Sequence[Candidate], result: SearchResult, reason: str
 
 
 def _unplanned(one: Candidate) -> str:
-    """Return a refusal in one line, without the plan, so that equal reasons are printed once."""
+    """Return the first sentence of a refusal without its plan, so that equal reasons are printed once."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
     message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # a plan with its own cut differs from `one.plan`
     words = " ".join(word for line in message.splitlines()[:2] for word in line.split())

@@ -1,1 +1,1 @@
-"""Predict the time and memory of a plan on a cluster by running the project's own code on one rank of each kind."""
+"""Predict the time and memory of a plan on a cluster by running the training code on meta tensors."""

@@ -1,11 +1,13 @@
-"""Find how much memory a rank may still take on its device.
+"""Find how many bytes of memory a rank may still allocate on its device.
 
-    | own       the limits of its process, as `ulimit` sets them
-    | shared    what the machine has left, and what each control group has that the process is in (of a container, a
-    |           batch system, a service); the ranks of a host take their parts of that
+On a GPU the driver answers. On a CPU it is the smallest of these limits:
 
-What a group uses counts files that the kernel keeps in memory while there is room. Page-cache pages that were not used
-lately count as free, as container runtimes do.
+    | of the process   the limits that `ulimit` sets
+    | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
+    |                  (a container, a batch job, a service)
+
+The memory in use of a cgroup includes the page cache. Inactive pages of the cache count as free, as container runtimes
+count them.
 """
 
 import os
@@ -24,7 +26,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class _Version:
-    """File names of one cgroup version, under the folder of all cgroups."""
+    """File names of one cgroup version: its folder, the limit, the memory in use, the key of inactive page cache."""
 
     folder: str
     most: str
@@ -37,20 +39,20 @@ _SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
 
 
 def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
-    """Return the bytes that each of the `ranks` of this host may take; every other rank already uses `used` bytes."""
+    """Return the bytes that a rank of this host may allocate; each of the other ranks already uses `used` bytes."""
     if (memory := streams_of(device).memory) is not None:
         return memory.free()
-    if not _OWN_GROUPS.exists():  # a system without /proc knows what it has, not what is left
+    if not _OWN_GROUPS.exists():  # a system without /proc reports its total memory only
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     shared = min([_left_by_the_machine(), *cgroup_bytes_left(_OWN_GROUPS.read_text(), root=_GROUPS)])
     return min([(shared + (ranks - 1) * used) // ranks, *_left_by_limits()])
 
 
 def cgroup_bytes_left(own: str, *, root: Path) -> Iterator[int]:
-    """Yield the bytes that are left in each control group with a limit: the groups in `own` and their parents.
+    """Yield the bytes left in each cgroup with a limit, for the cgroups in `own` and their parents under `root`.
 
-    `own`: the text of /proc/self/cgroup. Inside a container its paths may be the host's; a path that is not
-    under `root` is skipped, and its parents there are the container's.
+    `own`: the text of /proc/self/cgroup. In a container its paths may be paths of the host. Folders that do not exist
+    are skipped, so `root` itself, the container's cgroup, is used.
     """
     for line in own.splitlines():
         _, kinds, path = line.split(":", 2)
@@ -84,6 +86,6 @@ def _left_by_limits() -> Iterator[int]:
 
 
 def kernel_counts(file: Path) -> dict[str, int]:
-    """Return the sizes that a file of /proc lists, in bytes, by name."""
+    """Return the sizes in a file of /proc (`MemAvailable: 12 kB`), in bytes, by name."""
     rows = (line.split() for line in file.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in rows}

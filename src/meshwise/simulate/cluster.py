@@ -1,12 +1,13 @@
-"""Describe a cluster as data: what a device computes, what a link carries, how many ranks share a node.
+"""Define a cluster as data (devices, links, hosts) and read it from a TOML file.
 
-A cluster is a few physical constants, each measured (`meshwise bench calibrate`) or read in a data sheet:
+A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or read in a data sheet. The cost
+model (`cost_model.py`) computes the seconds of an operation or a collective from them:
 
-    | products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
-    | all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
-    | memory        bytes at the rate that the system gives them, where no allocator keeps what was used before
-    | collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them; in
-    |               long rings no less than a hop for each rank
+    | matrix products    flops / (peak · best · k/(k + inner) · P/(P + outputs)), for P = batch·m·n sums of k terms
+    | other operations   bytes / rate of the operation (`rates`), or of a tensor of that size (`bandwidth`)
+    | new memory         bytes / rate at which the system provides pages (`fresh`); 0 where an allocator reuses memory
+    | collectives        latency · steps + bytes sent / rate of the link at that size; all-gathers and reduce-scatters
+    |                    over several nodes take at least `hop` for each rank of the ring
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class ClusterError(ValueError):
-    """Description of a cluster that cannot be read or priced; the message names the file, the key and what to write."""
+    """Error in the description of a cluster; the message names the file, the key and the remedy."""
 
 
 DTYPES = (
@@ -44,28 +45,28 @@ DTYPES = (
     "complex128",
     "int8",
 )
-"""Dtypes that may have a peak."""
+"""Dtypes that may be keys of `Device.peak`."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send_recv")
-"""Collectives that may have a rate of their own on a link."""
+"""Collectives that may be keys of `Link.collectives`."""
 
 Curve = tuple[tuple[float, float], ...]
-"""(size in bytes, bytes per second), sizes ascending; between them along a straight line of the logarithms."""
+"""Points (size in bytes, bytes per second), sizes ascending. Between two points log(rate) is linear in log(size)."""
 
 
 @dataclass(frozen=True)
 class MatmulEfficiency:
-    """The part of the peak that a product of matrices reaches, by its shape."""
+    """Fraction of the peak that a matrix product reaches, as a function of its shape."""
 
     best: float = 0.8
-    """Of a large one, at most 1; of attention, what is computed of it."""
+    """Efficiency of a very large product, at most 1. Flops that causal attention skips do not count as computed."""
     inner: float = 0.0
-    """The length of the summed dim at which half of that is reached."""
+    """Length of the summed dim at which the efficiency is half of `best`."""
     outputs: float = 0.0
-    """The number of results (batch·m·n) at which half of that is reached: fewer do not fill the device."""
+    """Number of results (batch·m·n) at which the efficiency is half of `best`: fewer results do not fill the device."""
 
     def efficiency(self, *, inner: float, outputs: float) -> float:
-        """Return the efficiency of a matrix product with sums of `inner` terms and `outputs` results."""
+        """Return the fraction of the peak for a matrix product of `outputs` results, each a sum of `inner` terms."""
         return self.best * inner / (inner + self.inner) * outputs / (outputs + self.outputs)
 
 
@@ -76,38 +77,38 @@ class Device:
     name: str = ""
     """Name of the device, for tables."""
     kind: str = "cuda"
-    """`cuda` or `cpu`: which kernels torch would choose."""
+    """`cuda` or `cpu`; decides which kernels torch would choose."""
     memory: float = math.inf
-    """Bytes that a rank may use; infinite where the file has none."""
+    """Bytes of the device's memory per rank; infinite if the file does not give them."""
     own: float = 0.0
-    """Bytes of them that the libraries take."""
+    """Bytes of `memory` that libraries take (the CUDA context, NCCL); tensors cannot use them."""
     peak: Mapping[str, float] = field(default_factory=dict)
-    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`; a dtype without a
-    peak computes as the narrowest wider one, or as the widest."""
+    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`. `peak_of` handles dtypes that have no
+    entry."""
     products: MatmulEfficiency = field(default_factory=MatmulEfficiency)
-    """Which part of that matrix products reach."""
+    """Fraction of the peak that matrix products reach."""
     attention: MatmulEfficiency = field(default_factory=MatmulEfficiency)
-    """Which part of that fused attention reaches, its outputs being queries and its inner length the keys."""
+    """Fraction of the peak that fused attention reaches: `outputs` counts queries of all heads, `inner` counts keys."""
     bandwidth: Curve = ()
-    """Bytes per second read and written, by the bytes that an operation moves."""
+    """Bytes per second that an operation reads and writes, as a function of its total bytes."""
     fresh: Curve = ()
-    """Bytes per second at which a tensor of that size is given memory, which a system clears page by page; empty where
-    an allocator keeps it."""
+    """Bytes per second at which the system provides memory for a tensor of that size: it clears each page. Empty if an
+    allocator keeps freed memory, so new tensors cost nothing."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of operations that are slower than that: `gelu = 1.5e9`."""
+    """Bytes per second of single operations that `bandwidth` does not describe, by their name: `gelu = 1.5e9`."""
     launch: float = 0.0
-    """Seconds that the host takes to start an operation; on a GPU, beside what it computes meanwhile."""
+    """Seconds that the host takes to start an operation. A GPU computes earlier operations during this time."""
     kernel: float = 0.0
-    """Seconds that an operation takes at least, once it is started."""
+    """Minimum seconds of an operation on the device, without `launch`."""
     step: float = 0.0
-    """Seconds of a step that are spent between its operations."""
+    """Seconds of a step that belong to no operation and no collective."""
     action: float = 0.0
-    """Seconds that the host takes for each forward and each backward of a micro-batch beside starting operations."""
+    """Seconds that the host takes for each forward and each backward of a micro-batch, in addition to `launch`."""
     fused: float = 1.0
-    """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
+    """Fraction of the bytes of elementwise operations that fused kernels still move; 1 if no kernels are fused."""
 
     def peak_of(self, dtype: str) -> float:
-        """Return the operations per second of a dtype; a dtype without units of its own computes in a wider one."""
+        """Return the flops per second of a dtype; without its own peak, of the narrowest wider dtype or the widest."""
         if dtype in self.peak or not dtype:
             return self.peak.get(dtype, max(self.peak.values()))
         widths = {name: getattr(torch, name).itemsize for name in (*self.peak, dtype)}
@@ -118,29 +119,29 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Link between ranks. Rates are of one rank, each way, as nccl-tests' bus bandwidth."""
+    """Link between ranks. Rates are per rank and direction, as the bus bandwidth of nccl-tests."""
 
     latency: float = 0.0
-    """Seconds before the first byte, for each step of a collective."""
+    """Seconds before the first byte arrives, per step: ⌈log2(ranks)⌉ steps in a collective, one in a message."""
     hop: float = 0.0
-    """Seconds from one rank to the next in a ring. Over several nodes a gather and a reduce-scatter take at least the
-    hops of all ranks, for NCCL has no tree for them."""
+    """Seconds from one rank to the next in a ring. Over several nodes an all-gather and a reduce-scatter take at least
+    the hops of all ranks, because NCCL has no tree for them."""
     bandwidth: Curve = ()
-    """Bytes per second, by the bytes of the whole collective; of an adapter, by its part of them."""
+    """Bytes per second, by the bytes of the whole collective. Between nodes: of one adapter, by its own bytes."""
     collectives: Mapping[str, Curve] = field(default_factory=dict)
-    """The same of collectives that differ."""
+    """Bytes per second of single collectives, by name; they replace `bandwidth`."""
 
 
 @dataclass(frozen=True)
 class NodeHost:
-    """Host side of a node; rates in bytes per second. A missing rate counts as fast enough."""
+    """Host of a node: rates in bytes per second. A missing rate is infinite, so its transfers take no time."""
 
     link: float = math.inf
-    """Between each GPU and the host's memory, of what goes either way."""
+    """Rate between one GPU and the host's memory; bytes of both directions add up."""
     memory: float = math.inf
-    """The host's memory, as the optimizers of all its ranks read and write it."""
+    """Rate of the host's memory, shared by the optimizers of all ranks of the node."""
     disk: float = math.inf
-    """Its disks, for all its ranks."""
+    """Rate of the node's disks, shared by all ranks of the node."""
 
 
 @dataclass(frozen=True)
@@ -148,21 +149,21 @@ class Cluster:
     """Identical nodes and the links between them."""
 
     device: Device = field(default_factory=Device)
-    """What each rank computes on."""
+    """Device of each rank."""
     ranks_per_node: int = 8
     """Ranks that share a node."""
     nodes: int = 1
-    """How many nodes there are."""
+    """Number of nodes."""
     inside: Link = field(default_factory=Link)
-    """Between ranks of a node."""
+    """Link between ranks of a node."""
     between: Link = field(default_factory=Link)
-    """Between nodes, through one adapter."""
+    """Link between nodes, through one network adapter."""
     host: NodeHost = field(default_factory=NodeHost)
     """Host side of each node, where offloaded state is kept."""
     adapters: int = 8
-    """Adapters of a node; where ranks are more than they, they share them."""
+    """Network adapters of a node. If a node has more ranks than adapters, ranks share them."""
     overlap: bool = True
-    """Whether collectives run beside computations."""
+    """True if collectives run at the same time as computations; False if the rank waits for each collective."""
 
     @property
     def ranks(self) -> int:
@@ -176,7 +177,7 @@ class Cluster:
 
 
 def rate_at(curve: Curve, *, size: float) -> float:
-    """Return the rate of a curve for so many bytes; beyond its ends, the rate at the end."""
+    """Return the bytes per second of a curve at `size` bytes; beyond its ends the end's rate, infinity if empty."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf
     for (low, slow), (high, fast) in itertools.pairwise(curve):
@@ -188,7 +189,7 @@ def rate_at(curve: Curve, *, size: float) -> float:
 
 
 def load(name: str | Path) -> Cluster:
-    """Return a cluster that is shipped (`h100`), or described in a TOML file. Raises ClusterError for anything else."""
+    """Return a shipped cluster (`h100`) or the cluster of a TOML file. Raises ClusterError if neither is valid."""
     path = Path(name)
     shipped = resources.files("meshwise.simulate") / "clusters"
     known = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
@@ -205,7 +206,7 @@ def load(name: str | Path) -> Cluster:
         raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
     try:
         table = tomllib.loads(text)
-    except ValueError as error:  # a number that is too long is none that tomllib expects
+    except ValueError as error:  # tomllib raises ValueError for a number with too many digits
         raise ClusterError(f"{name} is not TOML: {error}") from error
     cluster = _read(Cluster, table, at=str(name))
     if cluster.device.kind not in ("cuda", "cpu"):
@@ -231,9 +232,10 @@ def _require_known(table: Mapping[str, object], *, known: Sequence[str], at: str
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster of a text like `64x8 h100`: nodes, ranks of a node, and a name that `load` knows.
+    """Return the cluster of a text like `64x8 h100`: nodes, ranks of a node, and a name or file for `load`.
 
-    `8 h100` is one node; `mine.toml` alone has the nodes and ranks of the file. Raises ClusterError.
+    `8 h100` is one node of 8 ranks. `mine.toml` keeps the nodes and ranks of the file. Raises ClusterError for another
+    text, for no ranks, and for more than `MOST` ranks.
     """
     found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S.*)", text.strip())
     if found is None or (" " in found[3] and not is_path(found[3])):
@@ -252,7 +254,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def to_table(value: Any) -> Any:
-    """Return a value that `tomlkit` writes and `load` reads back."""
+    """Return a cluster, or a value of one, as dicts, lists and numbers that `tomlkit` writes and `load` reads back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -261,7 +263,7 @@ def to_table(value: Any) -> Any:
 
 
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
-    """Return a dataclass made from a table; an unknown key is refused."""
+    """Return a dataclass made from a TOML table. Raises ClusterError for an unknown key or an invalid value."""
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -280,7 +282,7 @@ def _defaults(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:
-    """Return the checked value of a key; `zero`: it may be 0; `finite`: it must be finite."""
+    """Return the checked value of a key as type `hint`; `zero`: the value may be 0; `finite`: it must be finite."""
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         if not isinstance(value, dict):
             raise ClusterError(f"{at} = {value!r} has to be a table of keys")

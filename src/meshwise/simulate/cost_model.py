@@ -1,4 +1,4 @@
-"""Price operations and collectives on a cluster, in seconds."""
+"""Compute the seconds that one operation, one allocation or one collective takes on a cluster."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,27 +19,27 @@ FUSED = frozenset(
         "native_dropout_backward",
     }
 )
-"""Operations of several passes that are one kernel already, however many tensors they go through."""
+"""Operations that torch runs as one kernel already, so `Device.fused` does not reduce their bytes."""
 
 SEND_RECV = "send_recv"
-"""The rate of a message, among those of collectives."""
+"""Name of point-to-point messages in `Link.collectives`."""
 
 RINGS = frozenset({"all_gather", "reduce_scatter"})
-"""Collectives that always run as rings, over all ranks."""
+"""Collectives that always run as a ring of all ranks."""
 
 
 @dataclass
 class CostModel:
-    """The prices of one cluster. Each operation and each call is priced once."""
+    """Seconds of operations and collectives on one cluster. Results for operations are kept."""
 
     cluster: Cluster
     shift: int = 0
-    """Number to add to the ranks of a call, where a rank uses the tape of another one."""
+    """Number added to the ranks of a call, if the tape of one rank represents another rank."""
     _known: dict[TapeOperation, float] = field(default_factory=dict)
     _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def seconds(self, operation: TapeOperation) -> float:
-        """Return the seconds of one operation, without its launch."""
+        """Return the seconds of one operation on the device, without `Device.launch`."""
         if operation not in self._known:
             self._known[operation] = self._seconds(operation)
         return self._known[operation]
@@ -61,13 +61,12 @@ class CostModel:
         return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: MemoryChange) -> float:
-        """Return the seconds that new memory costs before the first write."""
-        return (
-            memory.fresh * memory.bytes / rate_at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
-        )
+        """Return the seconds in which the system provides new memory; 0 unless pages are requested (`fresh`)."""
+        fresh = self.cluster.device.fresh
+        return memory.fresh * memory.bytes / rate_at(fresh, size=memory.bytes) if memory.fresh else 0.0
 
     def collective(self, call: TapeCall) -> float:
-        """Return the seconds of one collective when every rank makes one along the same axes at the same time."""
+        """Return the seconds of one collective or message, while the other groups along its axes run the same call."""
         kind = SEND_RECV if call.record.point_to_point else call.record.kind
         size, ranks = call.record.bytes, call.ranks
         count = len(ranks)
@@ -81,11 +80,11 @@ class CostModel:
         return waited + moved / self._rate(kind, size, ranks)
 
     def crosses_nodes(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether ranks lie in more than one node."""
+        """Return whether these ranks are in more than one node."""
         return self._nodes(ranks) > 1
 
     def mean_ranks_per_node(self, ranks: tuple[int, ...]) -> float:
-        """Return how many of these ranks share a node, on average."""
+        """Return how many of these ranks share a node, on average, at least 1."""
         return max(1.0, len(ranks) / self._nodes(ranks))
 
     def _nodes(self, ranks: tuple[int, ...]) -> int:
@@ -97,15 +96,15 @@ class CostModel:
         return (self.cluster.between if self.crosses_nodes(ranks) else self.cluster.inside).latency
 
     def _around(self, ranks: tuple[int, ...]) -> float:
-        """Return the seconds of a ring's hops: one from node to node for each node but one, the others inside nodes."""
+        """Return the seconds of the hops around a ring: nodes - 1 hops between nodes, the other hops inside nodes."""
         nodes = self._nodes(ranks)
         return (nodes - 1) * self.cluster.between.hop + (len(ranks) - nodes) * self.cluster.inside.hop
 
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
-        """Return bytes per second of one rank.
+        """Return the bytes per second of one rank in a collective of `size` bytes.
 
-        A ring through several nodes enters and leaves each node once for every adapter of its ranks there, and each
-        adapter carries its part. The other groups of the same axes use the other adapters at the same time.
+        A ring over several nodes uses one adapter of a node for each of its ranks there, and each adapter carries an
+        equal part. The other groups along the same axes use the node's other adapters at the same time.
         """
         cluster = self.cluster
         inside = rate_at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
@@ -119,7 +118,7 @@ class CostModel:
 
 
 def sent_fraction(kind: str, *, count: int) -> float:
-    """Return what each rank sends in a collective, as a fraction of its bytes (of the larger side)."""
+    """Return the bytes that each of `count` ranks sends in a collective, divided by the larger of input and output."""
     if kind in ("send", "recv", SEND_RECV):
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count

@@ -1,9 +1,9 @@
-"""Find the ranks of a pipeline that do the same work, so that one of them is rehearsed for all.
+"""Find the ranks of a pipeline that do the same work, so that a rehearsal runs only one of them.
 
-Two stages are equal when they run modules of the same classes with parameters of the same shapes, receive and send
-equally many values, and share no parameter with another stage. The first and the last stage equal no other. Where
-hidden states are split at the first of a list of blocks and gathered behind the last, the stages with these blocks
-equal no other either.
+Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
+equally many values, and share no parameter with another stage. The first and the last stage equal no other stage. Some
+plans split hidden states at the first of a list of blocks and gather them after the last. Under these plans the stages
+with the first or the last block equal no other stage.
 """
 
 from collections.abc import Hashable
@@ -17,9 +17,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
-    """Return, for each rank along pp, the first rank that does the same work. Without a cut, no two do.
+    """Return, for each rank along pp, the first rank that does the same work. Without a cut all ranks differ.
 
-    `ends`: whether the first and the last of a list of blocks do more work than the others.
+    `ends`: True if the first and the last of a list of blocks do more work than the others.
     """
     if cut is None:
         return tuple(range(schedule.ranks))
@@ -45,7 +45,7 @@ def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashabl
 
 
 def _end(model: nn.Module, name: str) -> Hashable:
-    """Return whether a module is the first and whether it is the last of a list."""
+    """Return whether a module is the first, and whether it is the last, of its list; () outside of a list."""
     around, _, own = name.rpartition(".")
     names = list(model.get_submodule(around)._modules)
     return (own == names[0], own == names[-1]) if isinstance(model.get_submodule(around), _LISTS) else ()

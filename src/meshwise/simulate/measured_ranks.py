@@ -1,4 +1,4 @@
-"""Measure a rank's real time and memory, as the device or the operating system reports them."""
+"""Run a plan for a few real steps and measure each rank's time and memory, to compare with a prediction."""
 
 import statistics
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from meshwise.simulate.available_memory import kernel_counts
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 STEPS = 3
-"""Steps after which everything that a run keeps is allocated."""
+"""Default number of steps: all memory that a run keeps is allocated by then."""
 
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -26,21 +26,21 @@ _RESET_PEAK = "5"
 MALLOC = MappingProxyType(
     {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 )
-"""Environment in which glibc gives freed tensors back to the system at once, so that what the system counts is what
-is alive. Ranks whose memory is measured on a CPU are started in it."""
+"""Environment variables for ranks whose memory is measured on a CPU. With them glibc returns freed tensors to the
+system at once, so the resident memory is the memory of live tensors."""
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """Measurement of one rank of a plan."""
+    """Measured peak memory and step times of one rank."""
 
     index: int
-    """Along pp."""
+    """Index of the rank along pp."""
     peak: int
-    """Bytes at most in the steps after the first, more than before the plan was applied: on a GPU as torch allocated
-    them, on a CPU resident in memory that is the process's own, with its part of what it shares."""
+    """Peak bytes in the steps after the first, minus those before the plan was applied. On a GPU: allocated by torch;
+    on a CPU: resident private memory plus the rank's part of shared memory."""
     seconds: tuple[float, ...]
-    """Seconds of each step."""
+    """Seconds of each step, the first included."""
 
     @property
     def step(self) -> float:
@@ -49,9 +49,10 @@ class MeasuredRank:
 
 
 def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = STEPS) -> list[MeasuredRank]:
-    """Run a plan for a few steps and return the measurements of all ranks. Every rank calls it.
+    """Run a plan for `steps` steps and return the measurements of all ranks. Every rank calls it.
 
-    On a CPU the ranks live in the environment `MALLOC`. Raises OSError where the system has no such files.
+    On a CPU the ranks must have been started with the environment `MALLOC`. Raises OSError if the system lacks Linux's
+    files in /proc.
     """
     _warm_up(world.device)
     before = _used_bytes(world.device)
@@ -87,10 +88,10 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """Return the most bytes that this rank used since `_forget_peak`.
+    """Return the peak bytes of this rank since `_forget_peak`.
 
-    The system counts the peak of all resident memory. Shared memory hardly changes from step to step; each process
-    counts its part of it.
+    Linux counts the peak of all resident memory. Files and shared memory are subtracted, because they hardly change
+    from step to step; then the rank's part of shared memory is added.
     """
     if (memory := streams_of(device).memory) is not None:
         return memory.peak

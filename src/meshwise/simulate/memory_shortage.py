@@ -1,11 +1,11 @@
 """Explain an out-of-memory error: the predicted memory, the memory in use, and the cheapest plan that fits.
 
-An out-of-memory error names the bytes of the last allocation, but not what filled the
-rest. Here the plan is rehearsed, and beside it, from the cheapest change to the dearest, the plans that keep less,
-until one fits the room there is.
+An out-of-memory error names only the bytes of the last allocation. This file rehearses the plan to predict its memory
+by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive, until one
+fits the available memory.
 
-When a process exceeds the memory of its machine or its cgroup, it receives no error: the system kills it. The process
-that started it explains that in the same way, where the plan needs more than there is.
+If a process exceeds the memory of its machine or its cgroup, the system kills it without an error. Then the process
+that started it uses this file for the explanation (`cli/train_command.py`).
 """
 
 import math
@@ -45,29 +45,32 @@ CHANGES = (
     "zero=3 offload=optimizer:disk,gradients:disk,params:disk",
     "zero=3 recompute=full offload=optimizer:disk,gradients:disk,params:disk",
 )
-"""What makes a plan need less memory, by what it costs in time: smaller micro-batches, then repeated computation, then
-copies over a link, then a disk. Each under the lowest zero that fits: that costs less than any of them."""
+"""Changes of a plan that save memory, from the cheapest in time: smaller micro-batches, recomputation, offload to the
+host, offload to disk; `*2` multiplies. Each is tried with `zero` from the plan's value up: zero costs less."""
 
 
 class ShortageError(MemoryError):
-    """Out-of-memory error of a rank. `used`: the bytes it used by category, as in `Trainer.memory`."""
+    """Out-of-memory error of a rank. `used`: bytes that the rank used, by category, as in `Trainer.memory`."""
 
     def __init__(self, message: str, *, used: Mapping[str, int]) -> None:
         super().__init__(message)
         self.used = used
 
     def __reduce__(self) -> "tuple[partial[ShortageError], tuple[Any, ...]]":
-        """Return how to unpickle it: an exception is otherwise made from its message alone."""
+        """Return how to unpickle this error with `used`; by default only the message would be pickled."""
         return partial(ShortageError, used=self.used), self.args
 
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Memory that a plan needs of a rank, the memory the rank had, and a plan that needs less. All sizes are in bytes.
+    """Memory that a plan needs on the fullest rank, the memory it may use, and the cheapest plan that fits.
 
-    used            at the time of the error; empty where nothing has run
-    fitting         the cheapest plan that fits; `plan` itself where that fits
-    unpredictable   why nothing is predicted for this model; "" if it is
+    predicted       bytes by category; empty if nothing could be predicted
+    used            bytes by category at the time of the error; empty if nothing has run
+    room            bytes that the rank may use
+    fitting         cheapest plan that fits: `plan` itself if it fits, None if no plan was found
+    fitting_needs   bytes that `fitting` needs
+    unpredictable   reason why the memory of this model cannot be predicted, or ""
     """
 
     plan: Plan
@@ -101,24 +104,24 @@ class MemoryShortage:
 
 
 class MemoryNeeds:
-    """Largest memory that plans need of a rank, in bytes by category; each plan is rehearsed once."""
+    """Predicted bytes by category on the fullest rank, for any plan of a training. Each plan is rehearsed once."""
 
     def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
-        """`shared`: the ranks are processes of one host; on its CPUs they share memory."""
+        """`shared`: all ranks are processes of one host; if it has no GPU, they share memory."""
         self.device: Device = "cuda" if gpu_count() else "cpu"
         self.rows = tree.rows(subject.batch)
         self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
         self._known: dict[Plan, Mapping[str, int]] = {}
 
     def of(self, plan: Plan) -> Mapping[str, int]:
-        """Return the bytes that a plan needs of a rank, by category."""
+        """Return the bytes by category on the fullest rank. Raises the errors of `rehearse`."""
         if plan not in self._known:
             found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
             self._known[plan] = by_category([fullest(memory_of(found))])
         return self._known[plan]
 
     def total(self, plan: Plan) -> float:
-        """Return the bytes in total; infinity for a plan under which this model cannot be trained."""
+        """Return the total bytes on the fullest rank; infinity for a plan that cannot be rehearsed with this model."""
         try:
             return sum(self.of(plan).values())
         except (ValueError, RuntimeError):
@@ -126,14 +129,14 @@ class MemoryNeeds:
 
 
 def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
-    """Rehearse `plan`, which ran out of memory, and find the cheapest plan that fits `room` bytes of a rank."""
+    """Return the predicted memory of `plan`, which ran out of memory, and the cheapest plan that fits `room` bytes."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
         return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
-        # The last one keeps least, or hardly more: where it does not fit, the others are not rehearsed.
+        # The last candidate needs (almost) the least memory: if it does not fit, the others are not rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
             return MemoryShortage(plan, predicted, used, room, candidate, int(needs.total(candidate)))
@@ -150,10 +153,11 @@ def needs(
     options: Options | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryShortage:
-    """Return the memory that a plan needs of each rank of this host and, if it lacks, the cheapest change that fits.
+    """Return the memory that a plan needs on each rank of this host; if it does not fit, also the cheapest change.
 
-    Print the result. Call it with the arguments of `parallelize`, before that changes the model, and with a typical
-    global batch. Nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
+    Print the result. Call this function with the arguments of `parallelize` and a typical global batch, before
+    `parallelize` changes the model. It allocates no tensors of the model's size. Raises PlanError if the plan does not
+    fit the model, ValueError for `dp=auto`.
     """
     plan = Plan.of(plan)
     ranks = plan.mesh().size
@@ -173,9 +177,9 @@ def needs(
 
 
 def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
-    """Yield the plan with a change, under every zero that shares out as much or more, in that order."""
+    """Yield the plan with a change of `CHANGES`, with each `zero` from the plan's value up to 3, in that order."""
     if needs.device == "cpu" and "optimizer:cpu" in change:
-        return  # the tensors are in this memory already
+        return  # all tensors are in the host's memory already
     words = dict(word.split("=", 1) for word in change.split())
     for zero in range(plan.zero, 4 if plan.dp != 1 or "zero" in words else plan.zero + 1):
         if words.get("zero", str(zero)) != str(zero):

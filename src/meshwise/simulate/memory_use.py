@@ -1,6 +1,6 @@
-"""Compute the memory of each rank of a plan, by category, over the actions of a step.
+"""Compute the memory of each rank of a rehearsed plan, by category, for every action of a step.
 
-The peak is the maximum of the first two steps: the first allocates the optimizer's state, the second begins with it.
+The peak is the maximum of two steps: the first step allocates the optimizer's state, the second begins with it.
 """
 
 from collections import Counter
@@ -17,57 +17,58 @@ class ActionMemory:
     """Peak memory of a rank during one action."""
 
     label: str
-
+    """Activity, as `2F0` or `update`; "" for the state before the step."""
     bytes: int
-    """On the device, in all."""
+    """Bytes on the device at the peak, over all categories."""
     before: tuple[Mapping[Category, int], Mapping[Category, int]]
-    """Bytes of each category when the action begins, where the rank computes and in the host's memory."""
+    """Bytes by category when the action begins: on the device, and in the host's memory."""
     more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
-    """Bytes of each category that are added up to the peak."""
+    """Bytes by category that the action adds until its peak: on the device, and in the host's memory."""
 
     @cached_property
     def device(self) -> Mapping[Category, int]:
-        """Bytes of each category on the device."""
+        """Bytes by category on the device at the peak."""
         return _sum(self.before[0], self.more[0])
 
     @cached_property
     def host(self) -> Mapping[Category, int]:
-        """Bytes of each category in the host's memory, if the device has memory of its own."""
+        """Most bytes by category in the host's memory; empty if the device is a CPU."""
         return _sum(self.before[1], self.more[1])
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank along pp, and of all ranks that do the same work."""
+    """Memory of one rank along pp over the first and a later step; all its replicas use as much."""
 
     index: int
     built: Mapping[Category, int]
     """Bytes by category before the first step."""
     first: tuple[ActionMemory, ...]
+    """Peak of each action of a run's first step."""
     steady: tuple[ActionMemory, ...]
-    """Action by action, of a run's first step and of those that follow."""
+    """Memory before a later step, then the peak of each action of this step."""
     away: Mapping[str, int]
-    """Bytes that are kept off the device, by tier: `cpu`, `disk`."""
+    """Bytes of state off the device, by tier: `cpu`, `disk`."""
 
     @property
     def peak(self) -> ActionMemory:
-        """Action at which the rank needs most memory on the device."""
+        """Action in which the rank needs the most memory on its device."""
         return max((*self.first, *self.steady), key=lambda moment: moment.bytes)
 
     @property
     def rest(self) -> Mapping[Category, int]:
-        """Bytes by category between steps, before the first action of a later step."""
+        """Bytes by category on the device between steps."""
         return self.steady[0].device
 
 
 def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
-    """Return the memory of every rank along pp."""
+    """Return the memory of every rank along pp, in order."""
     known: dict[int, _Change] = {}
     return tuple(_rank(rehearsal, index, known) for index in range(len(rehearsal.tapes)))
 
 
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
-    """Return the rank that needs most."""
+    """Return the rank with the largest peak on its device."""
     return max(ranks, key=lambda rank: rank.peak.bytes)
 
 
@@ -77,7 +78,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> Rank
     level.play(tape.build)
     built = level.device
     first = tuple(map(level.play, rehearsal.step(index, first=True)))
-    # What was run is exact; what stands in for other micro-batches may leave a remainder that the step's end releases.
+    # Recorded segments are exact. Segments that represent other micro-batches may leave memory until the step ends.
     exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
         exact.play(segment)
@@ -92,16 +93,17 @@ class _Change:
 
     device: Counter[Category]
     host: Counter[Category]
+    """Changes by the end of the segment, on the device and on the host."""
     most: Counter[Category]
     most_host: Counter[Category]
-
+    """Changes up to the device's peak, and the largest change of each category on the host."""
     total: int
     highest: int
-    """Bytes on the device."""
+    """Bytes on the device over all categories: at the end, and at the peak."""
 
     @classmethod
     def of(cls, segment: TapeSegment, *, apart: bool) -> "_Change":
-        """Return the changes of a segment; `apart`: host memory is separate from device memory."""
+        """Return the memory changes of a segment; `apart`: the host's memory is separate from the device's."""
         device, host = Counter[Category](), Counter[Category]()
         total = highest = 0
         most, most_host = Counter[Category](), Counter[Category]()
@@ -120,10 +122,10 @@ class _Change:
 
 
 class _Level:
-    """Current bytes of each category."""
+    """Current bytes of each category while segments are applied in order."""
 
     def __init__(self, *, apart: bool, known: dict[int, _Change]) -> None:
-        """`known`: of segments with the same entries, by their identity."""
+        """`known`: changes of segments by the `id` of their entries; this object adds to it."""
         self.apart = apart
         self.device: Mapping[Category, int] = {}
         self.host: Mapping[Category, int] = {}
@@ -131,7 +133,7 @@ class _Level:
         self._known = known
 
     def play(self, segment: TapeSegment) -> ActionMemory:
-        """Apply a segment and return the moment with the most memory on the device."""
+        """Apply the memory changes of a segment and return its peak."""
         change = self._known.get(id(segment.entries))
         if change is None:
             change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)

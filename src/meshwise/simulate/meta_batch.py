@@ -1,11 +1,11 @@
-"""Replace the user's batch by meta tensors, and keep the values of its integers.
+"""Replace the tensors of the user's batch by meta tensors, and keep the values of integers and booleans.
 
-    | the user's             stands for it in a rehearsal       has values
-    | input_ids   [6, 10]    [8, 10] on meta                    the rows 0 1 2 3 4 5 0 1
-    | mask        [6, 10]    [8, 10] on meta                    the same rows
-    | images      [6, 3, 9]  [8, 3, 9] on meta                  none
+    | batch of the user       batch of the rehearsal      values kept
+    | input_ids   [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
+    | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
+    | images      [6, 3, 9]   [8, 3, 9] on meta           none
 
-A model reads masks, positions and lengths to choose a branch or a size. Other numbers hardly ever change which
+A model reads masks, positions and lengths to choose a branch or a size. Floating-point values rarely decide which
 operations run.
 """
 
@@ -18,19 +18,20 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 
 LARGEST = 2**24
-"""Elements of a tensor that keeps its values."""
+"""Most elements of a tensor whose values are kept."""
 
 
 @dataclass(frozen=True)
 class MetaBatch:
-    """A batch without values, and the values of some of its tensors."""
+    """Batch of meta tensors, with the values of its small integer and boolean tensors."""
 
     batch: Any
     values: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs of a meta tensor and its values, as for `ShapeConstants`."""
 
     @classmethod
     def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
-        """Return the meta batch of a batch, whose rows are repeated until there are `rows`."""
+        """Return a batch as meta tensors of `rows` rows each; kept values repeat the batch's rows in order."""
         values: list[tuple[Tensor, Tensor]] = []
 
         def stand_in(tensor: Tensor) -> Tensor:
@@ -44,13 +45,13 @@ class MetaBatch:
 
 
 def with_rows(batch: Any, *, rows: int) -> Any:
-    """Return a batch of `rows` rows to rehearse with: its tensors have values where `MetaBatch` keeps them."""
+    """Return a batch of `rows` rows: CPU tensors where `MetaBatch` keeps the values, meta tensors otherwise."""
     made = MetaBatch.of(batch, rows=rows)
     values = {id(bare): known for bare, known in made.values}
     return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
 
 
 def _keeps_values(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor are kept: integers and booleans, because a model may read them."""
+    """Return whether the values of a tensor may be kept: a dense tensor with integers or booleans."""
     counts = not (tensor.is_floating_point() or tensor.is_complex())
     return counts and type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse) and len(tensor) > 0

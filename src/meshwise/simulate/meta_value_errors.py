@@ -1,4 +1,8 @@
-"""Explain requests for values that the tensors of a rehearsal do not have."""
+"""Explain errors of models that read values of meta tensors, which have none.
+
+A rehearsal runs the model on meta tensors: `x.item()` or `if mask.any():` fails unless the value follows from sizes or
+from integers of the batch.
+"""
 
 import contextlib
 import re
@@ -9,27 +13,29 @@ import torch
 
 from meshwise.model.shape_constants import ShapeConstants
 
-ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
+ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
+"""Reason to append to an error for which `asks_for_values` is True."""
 
-ASKS_ITS_BATCH = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
+ASKS_ITS_BATCH = "The model reads values of its batch. The rehearsal uses the values of the job's first batch."
+"""Note to print for a rehearsal whose `asked` is True: another batch may lead to other operations."""
 
 _NO_VALUES = (
-    f"{ASKED}. Those of the batch's integers are known, where it is given with values and they are not too many, and "
-    "no others. Mixtures of transformers ask for those of their experts, which experts_implementation='batched_mm' "
-    "does not."
+    f"{ASKED}. Only integers and booleans of the batch have values, if the batch has values and is not too large. "
+    "Mixtures of experts in transformers read values of their router; with experts_implementation='batched_mm' they do "
+    "not."
 )
 
 
 def asks_for_values(error: Exception) -> bool:
-    """Return whether an error is about reading the value of a meta tensor."""
+    """Return whether the message of an error is about a meta tensor, so the model probably read a value."""
     return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
 
 
 @contextlib.contextmanager
 def explaining_values() -> Iterator[None]:
-    """Add a note to torch's errors about missing values in the block.
+    """Add a note about missing values to errors that the block raises when it reads a meta tensor.
 
-    Raises RuntimeError, also where torch raises a TypeError, as it does for numpy.
+    Raises RuntimeError with the note, also for the TypeError that torch raises when numpy reads a meta tensor.
     """
     try:
         yield
@@ -45,9 +51,9 @@ def explaining_values() -> Iterator[None]:
 
 
 def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
-    """Return a function wrapped for a rehearsal.
+    """Return `call`, wrapped to run on meta tensors.
 
-    Tensors that it makes without a device are meta tensors; values that follow from sizes alone are known.
+    In it torch's default device is meta, and `constants` knows values that follow from sizes or integers of the batch.
     """
 
     def run(*given: Any) -> Any:

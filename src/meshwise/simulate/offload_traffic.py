@@ -1,14 +1,14 @@
-"""Compute the traffic between tiers in a step, and how long it takes.
+"""Compute the bytes that offloaded state moves between device, host and disk in a step, and their seconds.
 
-    | what rests    by every micro-batch                  at the update, which waits for all gradients' norm
+    | offloaded     in every micro-batch                  at the update, after the norm of all gradients is known
     | activations   written, read
     | parameters    read twice (gathers)                  written
-    | gradients     written; of all but the first, read   read
+    | gradients     written; read except in the first     read
     | masters                                             read, written
     | optimizer                                           read, written
 
-What a GPU and its host exchange crosses the link between them; what rests on the disk is read and written there. Where
-the optimizer's state leaves a GPU, the host updates: gradients and parameters cross the link once, wherever they rest.
+Bytes between a GPU and its host cross the link between them. Bytes of the tier `disk` also use the disk. If the
+optimizer's state is off the GPU, the host updates: then gradients and parameters on the GPU cross the link once.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,14 @@ from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.step_tape import Tape, TapeOperation, TierTraffic
 
 _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})
-"""Times that each is read or written at the update."""
+"""Number of reads and writes at the update, by kind of state."""
 
 
 def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
-    """Return the traffic during the micro-batches.
+    """Return the bytes that a rank moves between tiers during all micro-batches of a step.
 
-    `sizes`: bytes on other tiers; for activations, the bytes of one micro-batch.
+    `sizes`: bytes of a rank off the device by kind of state; for activations, the bytes of one micro-batch.
+    `on_gpu`: the rank computes on a GPU, so its transfers cross the link to the host.
     """
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
@@ -36,9 +37,10 @@ def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches
 def update_traffic(
     tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool
 ) -> TierTraffic:
-    """Return the traffic at the update.
+    """Return the bytes that a rank moves between tiers at the update.
 
-    `updated`: bytes of the `params` that a rank updates, and of their `gradients`.
+    `sizes` and `on_gpu` as in `microbatch_traffic`. `updated`: bytes of the `params` that the rank updates, and of
+    their `gradients`.
     """
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
@@ -49,9 +51,10 @@ def update_traffic(
 
 
 def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
-    """Return the seconds of a step that takes `took` seconds on its device, with the traffic between tiers.
+    """Return the seconds of a step including the traffic between tiers; without traffic the step takes `took` seconds.
 
-    `on_host`: a GPU's optimizer runs on the host.
+    Traffic of the micro-batches overlaps computation; traffic of the update follows it. `on_host`: the optimizer of a
+    GPU runs on the host, at the rate of the host's memory.
     """
     updates = 0
     if on_host:
@@ -62,5 +65,5 @@ def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) ->
 
 
 def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
-    """Return the seconds of traffic over the link and to and from the disk, which the ranks of a node share."""
+    """Return the seconds of traffic: the slower of the rank's link and the disk, which all ranks of a node share."""
     return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)

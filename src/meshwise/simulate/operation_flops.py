@@ -1,7 +1,7 @@
-"""Compute the cost of one operation on any device: flops, and bytes read and written.
+"""Count the flops of one torch operation, and the bytes that it reads and writes.
 
-Flops follow torch's own formulas (2·m·k·n for a product); bytes are the sizes of all tensors that an operation reads
-and writes, each once. A view costs nothing.
+Flops follow torch's own formulas (2·m·k·n for a matrix product). Bytes are the sizes of all tensors that an operation
+reads and writes, each counted once. A view has no flops and no bytes.
 """
 
 import math
@@ -31,10 +31,10 @@ LOOK_UPS = frozenset(
         "aten::nll_loss2d_forward",
     }
 )
-"""Operations that read only a part of a tensor: as much as they return."""
+"""Operations that read only as many bytes of their input as they return."""
 
 ZERO_FILLED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
-"""Operations that write a tensor of zeros with a few other values, and read those alone."""
+"""Operations that fill a tensor with zeros and a few values: the bytes that they read count as 0."""
 
 NO_WORK = frozenset(
     {
@@ -53,12 +53,12 @@ NO_WORK = frozenset(
         "profiler::_record_function_exit",
     }
 )
-"""Operations that move nothing."""
+"""Operations without flops and bytes whose schema does not show it."""
 
 
 @cache
 def moves_nothing(func: OpOverload) -> bool:
-    """Return whether an operation neither computes nor moves anything: it makes a view, or memory without values."""
+    """Return whether an operation only makes a view or uninitialized memory, so it has no flops and no bytes."""
     name = func._schema.name
     if name in NO_WORK:
         return True
@@ -68,7 +68,7 @@ def moves_nothing(func: OpOverload) -> bool:
 
 @cache
 def returns_only_new(func: OpOverload) -> bool:
-    """Return whether all that an operation does is to return new tensors."""
+    """Return whether an operation only returns new tensors: no view, and no argument is changed."""
     schema = func._schema
     return (
         func is not aten._unsafe_view.default
@@ -78,7 +78,7 @@ def returns_only_new(func: OpOverload) -> bool:
 
 
 def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> TapeOperation:
-    """Return the cost of one call."""
+    """Return the flops, bytes and matrix sizes of one call of `func` that returned `output`."""
     inputs = [*tensors(args), *tensors(kwargs)]
     outputs = list(tensors(output))
     flops = _flops(func, args, kwargs, output)
@@ -94,12 +94,11 @@ def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[st
 
 
 def causal_part(keys: int, *, cpu: bool) -> float:
-    """Return the part of attention's products that is computed where queries see so many keys, but none after their
-    own.
+    """Return the fraction of causal attention's flops that a kernel computes for `keys` keys per sequence.
 
-    A GPU's kernels count as computing half, because published rates are counted so. They compute whole tiles, so short
-    sequences need more. torch's CPU kernel takes 512 keys at a time (`kvSplitSize` in
-    ATen/native/cpu/FlashAttentionKernel.cpp) and skips no block.
+    On a GPU the fraction is 1/2, because published rates count half of the flops; real kernels compute whole tiles, so
+    they compute more for short sequences. On a CPU it is (keys + 512) / (2 · keys), at most 1: torch's kernel takes 512
+    keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
 
@@ -111,7 +110,7 @@ def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @cache
 def _causal(func: OpOverload) -> int | None:
-    """Return the position of the argument `is_causal` of an operation; None without one."""
+    """Return the position of the argument `is_causal` of an operation; None if it has no such argument."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
 
@@ -132,7 +131,7 @@ def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
 def _written(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield the new tensors and the arguments changed in place."""
+    """Yield the tensors that a call writes: the arguments changed in place, or else the outputs."""
     changed = False
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -144,12 +143,12 @@ def _written(
 
 
 def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that a tensor's memory is in: two of a sparse one."""
+    """Return the dense tensors that store a tensor: the indices and the values of a sparse tensor, else itself."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes to read of a tensor; an expanded tensor is read once."""
+    """Return the bytes of a tensor, at most the bytes of its storage: an expanded tensor counts once."""
     if tensor.is_sparse:
         return sum(map(_nbytes, storages_of(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -158,7 +157,7 @@ def _nbytes(tensor: Tensor) -> int:
 def _product(
     func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> MatrixProduct | None:
-    """Return the sizes of a product of two matrices, or of as many as a batch has."""
+    """Return the sizes of the matrix product, or batch of products, of a call; None for other operations."""
     packet = func._overloadpacket
     if packet is aten.convolution:
         return _windows(args[0], args[1], outputs[0], transposed=args[6], groups=args[8])
@@ -181,14 +180,14 @@ def _product(
 
 
 def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
-    """Return the sizes of a grouped product, whose groups divide the rows, the columns or the terms."""
+    """Return the sizes of a grouped matrix product: groups divide the rows, the columns or the summed terms."""
     batch = output.shape[0] if output.dim() == 3 else 1
     terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
     return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])
 
 
 def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> MatrixProduct:
-    """Return a convolution as the product that it is, for each group, of all windows and the weight."""
+    """Return a convolution as one matrix product per group: all windows of the input times the weight."""
     places = x if transposed else y
     channels, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
     k, n = (channels, window) if transposed else (window, channels)

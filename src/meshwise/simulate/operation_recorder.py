@@ -1,11 +1,11 @@
-"""Record what a rank does while the real code runs on meta tensors: every operation, call, allocation and release.
+"""Record operations, collective calls and memory of a rank while the training code runs on meta tensors.
 
-A tensor without values costs nothing to compute, so what runs here is the code that trains, with its own hooks, buffers
-and schedules; nothing is modelled twice. Memory is followed by storages: a storage is counted from the operation that
-returns it until its last reference ends.
+Meta tensors have no values, so operations on them cost little time and no memory. The code that runs is the training
+code itself with its hooks, buffers and schedules; no second model of it exists. Memory is counted per storage: from the
+operation that returns the storage until its last reference ends.
 
-Three things depend on a device that is absent, and are answered here for the target device: the kernels of attention
-and of torch's dropout, and the implementation of an optimizer.
+Some choices depend on the device that is predicted, which need not exist. This file makes them for that device: the
+kernels of attention, dropout and RMS norm, and the implementation of an optimizer (fused or not).
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeOpera
 
 @dataclass
 class _Watched:
-    """Storage that may grow and shrink."""
+    """Storage that may grow and shrink during a step."""
 
     storage: torch.UntypedStorage
     bytes: int
-    """Size at the last look."""
+    """Bytes when its size was last recorded."""
 
 
 class Recorder:
-    """Recording of one rank so far: its entries in order, each with the rank's activity at the time."""
+    """Recorder of one rank's tape: it appends entries, each under the activity that the flight recorder has then."""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
         self.flight_recorder = flight_recorder
@@ -58,11 +58,11 @@ class Recorder:
         self._free_slabs: deque[int] = deque()
 
     def note(self, entry: Entry) -> None:
-        """Append an entry under the current activity."""
+        """Append an entry under the rank's current activity."""
         self._entries.append((self.flight_recorder.doing, entry))
 
     def segments(self) -> tuple[TapeSegment, ...]:
-        """Return the segments since the last call, action by action."""
+        """Return the entries since the last call of `segments` as one segment per activity, and forget them."""
         found: list[tuple[Activity, list[Entry]]] = []
         for activity, entry in self._entries:
             if not found or found[-1][0] != activity:
@@ -72,7 +72,7 @@ class Recorder:
         return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
 
     def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
-        """Record an operation that has run; None when it computes nothing."""
+        """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
         if operation is not None:
             self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
         for tensor in tensors(output):
@@ -80,7 +80,7 @@ class Recorder:
                 self.record_allocation(one)
 
     def record_allocation(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
-        """Count the memory of a tensor, once; `category` overrides the category of the rank's activity."""
+        """Count a tensor's storage once, until it is released. `category`: None for the category of the activity."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -108,13 +108,13 @@ class Recorder:
         return tensor
 
     def watch(self, tensor: Tensor, *, category: Category) -> None:
-        """Count the memory of a tensor that may grow and shrink."""
+        """Count the memory of a tensor whose storage may be resized; `record_growth` records its changes."""
         self.record_allocation(tensor, category=category)
         storage = tensor.untyped_storage()
         self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
 
     def ignore(self, tensor: Tensor) -> None:
-        """Do not count the memory of a tensor, because it is not on the rank's device."""
+        """Do not count the memory of a tensor, from now on: it is not on the device or belongs to the caller."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -124,15 +124,15 @@ class Recorder:
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 
     def share(self, tensor: Tensor, *, ranks: int) -> None:
-        """Record that `ranks` ranks share a tensor's memory: each counts its part."""
+        """Record that `ranks` ranks share a tensor's memory: each rank counts an equal part."""
         self._holders[tensor.untyped_storage()._cdata] = ranks
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Return whether the rank shares a tensor's memory with others."""
+        """Return whether the rank shares a tensor's memory with other ranks."""
         return tensor.untyped_storage()._cdata in self._holders
 
     def record_growth(self) -> None:
-        """Record which of the watched tensors have grown or shrunk: no operation shows that."""
+        """Record watched tensors that were resized since the last call: no operation shows a resize."""
         for watched in self._watched.values():
             if (whole := watched.storage.nbytes()) == watched.bytes:
                 continue
@@ -143,7 +143,7 @@ class Recorder:
             self._sizes[watched.storage._cdata] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:
-        """Return the bytes of a storage that are this rank's."""
+        """Return this rank's part of the bytes of a storage."""
         return storage.nbytes() // self._holders.get(storage._cdata, 1)
 
     def _released(self, key: int) -> None:
@@ -160,12 +160,12 @@ class Recorder:
 
 
 def _repeats() -> bool:
-    """Return whether a forward is repeated: within a backward, which itself computes without gradients."""
+    """Return whether a backward repeats a forward now: only a repeated forward has gradients enabled inside it."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
 def _category(doing: Activity) -> Category:
-    """Return the category of memory that is allocated during an activity."""
+    """Return the default category of memory that is allocated during an activity."""
     if doing is StepPhase.UPDATE:
         return Category.OPTIMIZER
     computes = isinstance(doing, Action) and doing.kind in COMPUTE
@@ -174,20 +174,20 @@ def _category(doing: Activity) -> Category:
 
 @dataclass(frozen=True)
 class _Known:
-    """Cost and results (sizes, strides, dtypes) of an operation on tensors of given shapes."""
+    """Cost and results of an operation on tensors of given shapes."""
 
     operation: TapeOperation | None
     outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
-    """None where it returns none."""
+    """Size, strides and dtype of each result; None for a result that is None."""
     single: bool
 
 
 class OperationMemo(dict[Any, _Known]):
-    """Costs and results of operations that ran before. A model repeats its blocks, and shape inference is slow."""
+    """Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Dispatch mode that passes every operation below autograd to a recorder."""
+    """Dispatch mode that records every operation below autograd with its cost and outputs."""
 
     def __init__(self, recorder: Recorder, *, memo: OperationMemo) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class OperationRecorder(TorchDispatchMode):
         self._memo = memo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # sizes that are read here must not reach other modes
+        with torch._C.DisableTorchFunction():  # other modes must not see the sizes that are read here
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ def _is_meta(value: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """Return a hashable description of a value on which shapes of results may depend."""
+    """Return a hashable description of an argument; equal descriptions give results of equal shapes."""
     if isinstance(value, Tensor):
         if value.is_sparse:
             return tuple(map(_described, storages_of(value)))
@@ -236,10 +236,10 @@ _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
 class KernelChoice(ForwardAndBackwardMode):
-    """Mode that runs the kernels of the target device, and answers whether a tensor is on a CPU.
+    """Mode in which meta tensors use the kernels of device `kind`, and `is_cpu` answers for that device.
 
-    `local`: dropout is torch's own, so a GPU's fused attention applies it. Otherwise masks are the same under every
-    plan and are made outside of kernels.
+    `local`: dropout is torch's own, so a GPU's fused attention applies it. Otherwise dropout masks are equal under
+    every plan and are made outside of kernels.
     """
 
     def __init__(self, kind: str, *, local: bool = False) -> None:
@@ -281,7 +281,7 @@ _DROPOUTS = frozenset({functional.dropout, torch.dropout})
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-    """Apply dropout as a GPU does: one kernel that keeps a byte of mask for each element."""
+    """Apply dropout as a GPU does: one kernel that keeps a mask of one byte for each element."""
     if not training or not p:
         return x
     dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
@@ -297,20 +297,20 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Apply a root-mean-square norm as a GPU does: one kernel each way.
+    """Apply an RMS norm as a GPU does: one kernel for the forward and one for the backward.
 
-    A layer norm replaces it, because it reads and writes as much.
+    Here it is a layer norm, which reads and writes as many bytes; values do not matter.
     """
     normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
     return normed
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
-    """Apply attention by the device's fused kernel if it has one, otherwise by plain operations."""
+    """Apply attention by the fused kernel of the device `kind`, or by plain operations if there is none."""
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     if (mask is not None and mask.requires_grad) or not _fused(kind, given):
         return torch._scaled_dot_product_attention_math(**given)[0]
-    # A GPU's flash attention reads the keys and values that query heads share where they lie; others want copies.
+    # On a GPU flash attention reads shared keys and values in place; other kernels need a copy for each query head.
     flash = kind == "cuda" and mask is None and query.dtype in (torch.float16, torch.bfloat16)
     if given["enable_gqa"] and key.size(1) != query.size(1) and not flash:
         times = query.size(1) // key.size(1)
@@ -332,7 +332,7 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
 
 
 def _fused(kind: str, given: dict[str, Any]) -> bool:
-    """Return whether the device has a fused kernel; on the CPU torch is asked, with small tensors of the same kind."""
+    """Return whether the device has a fused kernel; for a CPU torch chooses with small tensors of the same kind."""
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return False
@@ -348,7 +348,7 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
 
 
 class _Pretence(TorchFunctionMode):
-    """Mode in which meta tensors report the target device as theirs."""
+    """Mode in which meta tensors report a device of type `kind` as their own."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -363,8 +363,8 @@ class _Pretence(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def optimizer_for_device(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
-    """Return an optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
+def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
+    """Return an optimizer class that treats meta parameters as parameters on a device of this kind (`cpu`, `cuda`)."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         return optimizer  # parallelize refuses it
 

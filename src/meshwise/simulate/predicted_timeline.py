@@ -1,10 +1,10 @@
-"""Lay out a predicted step moment by moment: the activity of each rank and its memory.
+"""Compute the timeline of a predicted step, and the memory of each rank over the step, for drawings.
 
-The pipeline's clock gives the begin and end of each action. This file adds the collectives and waits inside actions,
-the time before and after the schedule, and the memory of the tape:
+The pipeline's clock gives the start and stop of each action. This file adds the collectives and waits inside actions,
+the phases before and after the schedule, and the memory changes of the tape:
 
     │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
-              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     what it waits for within
+              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives
 """
 
 import itertools
@@ -23,60 +23,61 @@ from meshwise.simulate.segment_times import EntryTime, entry_times
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
 
 _MOST_EVENTS = 20_000
-"""Collectives and waits within actions that a timeline shows. Where there would be more, what an action waits for along
-the same axes is one wait, at its end."""
+"""Most collectives and waits inside actions that a timeline shows. If there are more, it shows for each action one wait
+per set of axes, at the action's end."""
 
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """Memory of a rank at one moment."""
+    """Memory of a rank on its device at one moment of a step."""
 
     seconds: float
+    """Seconds since the step began."""
     during: str
-    """Activity of the rank, as its timeline names it."""
+    """Activity of the rank, as its timeline names it, or `before 0F1` between activities."""
     device: Mapping[Category, int]
-    """Bytes of each category on the device."""
+    """Bytes by category."""
 
     @property
     def bytes(self) -> int:
-        """Bytes in total."""
+        """Bytes over all categories."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """Memory of one rank along pp over a step."""
+    """Memory of one rank along pp over the course of a step."""
 
     index: int
     seconds: float
-    """Of the step."""
+    """Seconds of the step."""
     levels: tuple[MemoryLevel, ...]
-    """The moment with the most memory in each of equally long parts of the step; its `seconds` are the part's begin."""
+    """The moment with the most memory in each of equally long parts of the step; its `seconds` is the part's start."""
 
     @property
     def peak(self) -> MemoryLevel:
-        """Moment with the most memory."""
+        """Moment of the step with the most memory."""
         return max(self.levels, key=lambda level: level.bytes)
 
     def holds(self, category: Category) -> bool:
-        """Return whether the rank ever has memory of a category."""
+        """Return whether the rank has memory of this category at any moment."""
         return any(level.device.get(category) for level in self.levels)
 
 
 @dataclass(frozen=True)
 class _Played:
-    """Segment with its times, played after the segments before it."""
+    """Segment with the times of its entries, counted from the start of the first of consecutive segments."""
 
     activity: Activity
     start: float
     stop: float
     times: tuple[EntryTime, ...]
     inside: tuple[tuple[TimelineRow, str, float, float], ...]
-    """Row, name, start and stop of its collectives and of its waits."""
+    """Row of the timeline, name, start and stop of each collective and wait of the segment."""
 
     @cached_property
     def waits(self) -> Mapping[str, float]:
-        """Seconds that the rank waits for collectives, by axes."""
+        """Seconds in which the rank waits for collectives, by axes."""
         total: dict[str, float] = defaultdict(float)
         for stream, call, start, stop in self.inside:
             if stream is TimelineRow.WAIT:
@@ -104,7 +105,7 @@ def _play(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator
 
 @dataclass(frozen=True)
 class _Act:
-    """Activity of a rank with its place in the step; the clock gives an action the mean time of its kind."""
+    """Activity of a rank with its start and stop in the step; an action lasts the mean time of its kind."""
 
     activity: Activity
     start: float
@@ -112,18 +113,18 @@ class _Act:
     played: _Played | None = None
 
     def at(self, moment: float) -> float:
-        """Return the time in the step at a moment of the played segment."""
+        """Return the time in the step that corresponds to a time of the played segment, scaled to this activity."""
         assert self.played is not None
         own = self.played.stop - self.played.start
         return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
 
     def inside(self, *, rank: int) -> Iterator[Event]:
-        """Yield its collectives and waits."""
+        """Yield the collectives and waits of this activity."""
         for stream, kind, start, stop in self.played.inside if self.played else ():
             yield Event(rank, stream, kind, self.at(start), self.at(stop))
 
     def waits(self, *, rank: int) -> Iterator[Event]:
-        """Yield its waits, placed at its end."""
+        """Yield one wait per set of axes, placed at the end of this activity."""
         stop = self.stop
         for axes, seconds in self.played.waits.items() if self.played else ():
             start = stop - (self.at(seconds) - self.at(0.0))
@@ -132,7 +133,7 @@ class _Act:
 
 
 class PredictionReplay:
-    """Timelines and memory histories of a predicted step."""
+    """Timeline of a predicted step, and the memory of its ranks over time."""
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
@@ -142,7 +143,7 @@ class PredictionReplay:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Timeline of each rank along pp over the whole step, without waits for messages."""
+        """Timeline of all ranks along pp over the whole step, without waits for messages."""
         ranks = range(len(self._rehearsal.tapes))
         events = [event for index in ranks for event in self._outline(index)]
         acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
@@ -152,7 +153,7 @@ class PredictionReplay:
         return Timeline(tuple(events), (tuple(ranks),))
 
     def history(self, index: int, *, columns: int = 360) -> MemoryHistory:
-        """Return the memory of the rank with this index along pp, in so many parts of the step."""
+        """Return the memory of the rank with this index along pp, in `columns` equally long parts of the step."""
         seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
         current = Counter(self.prediction.memory[index].rest)
         levels = [MemoryLevel(0.0, "begin", dict(current))]
@@ -177,7 +178,7 @@ class PredictionReplay:
         return MemoryHistory(index, seconds, (*levels, *rest))
 
     def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
-        """Yield the memory changes of a rank, in order."""
+        """Yield a rank's memory changes in order, each with its activity and its time in the step."""
         for act in self._acts[index]:
             for _, entry, time, _ in act.played.times if act.played else ():
                 if isinstance(entry, MemoryChange):
@@ -193,7 +194,7 @@ class PredictionReplay:
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
-        """Yield the activities of a rank, and the events of the pipeline's clock."""
+        """Yield a rank's activities, the events of the pipeline's clock, and the waits at the end of the step."""
         row = self.prediction.timeline
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if not isinstance(act.activity, Action):
@@ -205,13 +206,13 @@ class PredictionReplay:
                 yield replace(event, start=event.start + self._free, stop=event.stop + self._free)
             computed = max(event.stop for events in row.computing for event in events)
             axes = "·".join(self._rehearsal.plan.row_axes)
-            if computed < row.seconds:  # everybody waits for the last reductions
+            if computed < row.seconds:  # all ranks wait for the last reductions
                 yield Event(index, TimelineRow.WAIT, axes, self._free + computed, self._free + row.seconds)
         if self._host:
             yield Event(index, TimelineRow.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
 
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
-        """Yield the segments that the pipeline's clock has placed, and those before and after the schedule."""
+        """Yield a rank's activities in order: `begin`, the actions at the times of the clock, the later phases."""
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts = self._rehearsal.step(index)
         before = [part for part in parts if part.activity is StepPhase.BEGIN]
@@ -228,7 +229,7 @@ class PredictionReplay:
 
     @cached_property
     def _free(self) -> float:
-        """Seconds before the first action."""
+        """Seconds of the step before the first action."""
         seconds, row = self.prediction.seconds - self._host, self.prediction.timeline
         if row is None:
             return self.prediction.cluster.device.step
@@ -236,17 +237,17 @@ class PredictionReplay:
 
     @property
     def _host(self) -> float:
-        """Seconds in which every rank waits for state that is kept off the device, drawn at the end."""
+        """Seconds in which every rank waits for offloaded state; the timeline shows them at the end of the step."""
         return self.prediction.exposed.get("host", 0.0)
 
     def _after(self, index: int) -> Iterator[_Played]:
-        """Yield what is played after the actions."""
+        """Yield the phases of the step after the actions, with their times."""
         parts = self._rehearsal.step(index)
         after = (part for part in parts if part.kind is None and part.activity is not StepPhase.BEGIN)
         return _play(after, cost_model=self._cost_model_of(index))
 
     def _played(self, segment: TapeSegment, index: int) -> _Played | None:
-        """Return the times of one segment; None if it has no entries."""
+        """Return one segment with its times; None if it has no entries."""
         cost_model = self._cost_model_of(index)
         key = id(segment.entries), id(cost_model)
         if key not in self._alone:
@@ -254,7 +255,7 @@ class PredictionReplay:
         return self._alone[key]
 
     def _cost_model_of(self, index: int) -> CostModel:
-        """Return the prices of a rank: they depend on the rank rehearsed for it and on its place in a node."""
+        """Return the cost model of a rank; it depends on the rank rehearsed for it and on its place in a node."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
         each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
         key = tape, index * each % cluster.ranks_per_node
@@ -262,5 +263,5 @@ class PredictionReplay:
 
 
 def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
-    """Yield played segments as consecutive activities."""
+    """Yield played segments as activities; the first segment begins at `start`."""
     return (_Act(part.activity, start + part.start, start + part.stop, part) for part in parts)

@@ -1,9 +1,9 @@
-"""Predict the time of a step: play the tapes of all ranks together on a cluster.
+"""Predict the time, bubble, waits, traffic and flops of a step from the tapes of all ranks and a cluster.
 
-Each rank computes on one stream, a GPU no sooner than its host has started an operation. The collectives along each set
-of axes run on separate streams, one after the other. A rank stops only where its tape waits for one. What a stage takes
-for a micro-batch is played so, and the pipeline's own clock puts the stages together, with their messages, gathers and
-reductions.
+First each segment of a tape is played alone. A rank computes on one stream; a GPU starts an operation after its host
+has launched it. Collectives along the same axes run one after the other on a stream of their own. The rank stops only
+where its tape waits for a collective. Then the pipeline's clock (`schedule_clock.py`) combines the stages, with
+messages, gathers and reductions.
 """
 
 import dataclasses
@@ -26,32 +26,34 @@ from meshwise.simulate.step_tape import TapeCall, TapeOperation, TapeSegment, Ta
 
 @dataclass(frozen=True)
 class PlayedSegment:
-    """Times of a part of a tape."""
+    """Times of consecutive segments of a tape."""
 
     seconds: float
-    """Seconds from its begin to its end."""
+    """Seconds from the first start to the last stop."""
     computing: float
     """Seconds in which the rank computes."""
     exposed: Mapping[str, float]
-    """Seconds in which the rank waits for collectives, by their axes."""
+    """Seconds in which the rank waits for collectives, by their axes joined with `·` (`dp·cp`)."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of a plan on a cluster."""
+    """Predicted time, waits, traffic and memory of one step of a plan on a cluster."""
 
     rehearsal: Rehearsal
     cluster: Cluster
     seconds: float
     """Seconds of a step."""
     bubble: float
-    """The part of the step in which a rank has nothing to compute because of the pipeline, on average."""
+    """Fraction of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
     exposed: Mapping[str, float]
-    """Seconds of the step in which a rank only waits for collectives, by their axes, on average."""
+    """Seconds of the step in which a rank only waits, mean over ranks. Keys: axes of the collectives (`dp·cp`), and
+    `host` for offloaded state."""
     traffic: Mapping[str, float]
-    """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes: of each, the most."""
+    """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes; for each link the maximum
+    over ranks."""
     timeline: Timeline | None
-    """Timeline of the pipeline; None without one."""
+    """Timeline of the pipeline's actions; None for pp=1."""
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -60,28 +62,28 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if every rank's peak, and what libraries take, is within the device's memory."""
+        """True if the peak of every rank plus the memory of libraries is within the device's memory."""
         device = self.cluster.device
         return fullest(self.memory).peak.bytes + device.own <= device.memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the whole world, as the loss counts them."""
+        """Tokens per second over all ranks, as the loss counts them."""
         return self.rehearsal.tokens / self.seconds
 
     @property
     def model_flops(self) -> float:
-        """Model flops of a step over all ranks: three times the forward's matrix products, without recomputation."""
+        """Model flops of a step over all ranks, without recomputation: at most 3 times the flops of forwards."""
         return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
 
     @property
     def flops(self) -> float:
-        """Flops of a step over all ranks: every matrix product that is computed."""
+        """Flops of all matrix products of a step over all ranks, with recomputation."""
         return float(sum(each_flops(self.rehearsal))) * self._replicas
 
     @property
     def utilisation(self) -> float:
-        """Model flops over what the devices could compute in the same time."""
+        """Model flops utilisation (MFU): model flops divided by the peak flops of all ranks in the same time."""
         ranks = self.rehearsal.plan.mesh().size
         return self.model_flops / (self.seconds * ranks * self._peak)
 
@@ -100,7 +102,7 @@ class Prediction:
 
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
-    """Play a rehearsal on a cluster."""
+    """Return the prediction for a rehearsed plan on a cluster."""
     cost_model, step = CostModel(cluster), cluster.device.step
     places = _places(rehearsal, cluster)
     ranks = {place: _Rank(rehearsal, index, cost_model) for place, index in _first(places).items()}
@@ -125,7 +127,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
         idle += part * (computed - ranks[place].busy() + around - ranks[place].around().seconds)
         for axes, seconds in ranks[place].waits().items():
             exposed[axes] += part * seconds
-    exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # a wait, where nothing computes any more
+    exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # reductions after the last computation
     took, waits = _add_host_time(rehearsal, cluster, spent, exposed)
     return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
 
@@ -133,25 +135,25 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
 def _add_host_time(
     rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
 ) -> tuple[float, Mapping[str, float]]:
-    """Return a step's seconds and waits, with those for state that is kept off the device."""
+    """Return a step's seconds and waits including the time for offloaded state; its wait has the key `host`."""
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
     whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
     return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
 
 
 def forward_flops(rehearsal: Rehearsal) -> list[int]:
-    """Return the flops of all micro-batches' forwards, per rank along pp."""
+    """Return the flops of the forwards of all micro-batches, for each rank along pp."""
     return each_flops(rehearsal, kinds=frozenset({ActionKind.F}))
 
 
 def _once(rehearsal: Rehearsal) -> list[int]:
-    """Return the flops of all micro-batches without recomputation, per rank along pp."""
+    """Return the flops of all micro-batches without recomputation, for each rank along pp."""
     found = {tape.index: _first_flops(rehearsal.step(tape.index)) for tape in rehearsal.tapes}
     return [found[tape.index] for tape in rehearsal.tapes]
 
 
 def _first_flops(parts: Sequence[TapeSegment]) -> int:
-    """Return the flops that these segments compute for the first time; equal micro-batches share entries."""
+    """Return the flops of the segments of actions without recomputation; equal segments are counted once and scaled."""
     actions = [part for part in parts if part.action is not None]
     times = Counter(id(part.entries) for part in actions)
     each = {id(part.entries): part for part in actions}
@@ -159,13 +161,13 @@ def _first_flops(parts: Sequence[TapeSegment]) -> int:
 
 
 def _own_flops(part: TapeSegment) -> int:
-    """Return the flops of a segment without repeated forwards; a forward that differentiates inside repeats none."""
+    """Return the flops of a segment without repeated forwards; in a forward no operation counts as repeated."""
     forward = part.kind is ActionKind.F
     return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and (forward or not one.again))
 
 
 def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind)) -> list[int]:
-    """Return the flops of a step in actions of these kinds, per rank along pp; None: outside of any action."""
+    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions."""
     found = {
         tape.index: sum(part.flops for part in rehearsal.step(tape.index) if part.kind in kinds)
         for tape in rehearsal.tapes
@@ -174,7 +176,7 @@ def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (
 
 
 _Place = tuple[int, int]
-"""The rank that was rehearsed for a rank along pp, and which rank of its node it is: all of which prices depend on."""
+"""Index along pp of the rehearsed rank, and number of the actual rank in its node. Equal pairs have equal times."""
 
 
 def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
@@ -184,12 +186,12 @@ def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
 
 
 def _first(places: Sequence[_Place]) -> dict[_Place, int]:
-    """Return the first rank along pp of each place."""
+    """Return the first rank along pp that has each place."""
     return {place: index for index, place in reversed(list(enumerate(places)))}
 
 
 class _Rank:
-    """One rank along pp with its prices and the times of its segments."""
+    """One rank along pp, with the times of its segments; equal segments are played once."""
 
     def __init__(self, rehearsal: Rehearsal, index: int, cost_model: CostModel) -> None:
         each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
@@ -202,7 +204,7 @@ class _Rank:
         self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
 
     def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
-        """Play segments one after the other; messages between stages are left to the pipeline's clock."""
+        """Return the times of consecutive segments, without messages between stages: the pipeline's clock adds them."""
         now = computing = 0.0
         axes: dict[int, str] = {}
         exposed: dict[str, float] = defaultdict(float)
@@ -218,7 +220,7 @@ class _Rank:
         return PlayedSegment(now, computing, exposed)
 
     def costs(self) -> dict[int, ActionCost]:
-        """Return the cost of each of its stages, ascending."""
+        """Return the mean seconds of each kind of action, by stage of this rank, ascending."""
         found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
         for action, part, times in self._actions:
             took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.cost_model.collective, part.calls()))
@@ -237,15 +239,15 @@ class _Rank:
         }
 
     def around(self) -> PlayedSegment:
-        """Return the segment before and after the schedule, played."""
+        """Return the times of the phases before and after the schedule's actions."""
         return self.play(self._around)
 
     def busy(self) -> float:
-        """Return the seconds of computation for its micro-batches."""
+        """Return the seconds of all forwards and backwards, with waits for collectives in them."""
         return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
 
     def waits(self) -> Mapping[str, float]:
-        """Return the seconds of waits for collectives, by axes, except beside its micro-batches."""
+        """Return the seconds of waits in forwards, backwards and the phases around the schedule, by axes."""
         found = Counter(self.around().exposed)
         for action, part, times in self._actions:
             if action.kind in COMPUTE:
@@ -253,8 +255,9 @@ class _Rank:
         return found
 
     def sent(self) -> dict[str, float]:
-        """Return bytes that it sends, by the links that they go over. A ring over several nodes leaves each once,
-        through an adapter of one of its ranks there; the others of these pass on inside what they send.
+        """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
+
+        A ring over several nodes leaves each node at one of its ranks there; its other ranks send inside the node.
         """
         found = {"inside": 0.0, "between": 0.0}
         for part, times in (
@@ -264,11 +267,8 @@ class _Rank:
             for call in part.calls():
                 if call.record.kind != "recv":
                     size = times * call.record.bytes * sent_fraction(call.record.kind, count=len(call.ranks))
-                    leaving = (
-                        1 / self.cost_model.mean_ranks_per_node(call.ranks)
-                        if self.cost_model.crosses_nodes(call.ranks)
-                        else 0.0
-                    )
+                    here = self.cost_model.mean_ranks_per_node(call.ranks)
+                    leaving = 1 / here if self.cost_model.crosses_nodes(call.ranks) else 0.0
                     found["between"] += size * leaving
                     found["inside"] += size * (1 - leaving)
         return found

@@ -1,13 +1,14 @@
-"""Rehearse a plan: run `parallelize` and two steps of the training code on one rank of each stage, without values.
+"""Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each stage.
 
-| equal parts | the part that runs |
+| equal parts | the part that is run |
 |---|---|
-| ranks that differ in dp, tp or cp only | the first of them |
-| micro-batches but the first and the last | one of them |
-| steps after the first, which makes the optimizer's state | the second |
+| ranks that differ in dp, tp or cp only | the first of these ranks |
+| stages that do the same work (`equal_ranks.py`) | the first of these stages |
+| micro-batches between the first and the last | one of these micro-batches |
+| steps after the first, which allocates the optimizer's state | the second step |
 
-Every refusal of the code appears here with the same words, except those that depend on values: a loss that is not
-finite or counts nothing, an index outside of a vocabulary, a tensor that is initialized in part.
+A rehearsal raises every error of the training code in the same words, except errors that depend on values: a loss that
+is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor.
 """
 
 import dataclasses
@@ -45,32 +46,35 @@ from meshwise.tensor.detect.find_parts import find_parts
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Tapes of every rank of a plan."""
+    """Result of a rehearsal: the plan, its schedule, and a tape for every rank along pp."""
 
     plan: Plan
-    """With every degree filled in."""
+    """Plan without `auto`: every degree is a number."""
     rows: int
     """Rows of the global batch."""
     tokens: int
-    """Count of the loss over the global batch."""
+    """Count that the loss returns for the global batch, usually its tokens."""
     schedule: Schedule
-    """What each rank of the pipeline does, with transfers, gathers and reductions; without pp, one row of F and B."""
+    """Actions of each rank along pp, with transfers, gathers and reductions; for pp=1 only F and B."""
     tapes: tuple[Tape, ...]
-    """Tapes of one rank of each stage, by index along pp."""
+    """Tape for each index along pp; equal ranks share one."""
     device: Device
     """Kind of device of each rank."""
     _steps: dict[tuple[int, bool], tuple[TapeSegment, ...]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
-    """Steps by the arguments of `step`."""
+    """Results of `step`, by its arguments."""
 
     @property
     def asked(self) -> bool:
-        """True if the model or the loss read values of its batch: another batch may lead to other operations."""
+        """True if the model or the loss read values of the batch: another batch may lead to other operations."""
         return any(tape.asked for tape in self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
-        """Return the segments of a step of the rank with this index along pp; `first`: of a run's first step."""
+        """Return the segments of a whole step of the rank with this index along pp.
+
+        Recorded micro-batches represent those that were not run. `first`: the step is the first of a run.
+        """
         if (index, first) not in self._steps:
             self._steps[index, first] = self._step(index, first=first)
         return self._steps[index, first]
@@ -82,7 +86,7 @@ class Rehearsal:
         found = {_renamed(segment.activity, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
         passed: Mapping[Activity, TapeSegment] = {}
-        if first:  # of which one micro-batch has been run: a pipeline takes with a step's first what it takes once
+        if first:  # only one micro-batch was recorded; in a pipeline it represents the first, which allocates buffers
             early = self.plan.pp > 1
             begun = {_renamed(segment.activity, names, first=early): segment for segment in tape.first}
             passed = {} if early else {activity: part for activity, part in begun.items() if _is_alone(activity, begun)}
@@ -98,14 +102,14 @@ class Rehearsal:
 
 
 def _is_alone(activity: Activity, parts: Collection[Activity]) -> bool:
-    """Return whether an activity is a forward without a backward: of a skipped micro-batch, which may leave buffers."""
+    """Return whether an activity is the forward of a skipped micro-batch: it has no backward, but may leave buffers."""
     if not isinstance(activity, Action) or activity.kind is not ActionKind.F:
         return False
     return activity._replace(kind=ActionKind.B) not in parts
 
 
 def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = False) -> Activity:
-    """Return what another rank does as an activity of this one's stages; `first`: as if of the first micro-batch."""
+    """Return an activity with its stage replaced by `stages[stage]`; `first`: also with micro-batch 0."""
     if not isinstance(activity, Action):
         return activity
     number = 0 if first and activity.microbatch is not None else activity.microbatch
@@ -113,10 +117,10 @@ def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = Fal
 
 
 def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
-    """Return stand-ins, by stage and kind of action, made from the middle micro-batch that was run.
+    """Return the segments that represent micro-batches that were not run, by stage and kind of action.
 
-    Memory that the action took, and that is freed in other actions, is freed by the stand-in with its backward (which
-    may have two parts). So all the micro-batches that it represents leave as much memory as there was.
+    Each is the segment of the middle micro-batch that was run. If this micro-batch leaves memory allocated, its last
+    backward (B or W) is changed to free that memory. So a represented micro-batch never changes the memory in total.
     """
     ran: dict[tuple[int, ActionKind], list[tuple[int, Action]]] = defaultdict(list)
     for action in found:
@@ -140,12 +144,12 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
 def rehearse(
     subject: RehearsalSubject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
 ) -> Rehearsal:
-    """Run a plan on one rank of each kind, as if there were `ranks` ranks with this kind of `device`.
+    """Run a plan on meta tensors for one rank of each kind, as if there were `ranks` ranks with this kind of device.
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory.
 
-    Raises the errors of `parallelize` and a step. PlanError when the plan does not fit the ranks or the model,
-    ValueError for a model, an optimizer or an option that cannot work.
+    Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
+    ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
     """
     plan = Plan.of(plan)
     plan = plan.resolve(ranks)
@@ -173,7 +177,7 @@ def rehearse(
 
 
 def _counting(loss: Loss, *, counts: list[float]) -> Loss:
-    """Return the loss, wrapped so that it appends its count for each row to `counts`, if the count is a number."""
+    """Return the loss, wrapped so that each call appends its count per row to `counts`, if the count is a number."""
 
     def run(output: Any, batch: Any) -> Any:
         result = loss(output, batch)
@@ -185,7 +189,7 @@ def _counting(loss: Loss, *, counts: list[float]) -> Loss:
 
 
 def _tokens(batch: Any) -> int:
-    """Return the largest possible count of the loss: elements of the first integer tensor, or rows without one."""
+    """Return the elements of the batch's first integer tensor, or its rows: the count if the loss returns no number."""
     given = (one for one in tree.tensors(batch) if not (one.is_floating_point() or one.is_complex()))
     found = next((one for one in given if one.dtype is not torch.bool), None)
     return tree.rows(batch) if found is None else found.numel()
@@ -194,7 +198,7 @@ def _tokens(batch: Any) -> int:
 def _kinds(
     source: ParameterSource, schedule: Schedule, plan: Plan, options: Options, constants: ShapeConstants
 ) -> tuple[tuple[int, ...], Options]:
-    """Return the rank rehearsed for each rank along pp, and options with the parts and the cut that were found."""
+    """Return the rank rehearsed for each rank along pp, and `options` with the parts and the cut of the model."""
     if plan.pp == 1:
         return (0,), options
     forward = wrap_for_rehearsal(options.forward or default_forward, constants=constants)
@@ -217,7 +221,7 @@ def _kinds(
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan. Raises PlanError where there is no such schedule."""
+    """Return the schedule of a plan, with transfers and gathers for pp > 1. Raises PlanError if it does not exist."""
     if plan.pp == 1:
         each = range(plan.microbatches)
         return Schedule((tuple(Action(0, kind, index) for index in each for kind in (ActionKind.F, ActionKind.B)),))
@@ -225,9 +229,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _representatives(schedule: Schedule) -> frozenset[int]:
-    """Return micro-batches that represent all: the first, a middle and the last one of every kind of action of each
-    stage.
-    """
+    """Return the micro-batches to run: for each stage and kind of action the first, a middle and the last."""
     found: dict[tuple[int, ActionKind], list[int]] = defaultdict(list)
     for action in schedule.actions():
         if action.microbatch is not None:

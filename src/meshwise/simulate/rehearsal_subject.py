@@ -1,4 +1,4 @@
-"""Bundle the inputs of a rehearsal: everything of a run except its plan."""
+"""Define `RehearsalSubject`, the training that a rehearsal runs: model, loss, batch, optimizer and options, no plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,19 +12,20 @@ from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
 
 Device: TypeAlias = Literal["cpu", "cuda"]
+"""Kind of device of the ranks that are predicted; the rehearsal itself needs no device."""
 
 
 @dataclass(frozen=True)
 class RehearsalSubject:
-    """Training to rehearse: everything of a run except its plan."""
+    """Training that is rehearsed under one or several plans: the arguments of `parallelize` except the plan."""
 
     model: nn.Module | Callable[[], nn.Module]
-    """A module, which is left as it is, or the function that builds it."""
+    """Module, which is not changed, or the function that builds it."""
     loss: Loss
-    """`loss(output, batch)` returns (sum, count)."""
+    """Function `loss(output, batch)` that returns (sum, count)."""
     batch: Any
-    """A global batch like those to come; of its tensors only the shapes matter, and of how many rows it has."""
+    """Global batch like those of the training. Its shapes count; values only of integer and boolean tensors."""
     optimizer: OptimizerClass = torch.optim.AdamW
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the optimizer."""
+    """Keyword arguments of the optimizer."""
     options: Options = field(default_factory=Options)

@@ -1,8 +1,8 @@
-"""Trace world of a rehearsal: it records every call and passes messages between the stages of a pipeline.
+"""Provide the world of a rehearsal: it records every call and passes Python values between the stages of a pipeline.
 
-One rank of each kind of stage is rehearsed, each on its own thread, because a stage's inputs are decided by the code of
-the stage before. Between them small values travel as in a real run; tensors, which have no values, do not. A message
-from a stage that is not rehearsed comes from the equal stage that is.
+One rank of each kind of stage is rehearsed, each on its own thread, because the code of one stage decides the inputs of
+the next. Small Python values (shapes, sizes) travel between the threads as in a real run. Tensors have no values, so
+they are not sent. If a stage is not rehearsed, its messages come from the rehearsed stage that is equal to it.
 """
 
 import contextlib
@@ -27,14 +27,15 @@ from meshwise.simulate.step_tape import Category, TapeCall, TapeWait
 
 
 class StageMessages:
-    """Messages between the threads of the stages.
+    """Messages between the threads that rehearse the ranks along pp.
 
-    One of them runs at a time, until it waits for another: threads that compete for the interpreter would pass it on at
-    every operation.
+    Only one thread runs at a time; the next runs when it waits. Otherwise all threads would compete for Python's
+    interpreter lock and switch at every operation. If a thread fails, threads that wait for its messages get
+    threading.BrokenBarrierError.
     """
 
     def __init__(self, rehearsed: Sequence[int]) -> None:
-        """`rehearsed`: for each stage's rank, the rank that is rehearsed for it."""
+        """`rehearsed`: for each rank along pp, the rank that is rehearsed for it."""
         self.rehearsed = tuple(rehearsed)
         self._turn = threading.Lock()
         self._sent = threading.Condition(self._turn)
@@ -44,7 +45,7 @@ class StageMessages:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let a stage run in the block; if it fails, the stages that wait for it get threading.BrokenBarrierError."""
+        """Wait for this thread's turn, then run the block. If it fails, waiting threads fail, too."""
         with self._turn:
             try:
                 yield
@@ -54,7 +55,7 @@ class StageMessages:
                 raise
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
-        """Return the value of every stage's rank."""
+        """Return the values of all ranks along pp, in order; every rehearsed rank calls it with its own `value`."""
         self._values[index] = value
         with self._waiting():
             self._barrier.wait()
@@ -64,12 +65,12 @@ class StageMessages:
         return values
 
     def send(self, value: Any, *, source: int, target: int) -> None:
-        """Leave a value for another stage's rank."""
+        """Store a value for `receive`; `source` and `target` are indices along pp."""
         self._messages[source, target - source].append(value)
         self._sent.notify_all()
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
-        """Return the value with this number of those that were left for a stage's rank."""
+        """Wait for the message with this number (from 0) from `source` to `target`, and return its value."""
         messages = self._messages[self.rehearsed[source], target - source]
         while len(messages) <= number and not self._barrier.broken:
             self._sent.wait()
@@ -87,7 +88,7 @@ class StageMessages:
 
 
 class RehearsalWorld(TraceWorld):
-    """World of one rank of a mesh that records its calls."""
+    """World of one rehearsed rank: it records collectives, waits and buffers, and sends no tensor."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool = False
@@ -104,15 +105,15 @@ class RehearsalWorld(TraceWorld):
         return self.flight_recorder.doing != StepPhase.OUTSIDE
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an empty buffer as any world does; buffers for collectives within a step are gradients."""
+        """Return an empty meta buffer for collectives; in a step it counts as gradients."""
         return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self._in_step else None)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an empty buffer as any world does; it is no gradient of a parameter."""
+        """Return an empty meta buffer for a reduction; it counts as memory of the rank's current activity."""
         return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
 
     def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
-        """Return a buffer, in shared memory if possible; `category` overrides the category of the rank's activity."""
+        """Return a buffer; large buffers of a step use shared memory. `category`: None for the activity's category."""
         if self._shared and self._in_step and numel * dtype.itemsize > PAYLOAD_BYTES:
             return self._recorder.borrow(numel, dtype=dtype, category=category)
         tensor = super().empty(numel, dtype=dtype)
@@ -121,7 +122,7 @@ class RehearsalWorld(TraceWorld):
         return tensor
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """Return one piece of memory for all ranks along `axes`, where the ranks share memory."""
+        """Return a buffer that all ranks along `axes` share, or None if they share no memory or are one rank."""
         ranks = self.group(axes).size
         if not self._shared or ranks == 1:
             return None
@@ -130,7 +131,7 @@ class RehearsalWorld(TraceWorld):
         return tensor
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return every rank's value; a rank that is not rehearsed has the value of the rehearsed one of its stage."""
+        """Return the values of all ranks along `axes` (None: all axes); equal ranks have the rehearsed rank's value."""
         group = self.group(self.mesh.names if axes is None else axes)
         if len(self._stages.rehearsed) == 1 or "pp" not in group.axes:
             return [value] * group.size
@@ -139,24 +140,24 @@ class RehearsalWorld(TraceWorld):
         return [one for one in values for _ in range(each)]
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
-        """Send a small Python value to another stage."""
+        """Send a small Python value to the rank with index `to` along pp; the list of works is empty."""
         self._stages.send(value, source=self.group(axis).index, target=to)
         return []
 
     def recv_value(self, *, axis: str, source: int) -> Any:
-        """Return the Python value that another stage sends next."""
+        """Wait for the next Python value from the rank with index `source` along pp, and return it."""
         self._received[source] += 1
         return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
 
     def waited(self, record: CallRecord) -> None:
-        """Record that this rank waits for a call."""
+        """Record that this rank waits for a collective to end."""
         self._recorder.record_growth()
         self._recorder.note(TapeWait(record.sequence))
 
     def _new_record(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
         record = super()._new_record(kind, group, x, how=how)
         if kind == "all_gather" and all(map(self._recorder.is_shared, [x] if isinstance(x, Tensor) else x)):
-            record = record._replace(bytes=0)  # everybody sees what is written
+            record = record._replace(bytes=0)  # ranks read shared memory, so nothing moves
         self._recorder.record_growth()
         self._recorder.note(TapeCall(record, group.ranks))
         return record

@@ -1,4 +1,4 @@
-"""Compute when each entry of a tape happens, on a rank that runs its segments one after the other."""
+"""Compute the start and stop of each entry of a rank's tape, from the seconds that a cost model gives it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from meshwise.simulate.step_tape import Entry, TapeCall, TapeOperation, TapeSegm
 
 
 class EntryTime(NamedTuple):
-    """Start and stop of an entry: of an operation, a collective or a wait."""
+    """Start and stop of an entry of a tape, in seconds since the first segment began."""
 
     segment: TapeSegment
     entry: Entry
@@ -19,10 +19,11 @@ class EntryTime(NamedTuple):
 
 
 def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[EntryTime]:
-    """Yield every entry, from 0 on, without messages between stages.
+    """Yield the times of the entries of consecutive segments, except messages between stages.
 
-    The collectives along each set of axes run on a separate stream, one after the other; the rank continues until it
-    waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
+    Collectives along the same axes run one after the other on one stream; the rank computes until it waits for one. If
+    the cluster cannot compute and communicate at once (`overlap` is False), each call is followed by a wait. On a GPU
+    the host runs ahead of the device.
     """
     cluster = cost_model.cluster
     launch, action, runs_ahead = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"

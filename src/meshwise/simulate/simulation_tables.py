@@ -1,4 +1,4 @@
-"""Tables of a rehearsal's results as text: titles, then rows."""
+"""Turn predicted memory and time into tables of text, for `meshwise simulate` and error messages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,12 +8,13 @@ from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.step_tape import Category
 
 Table = list[tuple[str, ...]]
+"""Rows of cells; the first row has the titles."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
-    """Return the peak of each rank along pp by category, with the measured peak if there is one."""
+    """Return the peak memory of each rank along pp by category, with measured peaks and their error if given."""
     categories = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
     tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
@@ -41,7 +42,7 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
 
 
 def time_table(prediction: Prediction) -> Table:
-    """Return the time of a step, its tokens per second, utilisation, bubble and waits."""
+    """Return rows of (title, value): seconds of a step, tokens per second, utilisation, bubble, waits, traffic, fit."""
     waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
     return [
         ("", ""),
@@ -60,13 +61,13 @@ def time_table(prediction: Prediction) -> Table:
 
 
 def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
-    """Return the bytes by category at the peak of the rank that needs most."""
+    """Return the bytes by category at the peak of the rank with the largest peak."""
     peak = max((rank.peak for rank in ranks), key=lambda moment: moment.bytes)
     return {str(category): size for category, size in peak.device.items()}
 
 
 def size_text(size: float) -> str:
-    """Return a size with its unit: `4.0 KiB` for 4096."""
+    """Return a size in bytes as text with a unit: `4.0 KiB` for 4096."""
     power = 0
     while abs(size) >= 1024 and power < len(_UNITS) - 1:
         size, power = size / 1024, power + 1

@@ -1,7 +1,8 @@
-"""Represent one rank's step as a tape: operations, calls of collectives, and memory, in order.
+"""Define the tape of a rank: the recorded operations, collective calls and memory changes of its steps, in order.
 
-A tape is cut into segments, each what the rank did for one action of its schedule (`2F0`), or between them
-(`exchange`, `update`). Micro-batches after the first are equal, so a few represent all.
+A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
+micro-batch 0) or of one phase between actions (`exchange`, `update`). Micro-batches after the first are equal, so a
+tape has only a few of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,21 +16,21 @@ from meshwise.pipeline.schedules.action import Action, ActionKind
 
 
 class Category(StrEnum):
-    """Categories of memory."""
+    """Category of memory: the purpose of a tensor."""
 
-    PARAMETERS = "parameters"  # with masters in a wider type
-    GATHERED = "gathered"  # parameters that are whole while they are used (ZeRO-3)
+    PARAMETERS = "parameters"  # including masters
+    GATHERED = "gathered"  # full parameters while they are used (ZeRO-3)
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
-    REDUCTION = "reduction"  # what a reduction remembers from step to step
-    ACTIVATIONS = "activations"  # what a forward keeps for its backward, and what both need on the way
-    STAGING = "staging"  # what tensors pass through that rest elsewhere
-    COMMUNICATION = "communication"  # what is received, and what is on its way to another rank
+    REDUCTION = "reduction"  # state of a reduction from step to step
+    ACTIVATIONS = "activations"  # tensors kept for the backward, and temporary tensors
+    STAGING = "staging"  # buffers for tensors on their way to another tier
+    COMMUNICATION = "communication"  # received tensors, and tensors being sent
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
-    """The largest matrix product of an operation: `batch` products of (m, k) and (k, n)."""
+    """Sizes of an operation's largest matrix product: `batch` products of an (m, k) and a (k, n) matrix."""
 
     batch: int
     m: int
@@ -39,24 +40,26 @@ class MatrixProduct:
 
 @dataclass(frozen=True, slots=True)
 class TapeOperation:
-    """One kernel, with its sizes."""
+    """One operation that a rank ran, with its flops and bytes."""
 
     name: str
+    """Name of the operation in `aten`, as `mm`."""
     dtype: str
+    """Dtype of its first tensor, as `bfloat16`; "" without a tensor."""
     flops: int
     bytes: int
-    """Read and written."""
+    """Bytes that it reads and writes."""
     product: MatrixProduct | None = None
-    """For what multiplies matrices."""
+    """Sizes of its matrix product; None if it multiplies no matrices."""
     part: float = 1.0
-    """Which part of the flops is computed: causal attention leaves out what is masked, which formulas count."""
+    """Fraction of `flops` that is computed, below 1 for causal attention: formulas count masked scores, too."""
     again: bool = False
-    """Whether it is part of a forward that a backward repeats."""
+    """True if it belongs to a forward that a backward repeats (recomputation)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TapeCall:
-    """Start of a collective, or of one end of a message."""
+    """Start of a collective, or of the send or the receive of a message."""
 
     record: CallRecord
     ranks: tuple[int, ...]
@@ -65,79 +68,82 @@ class TapeCall:
 
 @dataclass(frozen=True, slots=True)
 class TapeWait:
-    """Wait for the end of the call with this number."""
+    """Wait for the end of the call whose record has the number `sequence`."""
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """Change of memory in bytes."""
+    """Allocation (positive) or release (negative) of `bytes` bytes of a category."""
 
     category: Category
     bytes: int
     host: bool = False
-    """Whether it lies in the host's memory while the rank computes on a device of its own."""
+    """True for memory of the host, if the rank computes on a device with its own memory."""
     fresh: int = 0
-    """Times that its pages are requested from the system: by this rank, and by the ranks that map them. 0 for memory
-    that changes its category or is freed."""
+    """Number of times that the system must provide its pages; for shared memory, once more for the other ranks. 0 for
+    freed memory and for memory that changes its category."""
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
+"""Entry of a tape."""
 
 
 @dataclass(frozen=True)
 class TapeSegment:
-    """Entries of one activity of a rank, in order."""
+    """Entries of one activity of a rank (an action of the schedule or a phase of the step), in order."""
 
     activity: Activity
     entries: tuple[Entry, ...]
 
     @property
     def action(self) -> Action | None:
-        """The action of the schedule that the activity is; None for a phase of the step."""
+        """The segment's action of the schedule; None for a phase of the step."""
         return self.activity if isinstance(self.activity, Action) else None
 
     @property
     def kind(self) -> ActionKind | None:
-        """The kind of that action."""
+        """The kind of the segment's action; None for a phase of the step."""
         return self.activity.kind if isinstance(self.activity, Action) else None
 
     @property
     def flops(self) -> int:
-        """Flops of all operations."""
+        """Flops of all operations of the segment."""
         return sum(entry.flops for entry in self.entries if isinstance(entry, TapeOperation))
 
     def calls(self) -> Iterator[TapeCall]:
-        """Yield the collectives, in order."""
+        """Yield the collectives and messages that the segment starts, in order."""
         return (entry for entry in self.entries if isinstance(entry, TapeCall))
 
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Bytes of a rank that move between tiers."""
+    """Bytes of a rank that move between tiers in a step."""
 
     link: int = 0
-    """Over the link of a GPU to its host."""
+    """Bytes over the link between a GPU and its host."""
     disk: int = 0
-    """From and to the disk."""
+    """Bytes read from and written to the disk."""
 
 
 @dataclass(frozen=True)
 class Tape:
-    """Tape of one rank: while the plan was applied, in the first step, and in a later step."""
+    """Tape of one rank: its memory before the first step, the first step, and a later step."""
 
     index: int
     """Index of the rank along pp."""
     build: TapeSegment
+    """Memory that exists after `parallelize`, before the first step."""
     first: tuple[TapeSegment, ...]
+    """First step, with one micro-batch; it allocates the optimizer's state."""
     steady: tuple[TapeSegment, ...]
-
+    """Second step, with the micro-batches that represent all."""
     away: Mapping[str, int]
-    """Bytes that are kept off the device, by tier: `cpu`, `disk`."""
+    """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
     """Traffic between tiers during the micro-batches of a step."""
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
     """Traffic between tiers at the update."""
     asked: bool = False
-    """Whether the model or the loss read values of its batch."""
+    """True if the model or the loss read values of the batch."""

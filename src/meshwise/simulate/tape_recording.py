@@ -1,4 +1,8 @@
-"""Record the tape of one rank of each kind: the project's own code runs with a recorder under it."""
+"""Run the training code on meta tensors for one rank of each kind, and record the tape of each.
+
+Ranks along pp that do the same work are one kind. The tape has the memory that exists after the plan is applied, and
+every operation, call and allocation of two steps (`operation_recorder.py`).
+"""
 
 import dataclasses
 import functools
@@ -25,13 +29,7 @@ from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.meta_value_errors import explaining_values, wrap_for_rehearsal
 from meshwise.simulate.offload_traffic import microbatch_traffic, update_traffic
-from meshwise.simulate.operation_recorder import (
-    KernelChoice,
-    OperationMemo,
-    OperationRecorder,
-    Recorder,
-    optimizer_for_device,
-)
+from meshwise.simulate.operation_recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, optimizer_on
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import RehearsalWorld, StageMessages
 from meshwise.simulate.step_tape import Category, Tape, TapeSegment
@@ -39,21 +37,25 @@ from meshwise.simulate.step_tape import Category, Tape, TapeSegment
 
 @dataclass(frozen=True)
 class TapeRecording:
-    """Inputs that all rehearsed ranks share, and the recording of their tapes."""
+    """Recording of the tapes of a plan's ranks, with the inputs that all ranks share."""
 
     subject: RehearsalSubject
     plan: Plan
     only: frozenset[int]
+    """Micro-batches that are run; they represent the others."""
     source: ParameterSource
+    """Model, with parameters on meta."""
     device: Device
     stages: StageMessages
+    """Messages between the ranks along pp that are rehearsed."""
     shared: bool
+    """True if the ranks are processes of one host and share its memory."""
     values: tuple[tuple[Tensor, Tensor], ...]
-    """Meta tensors of the batch with their values."""
+    """Pairs of a meta tensor of the batch and its values."""
     memo: OperationMemo = field(default_factory=OperationMemo)
 
     def tapes(self) -> tuple[Tape, ...]:
-        """Return one tape per rank along pp: the tape of the rank rehearsed for it."""
+        """Rehearse one rank of each kind, each in a thread, and return the tape of each rank along pp."""
         like = self.stages.rehearsed
         ranks_run = sorted(set(like))
         with ThreadPoolExecutor(len(ranks_run)) as threads:
@@ -82,14 +84,14 @@ class TapeRecording:
                     self.source,
                     _played(self.plan, self.device),
                     loss=wrap_for_rehearsal(self.subject.loss, constants=constants),
-                    optimizer=optimizer_for_device(self.device, optimizer=self.subject.optimizer),
+                    optimizer=optimizer_on(self.device, optimizer=self.subject.optimizer),
                     world=world,
                     options=dataclasses.replace(options, forward=forward),
                     **self.subject.arguments,
                 )
             recorder.segments()
             for tensor in tree.tensors(self.subject.batch):
-                recorder.ignore(tensor)  # it is the caller's
+                recorder.ignore(tensor)  # the caller's batch is no memory of the trainer
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
             with OperationRecorder(recorder, memo=self.memo), constants:
@@ -112,26 +114,26 @@ class TapeRecording:
         )
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
-        """Return the bytes on each tier of the plan; `saved` is the size of one micro-batch's activations."""
+        """Return the bytes off the device by tier (`cpu`, `disk`); `saved`: offloaded activations of a micro-batch."""
         away: Counter[str] = Counter()
         for what, size in trainer.tiers.disk_bytes.items():
             away[getattr(self.plan.tiers, what)] += size
         if saved:
             kept, stages = in_flight(trainer.schedule), trainer.schedule.stages_of(trainer.world.group("pp").index)
             away[self.plan.tiers.activations] += saved * math.ceil(max(kept[stage] for stage in stages))
-        if self.device == "cuda":  # pinned
+        if self.device == "cuda":  # staging buffers are pinned memory of the host
             away["cpu"] += trainer.tiers.staged if self.plan.tiers.uses_disk else 0
             away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
         return +away
 
     def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
-        """Return the recorded segments, without micro-batches that are skipped."""
+        """Return the segments recorded since the last call, without the forwards of skipped micro-batches."""
         passed = {Action(0, ActionKind.F, index) for index in range(self.plan.microbatches) if index not in self.only}
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.activity not in passed)
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:
-    """Return the bytes of the parameters that a rank updates, and of their gradients as they update."""
+    """Return the bytes of the `params` that a rank updates, and of their `gradients` in the dtype of the masters."""
     updated: Counter[str] = Counter()
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         count = bucket.owned[1] - bucket.owned[0]
@@ -141,13 +143,13 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
 
 
 def _staged(trainer: Trainer) -> int:
-    """Return the bytes of the buffers that activations pass through."""
+    """Return the bytes of the staging buffers through which activations move."""
     tier = trainer.activations
     return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 
 
 def _played(plan: Plan, device: Device) -> Plan:
-    """Return the plan that runs: under CUDA, state for the host's memory is handled as state for the disk is."""
+    """Return the plan to run: for CUDA, `cpu` in its `offload` becomes `disk`, because no rehearsal has a GPU."""
     tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
     return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
 
@@ -157,7 +159,7 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
     for tensor in trainer.tiers.disk_tensors:
         recorder.ignore(tensor)
     staged = functools.partial(recorder.watch, category=Category.STAGING)
-    trainer.tiers.on_new_buffer = recorder.ignore if on_gpu else staged  # a GPU's are in the host's memory
+    trainer.tiers.on_new_buffer = recorder.ignore if on_gpu else staged  # staging buffers of a GPU are host memory
     if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
         trainer.activations.mover.on_new_buffer = trainer.tiers.on_new_buffer
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
