@@ -146,7 +146,7 @@ class NodeHost:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical nodes and the links between them."""
+    """Cluster of identical nodes: device, number of ranks, links and hosts."""
 
     device: Device = field(default_factory=Device)
     """Device of each rank."""
@@ -159,7 +159,7 @@ class Cluster:
     between: Link = field(default_factory=Link)
     """Link between nodes, through one network adapter."""
     host: NodeHost = field(default_factory=NodeHost)
-    """Host side of each node, where offloaded state is kept."""
+    """Host of each node, where offloaded state is stored."""
     adapters: int = 8
     """Network adapters of a node. If a node has more ranks than adapters, ranks share them."""
     overlap: bool = True
@@ -177,7 +177,7 @@ class Cluster:
 
 
 def rate_at(curve: Curve, *, size: float) -> float:
-    """Return the bytes per second of a curve at `size` bytes; beyond its ends the end's rate, infinity if empty."""
+    """Return a curve's bytes per second at `size` bytes; beyond an end the rate at this end, infinity without points."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf
     for (low, slow), (high, fast) in itertools.pairwise(curve):
@@ -220,7 +220,7 @@ def load(name: str | Path) -> Cluster:
     for at, link in (("inside", cluster.inside), ("between", cluster.between)):
         _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
     if not cluster.device.peak:
-        raise ClusterError(f"{name}: device: peak is its speed, as in peak = {{bfloat16 = 312e12}}")
+        raise ClusterError(f"{name}: device: peak is missing; add flops per second, as in peak = {{bfloat16 = 312e12}}")
     return cluster
 
 
@@ -308,9 +308,9 @@ def _is_number(value: Any) -> bool:
 def _curve(rows: Any, *, at: str) -> Curve:
     pairs = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
     if not pairs or not all(_is_number(number) for row in rows for number in row):
-        raise ClusterError(f"{at} is a list of [bytes, bytes per second]")
+        raise ClusterError(f"{at} has to be a list of [bytes, bytes per second]")
     curve = tuple((float(size), float(rate)) for size, rate in rows)
     ascends = all(low < high for (low, _), (high, _) in itertools.pairwise(curve))
     if not ascends or not all(0 < size < math.inf and 0 < rate < math.inf for size, rate in curve):
-        raise ClusterError(f"{at}: sizes and rates are above 0 and finite, and sizes ascend")
+        raise ClusterError(f"{at}: sizes and rates have to be above 0 and finite, and sizes have to ascend")
     return curve

@@ -91,8 +91,8 @@ class MemoryShortage:
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
         advice = (
-            "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
-            "staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options) may"
+            "no change of the plan makes this model fit here; try more ranks, a smaller batch or, for state on disk, "
+            "smaller staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options)"
         )
         if self.unpredictable:
             advice = f"the memory of plans for this model cannot be predicted without values: {self.unpredictable}"
