@@ -1,8 +1,8 @@
 """Profile the pieces of a model (embedding, blocks, head): time and memory of each, for lower bounds of many plans.
 
-A piece's operations depend on tp, recompute, precision and the rows of a micro-batch: the profile's key. They do not
-depend on dp, the schedule, the number of micro-batches or the cut. So for each key the model is rehearsed once, as a
-pipeline with one piece per stage; equal pieces run once. The cost of any stage is the sum over its pieces.
+A piece's operations depend on tp, recompute, precision, split backwards and the rows of a micro-batch: the profile's
+key. They do not depend on dp, the order of actions, the number of micro-batches or the cut. So for each key the model
+is rehearsed once, as a pipeline with one piece per stage; equal pieces run once. A stage costs the sum of its pieces.
 
 A piece never costs more here than in a stage. Operations do not wait for their host, and copies for messages are not
 counted. Costs for many rows are scaled down in proportion to fewer rows. The output is not counted as kept memory,

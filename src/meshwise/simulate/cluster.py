@@ -177,7 +177,7 @@ class Cluster:
 
 
 def rate_at(curve: Curve, *, size: float) -> float:
-    """Return a curve's bytes per second at `size` bytes; beyond an end the rate at this end, infinity without points."""
+    """Return a curve's bytes per second at `size` bytes; beyond its ends the rate at the end. Empty: infinity."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf
     for (low, slow), (high, fast) in itertools.pairwise(curve):
