@@ -1,6 +1,6 @@
 """Find how many bytes of memory a rank may still allocate on its device.
 
-On a GPU the driver answers. On a CPU it is the smallest of these limits:
+On a GPU it is the free memory of the device (`comm/api/streams.py`). On a CPU it is the smallest of these limits:
 
     | of the process   the limits that `ulimit` sets
     | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
