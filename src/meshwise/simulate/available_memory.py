@@ -39,7 +39,10 @@ _SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
 
 
 def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
-    """Return the bytes that a rank of this host may allocate; each of the other ranks already uses `used` bytes."""
+    """Return the bytes that a rank of this host may allocate; each of the other ranks already uses `used` bytes.
+
+    On a GPU the blocks that torch keeps for reuse are released first; `ranks` and `used` are ignored.
+    """
     if (memory := streams_of(device).memory) is not None:
         return memory.free()
     if not _OWN_GROUPS.exists():  # a system without /proc reports its total memory only
