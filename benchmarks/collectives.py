@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from meshwise.bench.bandwidth import COPY, Measurement
+from meshwise.bench.bus_bandwidth import COPY, Measurement
 from meshwise.bench.collectives import WAYS, SizeSweep, measure, parse_size
 from meshwise.comm import World, run
 from peer_table import machine, write_between_markers

@@ -13,8 +13,8 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
 from meshwise.train.job import DataJob, Job, ModelJob
-from meshwise.train.job_config import to_toml
-from meshwise.train.named_objects import model_function
+from meshwise.train.job_toml import to_toml
+from meshwise.train.objects_by_name import model_function
 
 JOB = Job(
     model=ModelJob(name="gpt", arguments={"layers": 1, "heads": 2, "width": 8, "mlp_ratio": 2, "vocabulary": 12}),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.bench.bandwidth import COPY, Measurement
+from meshwise.bench.bus_bandwidth import COPY, Measurement
 from meshwise.bench.collective_tables import as_table
 from meshwise.cli.main import main
 from meshwise.cli.output_files import check_outputs, write_output

@@ -20,7 +20,7 @@ from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
 from meshwise.train import loop
 from meshwise.train.job import Job
-from meshwise.train.job_config import from_toml
+from meshwise.train.job_toml import from_toml
 from meshwise.train.loop import train
 
 JOB = """\

@@ -23,7 +23,7 @@ from meshwise.comm import World, run_threads
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train.job import Job
-from meshwise.train.job_config import read_job
+from meshwise.train.job_toml import read_job
 
 SMALL = mw.Options(swap=SwapConfig(buffer=1 << 22))
 

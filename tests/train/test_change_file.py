@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.train.job import JobError
-from meshwise.train.job_config import change_file
+from meshwise.train.job_toml import change_file
 
 JOB = """\
 # the job of the week

@@ -22,7 +22,7 @@ from meshwise.engine.step_result import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
-from meshwise.train.job_config import from_toml
+from meshwise.train.job_toml import from_toml
 from meshwise.train.loop import Summary, rate
 from meshwise.train.sample_order import SampleOrder
 from run_job import run_job

@@ -3,7 +3,7 @@ import io
 import math
 
 from meshwise.cli.verify_command import show
-from meshwise.train.output_stream import OutputConsole
+from meshwise.train.console_output import OutputConsole
 from meshwise.verify.report import Divergence, ParameterFigures, Report, StepFigures
 from meshwise.verify.rounding_bounds import BoundedDifference
 

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from rich.table import Table
 
-from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.simulate.simulation_tables import size_text
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.network.gloo_baseline import Call, gloo_calls

@@ -12,13 +12,13 @@ from typing import Literal
 
 import tomlkit
 
-from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.bench.bandwidth_plot import plot, require_matplotlib
+from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
 from meshwise.bench.collective_tables import as_json, as_table
 from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
 from meshwise.bench.collectives import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
-from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks
 from meshwise.cli.output_files import check_outputs, write_and_say
 from meshwise.comm import World, run, torchrun_line
@@ -26,9 +26,9 @@ from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.cores import cores
 from meshwise.simulate.cluster import to_table
+from meshwise.train.console_output import console_of_width, counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import console_of_width, counted
 
 _WIDTH = 110
 """Columns of the table where stdout is not a terminal."""

@@ -21,10 +21,10 @@ from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkp
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import damages, differences
 from meshwise.checkpoint.hugging_face import ExportError, export
+from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.job import Job, JobError
-from meshwise.train.job_config import from_text, from_toml
-from meshwise.train.named_objects import model_function
-from meshwise.train.output_stream import OutputConsole, counted, text_table
+from meshwise.train.job_toml import from_text, from_toml
+from meshwise.train.objects_by_name import model_function
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3

@@ -12,9 +12,9 @@ from meshwise.bench.machine import table
 from meshwise.bench.pair_messages import PairMessages
 from meshwise.cli.flag_values import checked_ranks
 from meshwise.comm.api.launch_environment import is_under_launcher, prints_for_job
+from meshwise.train.console_output import OutputConsole
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import OutputConsole
 
 _MARKS: Mapping[str, str] = {"note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 

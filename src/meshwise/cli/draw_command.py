@@ -33,8 +33,8 @@ from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
 from meshwise.plan import Plan
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_config import read_job
-from meshwise.train.prepare import prepare
+from meshwise.train.job_toml import read_job
+from meshwise.train.prepare_job import prepare
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.picture import stacked
 from meshwise.view.plan_account import PlanAccount, measured

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.base.atomic_file import is_read_only, write_whole
-from meshwise.bench.plot import MissingExtraError, require_matplotlib
+from meshwise.bench.bandwidth_plot import MissingExtraError, require_matplotlib
 from meshwise.pipeline.run.measured_step import MeasuredStep
+from meshwise.train.console_output import OutputConsole, console_of_width
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import OutputConsole, console_of_width
 from meshwise.train.run_folder import TIMELINE
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.palette import COLORS, UNSEEN, style

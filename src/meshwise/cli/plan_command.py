@@ -28,9 +28,8 @@ from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_config import change_file, read_job
-from meshwise.train.output_stream import console_of_width, counted, text_table
-from meshwise.train.prepare import prepare
+from meshwise.train.job_toml import change_file, read_job
+from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import predicted
 
 _MOST_DRAWN = 4

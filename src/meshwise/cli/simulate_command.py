@@ -22,9 +22,8 @@ from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.simulation_tables import memory_table, time_table
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_config import read_job
-from meshwise.train.output_stream import counted, text_table
-from meshwise.train.prepare import prepare
+from meshwise.train.job_toml import read_job
+from meshwise.train.prepare_job import prepare
 from meshwise.view.drawings import drawings
 from meshwise.view.plan_account import PlanAccount, predicted
 from meshwise.view.plan_comparison import comparison_table

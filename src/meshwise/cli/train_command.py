@@ -18,10 +18,9 @@ from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job
-from meshwise.train.job_config import read_job
+from meshwise.train.job_toml import read_job
 from meshwise.train.loop import train
-from meshwise.train.output_stream import counted, replace_missing_characters
-from meshwise.train.prepare import Prepared, check_plan, prepare
+from meshwise.train.prepare_job import Prepared, check_plan, prepare
 from meshwise.train.resume import checked_run_start
 
 

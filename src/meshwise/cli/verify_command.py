@@ -15,11 +15,11 @@ from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.launch import run, torchrun_line
+from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_config import read_job
-from meshwise.train.output_stream import OutputConsole, counted, text_table
-from meshwise.train.prepare import check_plan, prepare
+from meshwise.train.job_toml import read_job
+from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 
 _MOST_ROWS = 40

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.streams import gpu_count
+from meshwise.train.console_output import counted
 from meshwise.train.job import DataJob, JobError
-from meshwise.train.named_objects import bind, locate
-from meshwise.train.output_stream import counted
+from meshwise.train.objects_by_name import bind, locate
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
 

@@ -1,7 +1,7 @@
 """The job: all settings of a training run, as one typed tree of frozen dataclasses.
 
 Each field is declared once, here: its type, default and meaning. The TOML file, the flags, the help text and the job
-written beside a run all follow this declaration (`job_config`). A field that may be None defaults to None, because TOML
+written beside a run all follow this declaration (`job_toml`). A field that may be None defaults to None, because TOML
 has no null.
 """
 

@@ -39,7 +39,12 @@ from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.plan import Plan
 from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train.dataset import length, read
-from meshwise.train.events import (
+from meshwise.train.failure_report import leave_traceback
+from meshwise.train.job import Job, SampleJob, ScheduleJob
+from meshwise.train.prepare_job import Prepared, prepare
+from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
+from meshwise.train.run_checkpoints import RunCheckpoints
+from meshwise.train.run_events import (
     Budgeted,
     Compared,
     End,
@@ -52,12 +57,6 @@ from meshwise.train.events import (
     Step,
     Validation,
 )
-from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import Job, SampleJob, ScheduleJob
-from meshwise.train.output_stream import OutputConsole
-from meshwise.train.prepare import Prepared, prepare
-from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
-from meshwise.train.run_checkpoints import RunCheckpoints
 from meshwise.train.run_folder import RunFolder, RunStart
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.slow_ranks import BusyTimer, RankPace

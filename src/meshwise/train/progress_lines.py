@@ -10,7 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from meshwise.precision.dtype_policy import NO_DTYPE
-from meshwise.train.events import (
+from meshwise.train.console_output import counted
+from meshwise.train.run_events import (
     Budgeted,
     Compared,
     End,
@@ -26,7 +27,6 @@ from meshwise.train.events import (
     Step,
     Validation,
 )
-from meshwise.train.output_stream import counted
 
 _MOST_STEPS = 5
 """Numbers of slow steps in a line."""

@@ -24,10 +24,10 @@ from meshwise.comm.api.world import World
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import PlanError
-from meshwise.train.events import Event, Resume
 from meshwise.train.job import Job, JobError
-from meshwise.train.job_config import to_toml
-from meshwise.train.prepare import Prepared
+from meshwise.train.job_toml import to_toml
+from meshwise.train.prepare_job import Prepared
+from meshwise.train.run_events import Event, Resume
 from meshwise.train.run_folder import RunStart, find_run_start
 
 T = TypeVar("T")

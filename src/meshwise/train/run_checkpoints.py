@@ -14,7 +14,7 @@ from meshwise.checkpoint.checkpoint_errors import SaveError
 from meshwise.checkpoint.checkpoint_index import INDEX
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.engine.trainer import Trainer
-from meshwise.train.events import Event, Saved, SaveFailed
+from meshwise.train.run_events import Event, Saved, SaveFailed
 
 
 class RunCheckpoints:

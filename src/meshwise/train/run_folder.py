@@ -28,11 +28,11 @@ from rich.console import Console
 from meshwise.checkpoint.checkpoint_folder import newest_valid
 from meshwise.checkpoint.checkpoint_index import INDEX
 from meshwise.comm.api.job_attempt import JobAttempt
-from meshwise.train.events import EventSink
 from meshwise.train.job import Job, JobError
-from meshwise.train.job_config import to_toml
+from meshwise.train.job_toml import to_toml
+from meshwise.train.metrics_files import JsonLines, TensorBoard
 from meshwise.train.progress_lines import ProgressLines
-from meshwise.train.record_files import JsonLines, TensorBoard
+from meshwise.train.run_events import EventSink
 
 TIMELINE = "timeline.json"
 """File with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""

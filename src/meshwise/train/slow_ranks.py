@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from meshwise.comm.api.world import World
-from meshwise.train.events import Slow
+from meshwise.train.run_events import Slow
 
 WINDOW = 20
 """Steps between two comparisons."""

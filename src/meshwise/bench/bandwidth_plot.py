@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from meshwise.bench.bandwidth import COPY, Measurement
+from meshwise.bench.bus_bandwidth import COPY, Measurement
 
 _COLUMNS = 3
 

@@ -11,7 +11,7 @@ import pytest
 
 from meshwise.plan import Plan, PlanError
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, SampleJob, TrainJob
-from meshwise.train.prepare import prepare
+from meshwise.train.prepare_job import prepare
 from meshwise.train.token_file import STDLIB
 
 OWN = """

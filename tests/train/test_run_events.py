@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
+from meshwise.train.metrics_files import JsonLines, TensorBoard
 from meshwise.train.progress_lines import ProgressLines
-from meshwise.train.record_files import JsonLines, TensorBoard
+from meshwise.train.run_events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
 
 
 def step(number: int, *, skipped: bool = False) -> Step:

@@ -23,11 +23,11 @@ from meshwise.model.forward import Loss
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.train.console_output import counted
 from meshwise.train.dataset import RunData, length, load_data, read
 from meshwise.train.job import Job, JobError
-from meshwise.train.named_objects import check_text, loss_function, model_function, optimizer
-from meshwise.train.output_stream import counted
-from meshwise.train.record_files import summary_writer
+from meshwise.train.metrics_files import summary_writer
+from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import STDLIB
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwise.reference import GPT, MLP, next_token_loss
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, TrainJob
-from meshwise.train.named_objects import locate, loss_function, mean_squared_error, model_function, optimizer
+from meshwise.train.objects_by_name import locate, loss_function, mean_squared_error, model_function, optimizer
 
 OWN = """
 from torch import nn

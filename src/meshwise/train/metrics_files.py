@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from meshwise.train.events import Event, Step, Validation, record
 from meshwise.train.job import JobError
+from meshwise.train.run_events import Event, Step, Validation, record
 
 
 class JsonLines:

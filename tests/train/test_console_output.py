@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from meshwise.train.output_stream import OutputConsole, replace_missing_characters, text_table
+from meshwise.train.console_output import OutputConsole, replace_missing_characters, text_table
 
 
 class Unread(io.StringIO):

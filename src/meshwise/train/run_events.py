@@ -1,6 +1,6 @@
 """The events of a run, as typed values, and `Events`, which hands each event to all sinks.
 
-The loop only emits events; sinks print them (`progress_lines`) and write them to files (`record_files`). Only rank 0
+The loop only emits events; sinks print them (`progress_lines`) and write them to files (`metrics_files`). Only rank 0
 has sinks.
 """
 
