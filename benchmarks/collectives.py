@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from meshwise.bench.bus_bandwidth import COPY, Measurement
-from meshwise.bench.collectives import WAYS, SizeSweep, measure, parse_size
+from meshwise.bench.collectives import VARIANTS, SizeSweep, measure, parse_size
 from meshwise.comm import World, run
 from peer_table import machine, write_between_markers
 
@@ -78,7 +78,7 @@ def table(measurements: Sequence[Measurement], *, remarks: Sequence[str]) -> str
     rows = [f"| collective | ranks | tensors | {' | '.join(map(_size_text, sizes))} |", "|---" * (3 + len(sizes)) + "|"]
     for kind in kinds:
         for ranks in groups:
-            for on in WAYS:
+            for on in VARIANTS:
                 if on == "gloo" or not any((kind, ranks, size, on) in found for size in sizes):
                     continue
                 cells = [str(cell(found, kind=kind, ranks=ranks, size=size, on=on)) for size in sizes]
@@ -105,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     sizes = tuple(map(parse_size, arguments.sizes))
     groups = tuple(arguments.groups)
-    sweep = SizeSweep(KINDS, sizes, groups, rounds=arguments.rounds, on=WAYS)
+    sweep = SizeSweep(KINDS, sizes, groups, rounds=arguments.rounds, on=VARIANTS)
     measurements = run(arguments.ranks, _rank, args=(sweep,), device="cpu", comm="local")[0]
     chosen = f"--ranks {arguments.ranks} --groups {' '.join(map(str, groups))} --sizes {' '.join(arguments.sizes)}"
     remarks = [

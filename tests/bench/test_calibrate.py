@@ -7,7 +7,7 @@ import tomlkit
 import torch
 from torch import nn
 
-from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
+from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
 from meshwise.cli import bench_command as command
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
@@ -19,14 +19,14 @@ from meshwise.simulate.rehearsal_subject import RehearsalSubject
 LITTLE = CalibrationEffort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 
 
-def _calibrated(world: World) -> Calibrated:
+def _calibrated(world: World) -> CalibrationResult:
     return calibrate(world, effort=LITTLE)
 
 
 def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None:
     found = run_threads(1, _calibrated)[0]
     cluster = found.cluster
-    assert 0 < found.share <= 1
+    assert 0 < found.cpu_share <= 1
     path = tmp_path / "here.toml"
     path.write_text(tomlkit.dumps(to_table(cluster)))
     assert load(path) == cluster
@@ -48,7 +48,7 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
 def test_ranks_that_did_not_have_their_cores_are_told_why(
     cores: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Calibrated(parse_cluster("cpu4"), share=0.55)
+    found = CalibrationResult(parse_cluster("cpu4"), cpu_share=0.55)
     monkeypatch.setattr(command, "run", lambda *_, **__: [found])
     monkeypatch.setattr(command, "cores", lambda: cores)
     assert command.main(["calibrate", "--ranks", "2", "--device", "cpu", "--output", str(tmp_path / "here.toml")]) == 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from meshwise.bench.bandwidth_plot import MissingExtraError, plot
 from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.collective_tables import as_json, as_table
-from meshwise.bench.collectives import WAYS, SizeSweep, measure
+from meshwise.bench.collectives import VARIANTS, SizeSweep, measure
 from meshwise.cli.main import main
 from meshwise.comm import CallRecord, World
 from meshwise.comm.in_process.thread_world import run_threads
@@ -77,7 +77,7 @@ def test_what_cannot_be_measured_is_refused_with_what_can(sweep: SizeSweep, mess
 
 @pytest.mark.processes
 def test_real_processes_are_measured_on_everything(processes: Processes) -> None:
-    found, _ = processes.run(2, measured, args=(SizeSweep(ALL, (4096, 1 << 18), (2,), rounds=2, on=WAYS),))[0]
+    found, _ = processes.run(2, measured, args=(SizeSweep(ALL, (4096, 1 << 18), (2,), rounds=2, on=VARIANTS),))[0]
 
     everywhere = {(kind, on) for kind in ALL if kind != COPY for on in ("ordinary", "shared")} | {(COPY, "ordinary")}
     elsewhere_measured = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}

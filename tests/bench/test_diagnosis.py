@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from meshwise.bench.diagnosis import MachineFinding, check_interfaces, examine_machine, examine_roll, own_facts
-from meshwise.bench.machine import Machine, examine, table
+from meshwise.bench.diagnosis import MachineFinding, check_interfaces, examine_machine, examine_roll_call, own_facts
+from meshwise.bench.machine import Machine, machine_facts, machine_table
 from meshwise.comm.health.roll_call import RollCallEntry
 
 GOOD = Machine(
@@ -34,12 +34,12 @@ def level_and_text(findings: list[MachineFinding]) -> list[tuple[str, str]]:
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    machine = examine()
+    machine = machine_facts()
 
     assert machine.cores >= 1
     assert machine.memory > 1 << 28
     assert dict(machine.software)["gloo"] == "yes"
-    assert all(text for _, text in table(machine))
+    assert all(text for _, text in machine_table(machine))
 
 
 def test_a_good_machine_has_no_findings() -> None:
@@ -134,7 +134,7 @@ ALL = [entry(rank) for rank in range(4)]
     ],
 )
 def test_what_differs_between_ranks_is_one_sentence(entries: list[RollCallEntry], what: str | None) -> None:
-    found = examine_roll(entries, size=4, seconds=10)
+    found = examine_roll_call(entries, size=4, seconds=10)
 
     assert ("problem", what) in level_and_text(found) if what else found == []
     assert all(finding.remedy for finding in found)

@@ -11,7 +11,7 @@ import pytest
 
 from free_port import free_port
 from meshwise.bench.diagnosis import MachineFinding
-from meshwise.bench.doctor import DoctorReport, can_open, consult_job, reach
+from meshwise.bench.doctor import DoctorReport, check_port, check_reachable, examine_job
 from meshwise.cli.main import main
 from meshwise.comm import World
 from meshwise.comm.health.roll_call import roll_call
@@ -40,7 +40,7 @@ def problems(findings: tuple[MachineFinding, ...] | list[MachineFinding]) -> lis
 
 def examined(environment: Mapping[str, str], *, seconds: float = 0.5) -> DoctorReport:
     with mock.patch.dict(os.environ, {**JOB, **environment}):
-        return consult_job(seconds=seconds)
+        return examine_job(seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_an_environment_that_no_launcher_makes_is_a_problem(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with mock.patch.dict(os.environ, environment):
-        assert problems(consult_job().findings) == [problem]
+        assert problems(examine_job().findings) == [problem]
 
 
 def test_a_name_that_does_not_resolve() -> None:
-    [finding] = reach("no-such-host.invalid", port=1, seconds=0.1)
+    [finding] = check_reachable("no-such-host.invalid", port=1, seconds=0.1)
     assert "MASTER_ADDR=no-such-host.invalid does not resolve" in finding.what
     assert "/etc/hosts" in finding.remedy
 
@@ -74,17 +74,17 @@ def test_a_port_that_nobody_listens_on(port: int) -> None:
 
 def test_a_machine_that_does_not_answer() -> None:
     with mock.patch("socket.create_connection", side_effect=TimeoutError("timed out")):
-        [finding] = reach("127.0.0.1", port=29500, seconds=0.1)
+        [finding] = check_reachable("127.0.0.1", port=29500, seconds=0.1)
     assert "does not answer within 0.1 s" in finding.what
     assert "firewall" in finding.remedy
 
 
 def test_a_store_that_answers_has_no_findings(taken: int) -> None:
-    assert reach("127.0.0.1", port=taken, seconds=0.1) == []
+    assert check_reachable("127.0.0.1", port=taken, seconds=0.1) == []
 
 
 def test_a_port_that_another_program_has(taken: int) -> None:
-    [finding] = can_open(taken)
+    [finding] = check_port(taken)
     assert finding.what == f"rank 0 cannot open port {taken}: address already in use"
     assert problems(examined({"MASTER_PORT": str(taken)}).findings) == [finding.what]
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from meshwise.base.mesh import even_split
 from meshwise.train import token_file as tokens
-from meshwise.train.dataset import RunData, TextDataset, length, load_data, read
+from meshwise.train.dataset import RunData, TextDataset, length, load_data, read_batches
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import open_tokens, token_file
@@ -290,7 +290,7 @@ def rows_of(dataset: Dataset[Any], numbers: range, *, ranks: int, **how: Any) ->
     """The samples that each rank reads, batch by batch."""
 
     def of(rank: int) -> list[list[int]]:
-        batches = read(dataset, numbers=numbers, share=lambda size: even_split(size, ranks)[rank], **how)
+        batches = read_batches(dataset, numbers=numbers, share=lambda size: even_split(size, ranks)[rank], **how)
         return [[int(x) for x in batch[0]] for batch in batches]
 
     return [of(rank) for rank in range(ranks)]
@@ -321,6 +321,6 @@ def test_batches_run_over_the_end_of_an_epoch(ranks: int, workers: int) -> None:
 
 def test_reading_draws_nothing_from_the_global_generator() -> None:
     before = torch.get_rng_state()
-    list(read(TensorDataset(torch.arange(4)), numbers=range(0, 4, 2), share=lambda size: (0, size)))
+    list(read_batches(TensorDataset(torch.arange(4)), numbers=range(0, 4, 2), share=lambda size: (0, size)))
 
     assert torch.equal(torch.get_rng_state(), before)

@@ -9,12 +9,12 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwise.train.job import ScheduleJob
-from meshwise.train.loop import rate
+from meshwise.train.loop import lr_schedule
 
 
 def drawn(steps: int, **schedule: Any) -> str:
     """The rate of every step in tenths of the peak."""
-    at = rate(ScheduleJob(**schedule), steps=steps)
+    at = lr_schedule(ScheduleJob(**schedule), steps=steps)
     return " ".join(f"{10 * at(step):.1f}".removesuffix(".0") for step in range(steps))
 
 
@@ -40,14 +40,14 @@ def test_the_rate_has_the_shape_that_was_asked_for(schedule: dict[str, Any], exp
 @pytest.mark.parametrize("steps", [1, 2, 3, 100])
 @pytest.mark.parametrize("warmup", [0, 1, 2, 200])
 def test_the_rate_stays_between_zero_and_the_peak(shape: Any, steps: int, warmup: int) -> None:
-    at = rate(ScheduleJob(shape=shape, warmup=warmup, floor=0.1), steps=steps)
+    at = lr_schedule(ScheduleJob(shape=shape, warmup=warmup, floor=0.1), steps=steps)
 
     assert all(0 < at(step) <= 1 for step in range(steps + 1))
 
 
 def test_torch_takes_the_rate_as_it_is() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = LambdaLR(optimizer, rate(ScheduleJob(shape="linear", warmup=2, floor=0.0), steps=4))
+    schedule = LambdaLR(optimizer, lr_schedule(ScheduleJob(shape="linear", warmup=2, floor=0.0), steps=4))
     rates = []
     for _ in range(4):
         rates.append(optimizer.param_groups[0]["lr"])

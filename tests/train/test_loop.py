@@ -23,7 +23,7 @@ from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
 from meshwise.train.job_toml import from_toml
-from meshwise.train.loop import Summary, rate
+from meshwise.train.loop import RunSummary, lr_schedule
 from meshwise.train.sample_order import SampleOrder
 from run_job import run_job
 
@@ -50,13 +50,13 @@ def change(job: Job, section: str, **changes: Any) -> Job:
     return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **changes)})
 
 
-def events(summary: Summary, kind: str) -> list[Mapping[str, Any]]:
+def events(summary: RunSummary, kind: str) -> list[Mapping[str, Any]]:
     assert summary.folder is not None
     lines = (Path(summary.folder) / "metrics.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def parameters(summary: Summary) -> dict[str, Tensor]:
+def parameters(summary: RunSummary) -> dict[str, Tensor]:
     assert summary.folder is not None
     with safe_open(f"{summary.folder}/parameters.safetensors", framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -193,7 +193,7 @@ def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Jo
     assert skipped[2]
     assert sum(not one for one in skipped) >= 4
     assert printed.count("the gradient overflowed at a loss scale of") == sum(skipped)
-    rates = rate(job.schedule, steps=12)
+    rates = lr_schedule(job.schedule, steps=12)
     updates = [sum(not one for one in skipped[:number]) for number in range(12)]
     assert [event["lr"] for event in steps] == [1e-2 * rates(number) for number in updates]
 

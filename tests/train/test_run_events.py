@@ -12,7 +12,17 @@ from rich.console import Console
 
 from meshwise.train.metrics_files import JsonLines, TensorBoard
 from meshwise.train.progress_lines import ProgressLines
-from meshwise.train.run_events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
+from meshwise.train.run_events import (
+    End,
+    Event,
+    EventDispatcher,
+    NonFinite,
+    Sample,
+    Start,
+    Step,
+    Validation,
+    event_record,
+)
 
 
 def step(number: int, *, skipped: bool = False) -> Step:
@@ -82,7 +92,7 @@ next: meshwise verify runs/a/job.toml
 def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
     out = io.StringIO()
     sink = ProgressLines(Console(file=out, width=40), every=2)
-    with Events([sink]) as events:
+    with EventDispatcher([sink]) as events:
         for event in RUN:
             events.emit(event)
 
@@ -116,7 +126,7 @@ def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
 def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
     out = io.StringIO()
     sink = ProgressLines(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
-    with Events([sink]) as events:
+    with EventDispatcher([sink]) as events:
         for event in RUN:
             events.emit(event)
 
@@ -148,7 +158,7 @@ def test_every_event_is_a_line_of_json_at_once(tmp_path: Path) -> None:
     sink.close()
 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [record(event) for event in RUN]
+    assert lines == [event_record(event) for event in RUN]
     assert [line["event"] for line in lines] == (
         ["start", "step", "step", "nonfinite", "step", "validation", "step", "sample", "end"]
     )
@@ -188,7 +198,7 @@ def test_the_sinks_are_closed_when_the_run_fails() -> None:
             self.closed = True
 
     sink = Closing()
-    with pytest.raises(RuntimeError, match="no room"), Events([sink]) as events:
+    with pytest.raises(RuntimeError, match="no room"), EventDispatcher([sink]) as events:
         events.emit(step(1))
 
     assert sink.closed

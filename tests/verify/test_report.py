@@ -2,7 +2,7 @@ import dataclasses
 import io
 import math
 
-from meshwise.cli.verify_command import show
+from meshwise.cli.verify_command import print_report
 from meshwise.train.console_output import OutputConsole
 from meshwise.verify.report import Divergence, ParameterFigures, Report, StepFigures
 from meshwise.verify.rounding_bounds import BoundedDifference
@@ -75,7 +75,7 @@ def test_a_difference_before_the_first_step_is_printed_as_such() -> None:
 def test_the_command_shows_the_parameters_nearest_their_bounds_and_counts_the_rest() -> None:
     many = tuple(ParameterFigures(f"p{i}", None, figure(i * 1e-12)) for i in range(100))
     text = io.StringIO()
-    show(dataclasses.replace(REPORT, first=None, parameters=many), console=OutputConsole(file=text, width=60))
+    print_report(dataclasses.replace(REPORT, first=None, parameters=many), console=OutputConsole(file=text, width=60))
     shown = [line.split()[0] for line in text.getvalue().splitlines() if line.startswith("p") and "none" in line]
     assert shown == [f"p{i}" for i in range(60, 100)]
     assert "and 60 more, further from their bounds than these" in text.getvalue()

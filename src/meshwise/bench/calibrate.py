@@ -64,16 +64,16 @@ class CalibrationEffort:
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibrationResult:
     """The measured cluster, and how undisturbed the measurement was."""
 
     cluster: Cluster
 
-    share: float
+    cpu_share: float
     """The part of the time in which the ranks had their cores while they computed: less than 1 where other work ran."""
 
 
-def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> Calibrated:
+def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> CalibrationResult:
     """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
     keep_freed_memory_of_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
@@ -103,7 +103,7 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
     # The core that computes is the one that copies.
     overlap = world.device.type != "cpu"
     cluster = Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
-    return Calibrated(cluster, seconds.share())
+    return CalibrationResult(cluster, seconds.share())
 
 
 class _Stopwatch:

@@ -26,7 +26,7 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.comm.network.gloo_baseline import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 
-WAYS = ("ordinary", "shared", "joint", "gloo")
+VARIANTS = ("ordinary", "shared", "joint", "gloo")
 """On what a collective is measured: see `Measurement.on`."""
 
 _AXIS = "ring"
@@ -53,8 +53,8 @@ class SizeSweep:
         """Raise ValueError if a world of `world_size` ranks cannot measure this, and say what it can measure."""
         if unknown := set(self.kinds) - BUS_FACTORS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
-        if strange := set(self.on) - set(WAYS):
-            raise ValueError(f"nothing is measured on {', '.join(sorted(strange))}; there are {', '.join(WAYS)}")
+        if strange := set(self.on) - set(VARIANTS):
+            raise ValueError(f"nothing is measured on {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
         possible = group_sizes(world_size)
         if wrong := [n for n in self.groups if n not in possible]:
             listed = ", ".join(map(str, possible)) or "no"
@@ -156,7 +156,7 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
     asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and _can(kind, on, gloo)]
     asked.append((COPY, "ordinary"))
     samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
-    orders = [sorted(samples, key=lambda one: (one[2], sign * WAYS.index(one[1]))) for sign in (1, -1)]
+    orders = [sorted(samples, key=lambda one: (one[2], sign * VARIANTS.index(one[1]))) for sign in (1, -1)]
     for turn in range(sweep.warmup + sweep.rounds):
         for kind, on, count in orders[turn % 2]:
             sample = _sample(world, _call_of(kind, on, gloo), buffers[on][count])

@@ -1,6 +1,4 @@
-"""Find what is wrong with a machine (`examine_machine`) and between the ranks of a job (`examine_roll`), and say how to
-mend it.
-"""
+"""Find problems of a machine (`examine_machine`) and between the ranks of a job (`examine_roll_call`), with remedies."""
 
 import ipaddress
 import os
@@ -115,7 +113,7 @@ def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
     }
 
 
-def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
+def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
     """Return what is wrong between the ranks that answered the roll call, where the launcher announced `size` ranks."""
     found = []
     ranks = [entry.rank for entry in entries]

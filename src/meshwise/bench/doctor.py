@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwise.bench.diagnosis import MachineFinding, examine_machine, examine_roll, own_facts, problem
-from meshwise.bench.machine import Machine, examine
+from meshwise.bench.diagnosis import MachineFinding, examine_machine, examine_roll_call, own_facts, problem
+from meshwise.bench.machine import Machine, machine_facts
 from meshwise.bench.pair_messages import PairMessages, exchange_messages, slow_links
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.launch_environment import launch_error
@@ -28,7 +28,7 @@ from meshwise.comm.network.loopback import is_opened_by_launcher
 _RETRY_SECONDS = 0.2
 
 
-def reach(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
+def check_reachable(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
     """Try to reach the store of the job until it answers or the time is up. Return no findings when it answers."""
     where, until = f"{address}:{port}", time.monotonic() + seconds
     while True:
@@ -55,7 +55,7 @@ def reach(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
         return []
 
 
-def can_open(port: int) -> list[MachineFinding]:
+def check_port(port: int) -> list[MachineFinding]:
     """Return a finding if rank 0 cannot open the port of the job's store."""
     try:
         socket.create_server(("", port)).close()
@@ -92,9 +92,9 @@ class DoctorReport:
         return DoctorReport(self.machine, (*self.exchanges, exchange), (*self.findings, *found))
 
 
-def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
+def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
     """Examine local ranks, by default as many as cores or GPUs, 2 to 4; on CPU, and on GPUs if there are any."""
-    machine = examine()
+    machine = machine_facts()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))
     report = DoctorReport(machine, (), tuple(examine_machine(machine, ranks=size)))
     if report.healthy:
@@ -106,12 +106,12 @@ def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorR
     return report
 
 
-def consult_job(*, seconds: float = 10.0) -> DoctorReport:
+def examine_job(*, seconds: float = 10.0) -> DoctorReport:
     """Examine one rank under torchrun: reach the store of the job, call the roll, connect, exchange messages.
 
     Takes `seconds` at most for each step that waits for others.
     """
-    machine = examine()
+    machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
         return DoctorReport(machine, (), (problem(error[0], remedy=error[1]),))
     size = int(os.environ["WORLD_SIZE"])
@@ -132,13 +132,13 @@ def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFindi
     """Reach the store of the job, call the roll there and return what is wrong between the ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = os.environ["RANK"] == "0" and not is_opened_by_launcher()
-    if found := can_open(port) if opens else reach(address, port=port, seconds=seconds):
+    if found := check_port(port) if opens else check_reachable(address, port=port, seconds=seconds):
         return found
     try:
         roll = roll_call(own_facts(machine, device="cuda" if machine.gpus else "cpu"), seconds=seconds)
     except RuntimeError as error:
         return [_failure(f"the store of the job at {address}:{port}", error)]
-    return examine_roll(roll.entries, size=size, seconds=seconds)
+    return examine_roll_call(roll.entries, size=size, seconds=seconds)
 
 
 def _exchange_in_time(world: World, seconds: float) -> PairMessages:

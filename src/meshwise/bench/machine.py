@@ -59,7 +59,7 @@ class Machine:
     open_files: int
 
 
-def examine() -> Machine:
+def machine_facts() -> Machine:
     """Return the facts about this machine. Takes a second at most, more only when nvidia-smi is slow."""
     host = socket.gethostname()
     listed = _nvidia_smi("--list-gpus")
@@ -139,7 +139,7 @@ def _nvidia_smi(*words: str) -> str:
         return ""
 
 
-def table(machine: Machine) -> Sequence[tuple[str, str]]:
+def machine_table(machine: Machine) -> Sequence[tuple[str, str]]:
     """Return the machine as lines of a name and a text."""
     return [
         ("software", ", ".join(f"{name} {value}" for name, value in machine.software)),

@@ -14,7 +14,7 @@ import tomlkit
 
 from meshwise.bench.bandwidth_plot import plot, require_matplotlib
 from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
-from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
+from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
 from meshwise.bench.collective_tables import as_json, as_table
 from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
 from meshwise.bench.collectives import measure as measure_collectives
@@ -38,7 +38,7 @@ UNDISTURBED = 0.9
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectivesFlags:
     """Time every collective over sizes and group sizes, with a copy in memory for comparison."""
 
     ranks: int | None = None
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _collectives(words: Sequence[str]) -> int:
-    flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
+    flags = parse_flags(words, prog="meshwise bench collectives", default=CollectivesFlags())
     size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
     check_outputs((flags.json, flags.png))
     sweep = _sweep(flags, size)
@@ -93,7 +93,7 @@ def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
     return measure_collectives(sweep, world=world)
 
 
-def _sweep(flags: Collectives, size: int) -> SizeSweep:
+def _sweep(flags: CollectivesFlags, size: int) -> SizeSweep:
     try:
         sweep = SizeSweep(
             kinds=flags.collectives,
@@ -110,7 +110,7 @@ def _sweep(flags: Collectives, size: int) -> SizeSweep:
     return sweep
 
 
-def _print_collectives(flags: Collectives, measurements: Sequence[Measurement]) -> None:
+def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measurement]) -> None:
     console = console_of_width(_WIDTH)
     links = [link_text(interface) for interface in network_interfaces() if interface.up and interface.speed > 0]
     caption = (
@@ -125,7 +125,7 @@ def _print_collectives(flags: Collectives, measurements: Sequence[Measurement]) 
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationFlags:
     """Measure how fast this machine computes, copies and sends with all its ranks busy; write it as a cluster file."""
 
     output: Path = Path("cluster.toml")
@@ -141,38 +141,38 @@ class Calibration:
 
 
 def _calibrate(words: Sequence[str]) -> int:
-    flags = parse_flags(words, prog="meshwise bench calibrate", default=Calibration())
+    flags = parse_flags(words, prog="meshwise bench calibrate", default=CalibrationFlags())
     device = _device(flags)
     if flags.rounds < 1:
         raise JobError(f"rounds = {flags.rounds} has to be at least 1")
     check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
     _say_start(size, "calibrate", words)
-    found: Calibrated = run(
+    found: CalibrationResult = run(
         size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
     )[0]
     if prints_for_job():
         text = tomlkit.dumps(to_table(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
-        if found.share < UNDISTURBED:
+        if found.cpu_share < UNDISTURBED:
             result += f"; {_disturbance(found, size=size)}"
         write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=result)
     return 0
 
 
-def _calibrate_rank(world: World, effort: CalibrationEffort) -> Calibrated:
+def _calibrate_rank(world: World, effort: CalibrationEffort) -> CalibrationResult:
     return calibrate(world, effort=effort)
 
 
-def _disturbance(found: Calibrated, *, size: int) -> str:
+def _disturbance(found: CalibrationResult, *, size: int) -> str:
     """Return why the ranks did not get all of their CPU time, and what to do."""
     most = cores()
     if found.cluster.device.kind == "cpu" and not launched_ranks() and size > most:
         return f"{size} ranks share {counted(most, of='core')}: calibrate and train with --ranks {most}"
-    return f"other work took {1 - found.share:.0%} of the CPU time: calibrate again when the machine is quieter"
+    return f"other work took {1 - found.cpu_share:.0%} of the CPU time: calibrate again when the machine is quieter"
 
 
-def _ranks(flags: Collectives | Calibration, *, least: int) -> int:
+def _ranks(flags: CollectivesFlags | CalibrationFlags, *, least: int) -> int:
     """Return the number of ranks to measure on: torchrun's, those asked for, one per GPU, or `least` to 4 per core."""
     if launched := launched_ranks():
         return launched
@@ -180,7 +180,7 @@ def _ranks(flags: Collectives | Calibration, *, least: int) -> int:
     return checked_ranks(flags.ranks) or gpus or max(least, min(DEFAULT_RANKS, cores()))
 
 
-def _device(flags: Collectives | Calibration) -> Literal["cpu", "cuda"] | None:
+def _device(flags: CollectivesFlags | CalibrationFlags) -> Literal["cpu", "cuda"] | None:
     """Return the device asked for, None for auto. Raises JobError for CUDA without a GPU."""
     if flags.device == "cuda" and not gpu_count():
         raise JobError("--device cuda, but torch sees no GPU; use --device cpu, or run `meshwise doctor`")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.markup import escape
 
-from meshwise.bench.doctor import DoctorReport, consult_job, consult_local
-from meshwise.bench.machine import table
+from meshwise.bench.doctor import DoctorReport, examine_job, examine_local_ranks
+from meshwise.bench.machine import machine_table
 from meshwise.bench.pair_messages import PairMessages
 from meshwise.cli.flag_values import checked_ranks
 from meshwise.comm.api.launch_environment import is_under_launcher, prints_for_job
@@ -20,7 +20,7 @@ _MARKS: Mapping[str, str] = {"note": "[yellow]note   [/]", "problem": "[red]prob
 
 
 @dataclass(frozen=True)
-class Doctor:
+class DoctorFlags:
     """Examine this machine and whether ranks can communicate: local ranks, or under torchrun the ranks of the job."""
 
     ranks: int | None = None
@@ -31,24 +31,24 @@ class Doctor:
 
 def main(words: Sequence[str]) -> int:
     """Examine the machine and print the findings. Raises JobError for bad flags."""
-    flags = parse_flags(words, prog="meshwise doctor", default=Doctor())
+    flags = parse_flags(words, prog="meshwise doctor", default=DoctorFlags())
     if not flags.seconds > 0:
         raise JobError(f"seconds = {flags.seconds} has to be above 0")
     console = OutputConsole(soft_wrap=True, highlight=False)
     if is_under_launcher():
-        report = consult_job(seconds=flags.seconds)
+        report = examine_job(seconds=flags.seconds)
         if prints_for_job():
             _print_report(console, report)
         elif not report.healthy:
             _print_findings(console, report, prefix=f"rank {os.environ['RANK']}: ")
     else:
-        report = consult_local(ranks=checked_ranks(flags.ranks), seconds=3 * flags.seconds)
+        report = examine_local_ranks(ranks=checked_ranks(flags.ranks), seconds=3 * flags.seconds)
         _print_report(console, report)
     return 0 if report.healthy else 1
 
 
 def _print_report(console: OutputConsole, report: DoctorReport) -> None:
-    for name, text in table(report.machine):
+    for name, text in machine_table(report.machine):
         console.print(f"{name:14} {escape(text)}")
     if report.machine.topology:
         console.print(escape(report.machine.topology))

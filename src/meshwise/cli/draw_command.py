@@ -42,7 +42,7 @@ from meshwise.view.schedule_text import figures, picture, strip
 
 
 @dataclass(frozen=True)
-class DrawMesh:
+class DrawMeshFlags:
     """Draw the ranks of a plan: one grid for the two innermost axes, repeated for the other axes."""
 
     plan: str = ""
@@ -56,7 +56,7 @@ class DrawMesh:
 
 
 @dataclass(frozen=True)
-class DrawSchedule(DrawingFiles):
+class DrawScheduleFlags(DrawingFiles):
     """Draw when each rank computes what, for a plan's schedule or a table of your own."""
 
     plan: str = ""
@@ -76,7 +76,7 @@ class DrawSchedule(DrawingFiles):
 
 
 @dataclass(frozen=True)
-class DrawTimeline(DrawingFiles):
+class DrawTimelineFlags(DrawingFiles):
     """Draw a step of a run that was trained with `--train.timeline`: the actions of each rank, and lost time."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
@@ -112,7 +112,7 @@ def _draw_cut(words: Sequence[str]) -> None:
 
 
 def _draw_mesh(words: Sequence[str]) -> None:
-    flags = parse_flags(words, prog="meshwise draw mesh", default=DrawMesh())
+    flags = parse_flags(words, prog="meshwise draw mesh", default=DrawMeshFlags())
     if not flags.plan:
         raise JobError('give a plan: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
     check_drawings(DrawingFiles(png=flags.png, svg=flags.svg))
@@ -129,7 +129,7 @@ def _draw_mesh(words: Sequence[str]) -> None:
 
 
 def _draw_schedule(words: Sequence[str]) -> None:
-    flags = parse_flags(words, prog="meshwise draw schedule", default=DrawSchedule())
+    flags = parse_flags(words, prog="meshwise draw schedule", default=DrawScheduleFlags())
     if (flags.table is None) == (not flags.plan):
         raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
     if not min(flags.forward, flags.input, flags.weight) > 0 or not flags.link >= 0:
@@ -156,7 +156,7 @@ def _draw_schedule(words: Sequence[str]) -> None:
 
 
 def _draw_timeline(words: Sequence[str]) -> None:
-    flags = parse_flags(words, prog="meshwise draw timeline", default=DrawTimeline())
+    flags = parse_flags(words, prog="meshwise draw timeline", default=DrawTimelineFlags())
     check_drawings(flags)
     run = read_step(flags.run)
     console = drawing_console()

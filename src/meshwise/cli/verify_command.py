@@ -61,11 +61,11 @@ def main(arguments: Sequence[str]) -> int:
     else:
         report = run_threads(size, _rank, args=(job,), timeout=None)[0]
     if prints_for_job():
-        show(report, console=OutputConsole())
+        print_report(report, console=OutputConsole())
     return 0 if report.ok else 1
 
 
-def show(report: Report, *, console: OutputConsole) -> None:
+def print_report(report: Report, *, console: OutputConsole) -> None:
     """Print a report: the verdict, the steps, and the parameters that are furthest from their bounds."""
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
     lines = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]

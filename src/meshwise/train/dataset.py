@@ -27,7 +27,7 @@ from meshwise.train.objects_by_name import bind, locate
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
 
-Share: TypeAlias = Callable[[int], tuple[int, int]]
+ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def length(dataset: Dataset[Any]) -> int:
         ) from error
 
 
-def read(
-    dataset: Dataset[Any], *, numbers: range, share: Share, order: SampleOrder | None = None, workers: int = 0
+def read_batches(
+    dataset: Dataset[Any], *, numbers: range, share: ShareFunction, order: SampleOrder | None = None, workers: int = 0
 ) -> Iterator[Any]:
     """Yield this rank's rows of one global batch after the other, collated by torch.
 
@@ -127,7 +127,7 @@ class _Rows:
     """This rank's samples, batch by batch. An empty batch reads one sample, for the shape of a row."""
 
     numbers: range
-    share: Share
+    share: ShareFunction
     order: SampleOrder | None
 
     def bounds(self) -> Iterator[tuple[int, int]]:

@@ -49,7 +49,7 @@ from meshwise.train.run_events import (
     Compared,
     End,
     Event,
-    Events,
+    EventDispatcher,
     Measured,
     NonFinite,
     Sample,
@@ -60,11 +60,11 @@ from meshwise.train.run_events import (
 from meshwise.train.run_folder import RunFolder, RunStart
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.slow_ranks import BusyTimer, RankPace
-from meshwise.train.token_file import START
+from meshwise.train.token_file import START_TOKEN
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """The result of a run: losses of the last step and the last validation, the run's folder (on rank 0)."""
 
     loss: float
@@ -72,7 +72,7 @@ class Summary:
     folder: str | None
 
 
-def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
+def train(world: World, *, job: Job, console: Console | None = None) -> RunSummary:
     """Run a job on the ranks of `world`; every rank calls it. `console`: where rank 0 prints, by default stdout.
 
     Raises JobError or PlanError for a job that cannot run or is not the job of its checkpoint. Raises DamageError when
@@ -96,7 +96,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     folder = on_first_rank(lambda: RunFolder.claim(job, path=start.folder, attempt=attempt), world=world)
     sinks = [] if world.rank else folder.sinks(console or OutputConsole(), every=job.train.log_every)
     try:
-        with Events(sinks) as events:
+        with EventDispatcher(sinks) as events:
             return _Run(trainer, prepared, folder, events, memory_before=memory_before).run(start)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
@@ -114,7 +114,7 @@ class _Run:
     """
 
     def __init__(
-        self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events, *, memory_before: int
+        self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: EventDispatcher, *, memory_before: int
     ) -> None:
         job = prepared.job
         self._trainer = trainer
@@ -125,7 +125,7 @@ class _Run:
         self._emit = events.emit
         self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
-        self._rate = rate(job.schedule, steps=job.train.steps)
+        self._rate = lr_schedule(job.schedule, steps=job.train.steps)
         self._validation: float | None = None
         self._seconds: list[float] = []
         self._memory_before = memory_before
@@ -133,7 +133,7 @@ class _Run:
             trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
         )
 
-    def run(self, start: RunStart) -> Summary:
+    def run(self, start: RunStart) -> RunSummary:
         """Resume, train, and write what the job asks for."""
         job, trainer = self._job, self._trainer
         started = time.monotonic()
@@ -148,7 +148,7 @@ class _Run:
             self._emit(Sample(self._progress.step, job.sample.prompt, text))
         self._end(time.monotonic() - started)
         where = None if trainer.world.rank else str(self._folder.path)
-        return Summary(self._progress.loss, self._validation, where)
+        return RunSummary(self._progress.loss, self._validation, where)
 
     def _start_event(self) -> Start:
         job, trainer = self._job, self._trainer
@@ -263,7 +263,9 @@ class _Run:
         self._emit(Validation(step, result.loss, result.tokens))
 
     def _read(self, dataset: Dataset[Any], numbers: range, order: SampleOrder) -> Iterator[Any]:
-        rows = read(dataset, numbers=numbers, share=self._trainer.share, order=order, workers=self._job.data.workers)
+        rows = read_batches(
+            dataset, numbers=numbers, share=self._trainer.share, order=order, workers=self._job.data.workers
+        )
         if self._job.train.dtype is None:
             return rows
         dtype = getattr(torch, self._job.train.dtype)
@@ -316,7 +318,7 @@ def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) ->
     the whole text from the same seed: under zero=3 a forward gathers parameters, so all ranks need equally many.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompt = [START, *sample.prompt.encode()]
+    prompt = [START_TOKEN, *sample.prompt.encode()]
     tokens = list(prompt)
     for _ in range(sample.length):
         logits = trainer.predict(torch.tensor([tokens[-context:]]))[0, -1].double().cpu()
@@ -400,7 +402,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
-def rate(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
+def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
     """Return a function from the step (0 … steps-1) to the fraction of the peak learning rate.
 
     Step k of the warm-up has (k+1)/warmup of the peak; the last step of the run has the floor.

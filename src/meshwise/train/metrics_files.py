@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.train.job import JobError
-from meshwise.train.run_events import Event, Step, Validation, record
+from meshwise.train.run_events import Event, Step, Validation, event_record
 
 
 class JsonLines:
@@ -25,7 +25,7 @@ class JsonLines:
 
     def write(self, event: Event) -> None:
         """Append the event."""
-        self._file.write(json.dumps({key: _plain(value) for key, value in record(event).items()}) + "\n")
+        self._file.write(json.dumps({key: _plain(value) for key, value in event_record(event).items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from meshwise.train.flags import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 
-BYTES = 256
+BYTE_VALUES = 256
 """Values of a byte, the tokens of text."""
 
 
@@ -58,10 +58,10 @@ def check_text(job: Job) -> None:
     if job.model.name != "gpt":
         return
     shape = _configure(job, GPTConfig(context=job.data.context))
-    if shape.vocabulary < BYTES:
+    if shape.vocabulary < BYTE_VALUES:
         raise JobError(
-            f"model.arguments of gpt: vocabulary={shape.vocabulary} is less than the {BYTES} bytes that text is made "
-            "of; leave it out"
+            f"model.arguments of gpt: vocabulary={shape.vocabulary} is less than {BYTE_VALUES}, the number of tokens "
+            "of text; leave it out"
         )
     if shape.context < job.data.context:
         raise JobError(

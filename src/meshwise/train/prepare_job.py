@@ -24,7 +24,7 @@ from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.train.console_output import counted
-from meshwise.train.dataset import RunData, length, load_data, read
+from meshwise.train.dataset import RunData, length, load_data, read_batches
 from meshwise.train.job import Job, JobError
 from meshwise.train.metrics_files import summary_writer
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer
@@ -63,7 +63,9 @@ class Prepared:
         """Yield the first `count` global batches, all rows of each."""
         job, dataset = self.job.train, self.data.train
         order = SampleOrder(length(dataset), seed=job.seed)
-        return read(dataset, numbers=range(0, count * job.batch, job.batch), share=lambda size: (0, size), order=order)
+        return read_batches(
+            dataset, numbers=range(0, count * job.batch, job.batch), share=lambda size: (0, size), order=order
+        )
 
     def rehearsal_subject(self) -> RehearsalSubject:
         """Return the training of the job for a simulation, with its first global batch."""

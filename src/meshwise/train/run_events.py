@@ -1,4 +1,4 @@
-"""The events of a run, as typed values, and `Events`, which hands each event to all sinks.
+"""The events of a run, as typed values, and `EventDispatcher`, which hands each event to all sinks.
 
 The loop only emits events; sinks print them (`progress_lines`) and write them to files (`metrics_files`). Only rank 0
 has sinks.
@@ -213,7 +213,7 @@ class EventSink(Protocol):
         """Close the sink: no more events follow."""
 
 
-class Events:
+class EventDispatcher:
     """The events of one run; a context manager that closes the sinks."""
 
     def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
@@ -224,7 +224,7 @@ class Events:
         for sink in self._sinks:
             sink.write(event)
 
-    def __enter__(self) -> "Events":
+    def __enter__(self) -> "EventDispatcher":
         return self
 
     def __exit__(
@@ -234,6 +234,6 @@ class Events:
             sink.close()
 
 
-def record(event: Event) -> dict[str, Any]:
+def event_record(event: Event) -> dict[str, Any]:
     """Return the event as a dict, with its name under `event`: a line of metrics.jsonl."""
     return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}

@@ -24,7 +24,7 @@ _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
-Words = NDArray[np.uint64]
+UInt64Array = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SampleOrder:
         return [int(index) for index in _permute(numbers % size, self.size, key)]
 
 
-def _permute(index: Words, size: int, key: Words) -> Words:
+def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
     """Return the images of the indices under the permutation of 0 … size-1 named by `key`."""
     base = np.uint64(math.isqrt(size - 1) + 1)
     result = index
@@ -61,7 +61,7 @@ def _permute(index: Words, size: int, key: Words) -> Words:
     return result
 
 
-def _mix(x: Words) -> Words:
+def _mix(x: UInt64Array) -> UInt64Array:
     """Return a bijection of 64-bit words in which every bit of the argument moves half the bits of the result."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

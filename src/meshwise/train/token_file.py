@@ -23,7 +23,7 @@ from meshwise.base.atomic_file import write_whole
 from meshwise.train.job import JobError
 
 STDLIB = "python-stdlib"
-START = 0
+START_TOKEN = 0
 """The token before every file."""
 _BLOCKS = 256
 _BLOCK = 4096
@@ -91,7 +91,7 @@ def _build(files: Sequence[Path], target: Path) -> None:
 def _join(files: Sequence[Path], into: Path) -> None:
     with into.open("wb") as out:
         for path in files:
-            out.write(bytes([START]))
+            out.write(bytes([START_TOKEN]))
             with path.open("rb") as text:
                 shutil.copyfileobj(text, out)
 
