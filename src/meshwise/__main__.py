@@ -1,4 +1,4 @@
-"""`python -m meshwise`, and `torchrun -m meshwise`."""
+"""Run the command line of `meshwise`, for `python -m meshwise` and `torchrun -m meshwise`."""
 
 import sys
 

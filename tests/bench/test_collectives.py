@@ -66,7 +66,7 @@ def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> N
         (SizeSweep(("reduce",), (4,), (1,)), "no groups of 1"),
         (SizeSweep((), (4,), (2,)), "nothing to measure"),
         (SizeSweep(("reduce",), (4,), (2,), on=()), "nothing to measure"),
-        (SizeSweep(("reduce",), (4,), (2,), on=("joint",)), "nothing to measure: on joint there is all_gather alone"),
+        (SizeSweep(("reduce",), (4,), (2,), on=("joint",)), "nothing to measure: on joint memory only all_gather is"),
         (SizeSweep(("reduce",), (4,), (2,), rounds=0), "nothing to measure"),
     ],
 )

@@ -113,9 +113,9 @@ ALL = [entry(rank) for rank in range(4)]
     "entries, what",
     [
         (ALL, None),
-        (ALL[:2], "ranks 2,3 of 4 did not come within 10 s"),
-        ([*ALL[:3], entry(2)], "rank 3 of 4 did not come within 10 s"),
-        ([*ALL, entry(1)], "rank 1 came more than once"),
+        (ALL[:2], "ranks 2,3 of 4 did not answer the roll call within 10 s"),
+        ([*ALL[:3], entry(2)], "rank 3 of 4 did not answer the roll call within 10 s"),
+        ([*ALL, entry(1)], "rank 1 answered the roll call more than once"),
         (
             [*ALL[:3], entry(3, size=8)],
             "the ranks differ about the size of the world: 4 on ranks 0,1,2 and 8 on rank 3",
@@ -128,7 +128,7 @@ ALL = [entry(rank) for rank in range(4)]
         ([*ALL[:3], entry(3, host="there")], None),
         (
             [*ALL[:2], entry(2, host="there", loopback="yes"), entry(3, host="there", loopback="yes")],
-            "ranks 2,3 can only be found from their own machine: their address is the loopback's",
+            "ranks 2,3 can only be reached from their own machine: their address is a loopback address",
         ),
         ([entry(rank, loopback="yes") for rank in range(4)], None),
     ],

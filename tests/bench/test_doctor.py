@@ -91,7 +91,7 @@ def test_a_port_that_another_program_has(taken: int) -> None:
 
 def test_a_rank_that_does_not_come(port: int) -> None:
     report = examined({"MASTER_PORT": str(port)})
-    assert problems(report.findings) == ["rank 1 of 2 did not come within 0.5 s"]
+    assert problems(report.findings) == ["rank 1 of 2 did not answer the roll call within 0.5 s"]
 
 
 def test_an_interface_that_does_not_exist_stops_before_anyone_waits(port: int) -> None:
@@ -151,7 +151,7 @@ def test_local_ranks_that_can_communicate_end_with_status_0(
 @pytest.mark.processes
 def test_one_rank_has_no_peer(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--ranks", "1"]) == 0
-    assert "1 rank on cpu has no peer" in capfd.readouterr().out
+    assert "1 rank on cpu: it exchanged no messages" in capfd.readouterr().out
 
 
 def test_a_problem_ends_with_status_1_and_its_remedy(port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,5 +187,5 @@ def test_an_exchange_that_hangs_is_ended_with_the_position() -> None:
     )
 
     assert ended.returncode == 1
-    assert "stood still for 0.5 s while exchanging messages at #0 all_reduce[rank] sum 1000 float32" in ended.stderr
+    assert "made no progress for 0.5 s while exchanging messages at #0 all_reduce[rank] sum 1000 float32" in ended.stderr
     assert "GLOO_SOCKET_IFNAME" in ended.stderr

@@ -164,7 +164,7 @@ def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--html=a.html"], 'say on which cluster: --on "64x8 h100"'),
+        (["--html=a.html"], '--on is missing: name the cluster, as in --on "64x8 h100"'),
         (["--on", "8 h1000"], "did you mean h100?"),
         (["--on", "8 h100", "--fix", "tpp=2"], "unknown plan key 'tpp'; did you mean tp?"),
         (["--on", "8 h100", "--fix", "precision=bf16"], "precision is not searched"),

@@ -75,10 +75,10 @@ def test_a_mesh_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 BAD = [
-    ([*JOB, "--compare", "dp=2"], "times are drawn and compared on a cluster: name it, as in --on"),
-    ([*JOB, "--html=a.html"], "times are drawn and compared on a cluster"),
+    ([*JOB, "--compare", "dp=2"], "drawings and comparisons need the times of a cluster: name it, as in --on"),
+    ([*JOB, "--html=a.html"], "drawings and comparisons need the times of a cluster"),
     ([*JOB, ON, "--run=/nowhere"], "/nowhere is not there; train with --train.timeline=3"),
-    ([*JOB, ON, "--measure"], "--measure prints memory beside the prediction of --memory: give --memory too"),
+    ([*JOB, ON, "--measure"], "--measure without --memory has no effect"),
     (JOB, "nothing to predict: give --memory, or --on with a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
     (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),

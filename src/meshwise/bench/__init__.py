@@ -1,1 +1,1 @@
-"""Measurements of the machine: its links, its collectives, and whether ranks can train on it."""
+"""Measure a machine: time its collectives, calibrate the simulator for it, and check that ranks can train on it."""

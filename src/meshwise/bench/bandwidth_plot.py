@@ -1,4 +1,7 @@
-"""Bus bandwidth over size as a picture: one panel per collective, one line per group size, the copy dashed."""
+"""Draw the measured bus bandwidth over tensor size as a PNG: one panel per collective, one line per group size.
+
+A dashed line shows the bandwidth of a plain copy in memory.
+"""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -10,17 +13,20 @@ _COLUMNS = 3
 
 
 class MissingExtraError(ValueError):
-    """An optional package is not installed; the message names the extra that brings it."""
+    """Raised when an optional package is not installed; the message names the extra to install."""
 
 
 def require_matplotlib() -> None:
-    """Raise MissingExtraError if matplotlib is not installed, before anything is measured."""
+    """Raise MissingExtraError if matplotlib is not installed. Commands call it before they measure."""
     if find_spec("matplotlib") is None:
         raise MissingExtraError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
 
 
 def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
-    """Write a PNG. Raises MissingExtraError without matplotlib, and OSError when the file cannot be written."""
+    """Draw the measurements on ordinary tensors as a PNG at `path`; other measurements are left out.
+
+    Raises MissingExtraError without matplotlib, and OSError when the file cannot be written.
+    """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`

@@ -1,21 +1,23 @@
-"""Bandwidths of collectives from their times, by the definitions of nccl-tests.
+"""Compute algorithm and bus bandwidth from the measured time of a collective, as nccl-tests defines them.
 
-Time alone says little: a larger group moves more bytes for the same tensor. Two bandwidths make figures comparable.
+Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Two bandwidths
+make measurements comparable:
 
-    | algorithm bandwidth   bytes / seconds, what the caller sees
-    | bus bandwidth         algorithm bandwidth × a factor of the group size n, chosen so that a perfect algorithm gives
-    |                       the speed of the slowest link, whatever n is
+    | algorithm bandwidth   bytes / seconds
+    | bus bandwidth         algorithm bandwidth × a factor of the group size n. With this factor, a perfect algorithm
+    |                       has the bandwidth of the slowest link for every n
 
-    | all_reduce            bytes of the tensor                      2(n−1)/n
-    | reduce_scatter        bytes of the whole side                   (n−1)/n
-    | all_gather            bytes of the gathered side                (n−1)/n
-    | all_to_all            bytes of one rank's whole side            (n−1)/n
-    | gather, scatter       bytes of the whole side, on the root      (n−1)/n
-    | broadcast, reduce     bytes of the tensor                             1
-    | send_recv             bytes of one rank's message                     1
+    | collective            bytes                                     factor
+    | all_reduce            of the tensor                            2(n−1)/n
+    | reduce_scatter        of the full input                         (n−1)/n
+    | all_gather            of the full output                        (n−1)/n
+    | all_to_all            of one rank's full input                  (n−1)/n
+    | gather, scatter       of the full tensor on the root            (n−1)/n
+    | broadcast, reduce     of the tensor                                   1
+    | send_recv             of one rank's message                           1
 
-Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is not a collective: every rank
-copies the tensor in its own memory at the same time. That is the upper limit for ranks of one machine.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
+a tensor within their own memory at the same time. Ranks of one machine cannot exchange data faster than that.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +25,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 COPY = "copy"
+"""Name of the measurement in which every rank copies a tensor within its own memory."""
 
 
-def _all(_: int) -> float:
+def _factor_one(_: int) -> float:
     return 1.0
 
 
@@ -39,23 +42,27 @@ BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
         "reduce_scatter": _all_but_own,
         "all_gather": _all_but_own,
         "all_to_all": _all_but_own,
-        "broadcast": _all,
-        "reduce": _all,
+        "broadcast": _factor_one,
+        "reduce": _factor_one,
         "gather": _all_but_own,
         "scatter": _all_but_own,
-        "send_recv": _all,
-        COPY: _all,
+        "send_recv": _factor_one,
+        COPY: _factor_one,
     }
 )
-"""Bus bandwidth over algorithm bandwidth of each collective in a group of n ranks."""
+"""For each collective, a function from the group size n to the factor: bus bandwidth / algorithm bandwidth."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size in one group. Times are the slowest rank's, in seconds per call.
+    """Measured times of one collective, at one tensor size, in one group.
 
-    `on`: ordinary tensors, tensors of `World.empty` (shared), the tensor of `World.shared_empty` that ranks hold
-    together (joint), or ordinary tensors with torch's collectives over gloo (gloo).
+    | kind      name of the collective, a key of `BUS_FACTORS`
+    | ranks     size of the group
+    | bytes     size of the full tensor, as the table of this module defines it
+    | seconds   of one call on the slowest rank: the median and the minimum over all rounds
+    | on        memory and transport: `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of
+    |           `World.shared_empty` for all ranks; `gloo`, torch's collectives over gloo on ordinary tensors
     """
 
     kind: str
@@ -67,10 +74,10 @@ class Measurement:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second as the caller sees it, of the median call."""
+        """Bytes of the full tensor per second of the median call."""
         return self.bytes / self.median_seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second over the slowest link, if the algorithm were perfect."""
+        """Bytes per second that the slowest link would carry under a perfect algorithm, from the median call."""
         return self.algorithm_bandwidth * BUS_FACTORS[self.kind](self.ranks)

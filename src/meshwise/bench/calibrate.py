@@ -1,15 +1,15 @@
-"""Measure this machine: `calibrate` returns the few numbers that a simulation needs of a cluster.
+"""Measure the speed of this machine: `calibrate` returns it as a `Cluster`, from which the simulator predicts times.
 
-All ranks measure at the same time, as they compute in training: they share caches, memory and links. The efficiency of
-a matrix product by shape is measured over a grid of shapes and fitted by three constants (see `MatmulEfficiency`),
-weighted by time. Every other number is a median over all rounds of all ranks.
+All ranks measure at the same time, because they also share caches, memory and links in training. Matrix products are
+timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
+other numbers are medians over all rounds of all ranks.
 
-Without memory kept from earlier use (see `memory.malloc_settings`), the system clears the memory of a new tensor page
-by page. That takes longer than most operations. This cost is measured separately and subtracted from operations that
-make new tensors.
+The system clears the memory of a new tensor page by page, unless freed memory is kept (see `memory.malloc_settings`).
+Clearing takes longer than most operations. So its cost is measured separately, and subtracted from the times of
+operations that make new tensors.
 
-On a CPU the processor time counts, so other work on the core does not change the result. The share of time that other
-work took is reported with the result.
+On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The
+fraction of the time that the ranks had their cores is part of the result.
 """
 
 import dataclasses
@@ -47,30 +47,30 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CalibrationEffort:
-    """Amount of measuring: sizes, rounds and seconds."""
+    """Problem sizes and repetitions of a calibration; they decide how long the calibration takes."""
 
     lengths: tuple[int, ...] = (32, 128, 512, 2048)
-    """Length of each dim of a matrix product; on a GPU four times as long."""
+    """Lengths from which the dims m, k and n of the matrix products are combined; on a GPU four times as long."""
     sizes: tuple[int, ...] = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     """Bytes that operations and collectives move."""
     rounds: int = 5
-    """Times that every measurement is repeated, in turns; the median counts."""
+    """Number of times that every measurement is repeated; the median counts."""
     most_flops: float = 5e9
     """Floating-point operations of the largest matrix product; on a GPU 200 times as many."""
 
     def scale(self, *, on_gpu: bool) -> tuple[int, float]:
-        """Return the factor for problem sizes and the largest number of flops of one matrix product."""
+        """Return the factor for `lengths`, and the largest number of flops of one matrix product."""
         return (4, 200 * self.most_flops) if on_gpu else (1, self.most_flops)
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The measured cluster, and how undisturbed the measurement was."""
+    """Result of a calibration."""
 
     cluster: Cluster
-
+    """The measured machine, as a cluster of one node."""
     cpu_share: float
-    """The part of the time in which the ranks had their cores while they computed: less than 1 where other work ran."""
+    """Fraction of the measured time in which the ranks had their CPU cores, at most 1; other programs had the rest."""
 
 
 def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> CalibrationResult:
@@ -100,14 +100,14 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
         launch=max(base.launch, between),
         step=step,
     )
-    # The core that computes is the one that copies.
+    # On a CPU the core that computes also copies.
     overlap = world.device.type != "cpu"
     cluster = Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
     return CalibrationResult(cluster, seconds.share())
 
 
 class _Stopwatch:
-    """Times what all ranks do at once: the median over every round of every rank."""
+    """Measures functions that all ranks call at the same time; a call returns the median over all rounds and ranks."""
 
     def __init__(self, world: World, *, rounds: int) -> None:
         self.world = world
@@ -120,7 +120,7 @@ class _Stopwatch:
         return self.world.device.type == "cuda"
 
     def __call__(self, run: Callable[[], object], *, repeat: int = 1) -> float:
-        """Return seconds of one run."""
+        """Return the median seconds of a call of `run`, called `repeat` times in a row in each round."""
         took = []
         for _ in range(self._rounds + 1):
             self.world.barrier()
@@ -134,7 +134,7 @@ class _Stopwatch:
         return median
 
     def share(self) -> float:
-        """Return the part of the time in which the ranks had their processors."""
+        """Return the mean over the ranks of the fraction of the time in which a rank had its core."""
         return statistics.fmean(self.world.exchange(min(1.0, self._had / self._passed)))
 
     def _now(self) -> float:
@@ -144,16 +144,18 @@ class _Stopwatch:
         return time.perf_counter()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor to compute with."""
+        """Return a tensor of random numbers from 0 to 1 on the rank's device."""
         return torch.rand(*shape, device=self.world.device).to(dtype)
 
 
 @dataclass(frozen=True)
 class _Base:
-    """The cost that every operation has besides its computation: a launch, and memory for new tensors."""
+    """The costs of an operation besides its computation."""
 
     launch: float
+    """Seconds to launch an operation."""
     fresh: Curve
+    """Bytes per second at which new tensors get memory, by their bytes; empty on a GPU."""
 
     def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
         """Return the seconds of an operation without its launch and without memory for the new tensors in `made`."""
@@ -162,13 +164,11 @@ class _Base:
 
 
 _Row = tuple[tuple[int, int, int], float, float]
+"""Shape (m, k, n) of a matrix product, its flops and its seconds."""
 
 
 def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
-    """Time matrix products over a grid of shapes, transposed as in the forward and backward of a layer.
-
-    Return rows of (m, k, n), flops and seconds.
-    """
+    """Time matrix products over a grid of shapes, with the transposed operands of a layer's forward and backward."""
     rows = []
     wide, most = effort.scale(on_gpu=seconds.on_gpu)
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
@@ -183,7 +183,7 @@ def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort
 
 
 def _peak(rows: Sequence[_Row]) -> float:
-    """Return the flops per second of the best product among the largest quarter."""
+    """Return the most flops per second among the largest quarter of the products."""
     largest = sorted(rows, key=lambda row: row[1])[-max(1, len(rows) // 4) :]
     return max(flops / took for _, flops, took in largest)
 
@@ -194,9 +194,7 @@ def _multiply(pairs: Sequence[tuple[Tensor, Tensor]], into: Tensor) -> None:
 
 
 def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
-    """Return the constants that come closest: by the sum over a grid of squared errors of the logarithm, weighted by
-    time.
-    """
+    """Return the constants that fit the rows best: least squared error of log(seconds), weighted by the seconds."""
 
     def error(products: MatmulEfficiency) -> float:
         errors = (
@@ -220,7 +218,10 @@ def _levelled(shape: MatmulEfficiency, rows: Sequence[_Row], peak: float) -> Mat
 
 
 def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
-    """Time fused causal attention, forward and backward. Return rows as `_products` does."""
+    """Time fused causal attention, forward and backward.
+
+    A row has the shape (number of queries, number of keys, 1).
+    """
     rows = []
     batch, heads, width = 4, 4, 64
     for length in (length for length in effort.lengths if length <= 1024):
@@ -238,9 +239,9 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffor
 
 
 def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
-    """Return the bytes per second at which new tensors get memory: the extra time of their first filling."""
+    """Return the bytes per second at which new tensors get memory, from the extra time of their first filling."""
     if seconds.on_gpu:
-        return ()  # torch keeps what was used
+        return ()  # torch's allocator keeps freed memory
     found = []
     for size in effort.sizes:
         x, repeat = seconds.empty(max(1, size // 4)), max(1, min(50, (1 << 22) // size))
@@ -253,7 +254,7 @@ def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
 
 
 def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve:
-    """Return bytes per second of a sum of two tensors into a third."""
+    """Return the bytes per second of adding two tensors into a third, by the bytes read and written."""
     found: list[tuple[float, float]] = []
     for size in effort.sizes:
         count = max(1, size // 12)
@@ -264,7 +265,10 @@ def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve
 
 
 def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
-    """Return bytes per second of a core's operations that compute more than they move, or are of several passes."""
+    """Return the bytes per second of operations that are slower than the memory of a CPU core, by name.
+
+    They compute much for each byte or read their input several times. The dict is empty on a GPU.
+    """
     if seconds.on_gpu:
         return {}
     x = seconds.empty(512, 1024)
@@ -295,15 +299,16 @@ def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
 
 
 def _launch(seconds: _Stopwatch) -> float:
-    """Return the seconds of one operation on a tiny tensor: the cost of a launch."""
+    """Return the seconds of one operation on a tiny tensor, which are the cost of its launch."""
     x = seconds.empty(8)
     return seconds(lambda: x + x, repeat=200)
 
 
 def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
-    """Return the seconds that each operation of a training, and each step, takes besides its computation.
+    """Return the overhead of an operation in training, and the overhead of a training step, in seconds.
 
-    Every rank trains two models alone at the same time, which differ in how many operations they are.
+    Every rank trains two models of a few tiny layers, which differ only in the number of operations in a step. A line
+    through the two step times gives both numbers: its slope and its value at zero operations.
     """
     plan = Plan.parse("dp=1")
     device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
@@ -326,10 +331,11 @@ def _layers(depth: int) -> nn.Module:
 
 
 def _link(world: World, effort: CalibrationEffort) -> Link:
-    """Measure the latency and the bus bandwidth among all ranks of the machine."""
+    """Measure the latency and the bus bandwidth among all ranks of the machine; a default `Link` for one rank."""
     if world.size == 1:
         return Link()
-    sums = ("all_reduce", "all_gather", "reduce_scatter")  # what they move is made for them; messages are any tensors
+    # Training makes the tensors of these collectives with `World.empty`; it sends ordinary tensors as messages.
+    sums = ("all_reduce", "all_gather", "reduce_scatter")
     kinds = {"shared": sums, "ordinary": (SEND_RECV,)}
     measured_links: dict[tuple[str, int], tuple[float, float]] = {
         (one.kind, one.bytes): (one.median_seconds, one.bus_bandwidth)
@@ -343,7 +349,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
     latency = whole / math.ceil(math.log2(world.size))
 
     def curve(kind: str) -> Curve:
-        """Return the rate once the first byte is there."""
+        """Return the bus bandwidth by bytes, without the time before the first byte."""
         before = latency if kind == SEND_RECV else whole
         return tuple(
             sorted(
@@ -358,7 +364,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
 
 
 def _memory(world: World) -> int:
-    """Return the bytes of memory that each rank may use."""
+    """Return the bytes of memory for each rank: of its GPU, or an equal part of the main memory."""
     if (memory := streams_of(world.device).memory) is not None:
         return memory.total
     with open("/proc/meminfo", encoding="utf-8") as file:  # noqa: PTH123

@@ -1,4 +1,4 @@
-"""Measurements of collectives as a table and as JSON."""
+"""Show measurements of collectives as a table in the terminal and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -11,8 +11,11 @@ from meshwise.simulate.simulation_tables import size_text
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
-    """Return one flat record per measurement, by collective: seconds, bytes per second, and the share of the bandwidth
-    of a plain copy with as many bytes and ranks.
+    """Return one flat dict for each measurement, sorted by collective, ranks, bytes and `on`.
+
+    Times are in seconds, bandwidths in bytes per second. `copy_bandwidth` is the bus bandwidth of a plain copy of the
+    same bytes by the same number of ranks. `share_of_copy` is `bus_bandwidth / copy_bandwidth`. The copy of each size
+    must be among the measurements, otherwise KeyError is raised.
     """
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
     records: list[dict[str, str | int | float]] = []
@@ -37,12 +40,15 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
 
 
 def as_json(measurements: Sequence[Measurement]) -> str:
-    """Return the records of the measurements as a JSON list."""
+    """Return the dicts of `rows` as the text of a JSON list."""
     return json.dumps(rows(measurements), indent=1) + "\n"
 
 
 def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
-    """Return a table for the terminal, with one section per collective. Bandwidths are in GB/s, 10^9 bytes."""
+    """Return a table for the terminal with one section per collective; the copy is a column, not a row.
+
+    Bandwidths are in GB/s (10^9 bytes per second). `caption` is printed below the table.
+    """
     table = Table(caption=caption, caption_justify="left")
     table.add_column("collective")
     for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):

@@ -1,13 +1,14 @@
-"""Time every collective of a World over sizes and group sizes.
+"""Time the collectives of a World over tensor sizes and group sizes.
 
-Sizes and collectives take turns within a round, so a slow moment of the machine affects all of them. A copy within each
-rank's memory takes its turn too, as the best that the machine can do at that moment. A round goes from the smallest
-size to the largest. Compared calls follow each other closely, and small calls do not follow megabytes of another
-library. What comes first within a size comes last in the next round: nothing always follows the same. A sample is
-several calls back to back after a barrier, as in nccl-tests: 64 MiB, at most 100 calls. The slowest rank's time counts;
-the median and minimum over rounds are reported. A group of n ranks is measured alone, while the others wait. Before
-several calls a few untimed calls run: after another library's turn its threads are still about to sleep and its code
-fills the caches.
+    | round     one sample of every collective at every size, from the smallest size to the largest. So a slow moment
+    |           of the machine affects all collectives. Every second round reverses the order of the kinds of memory
+    | sample    one barrier, then calls back to back, as in nccl-tests: 64 MiB in all, at most 100 calls
+    | untimed   one call for every ten timed calls runs before a sample of several calls. Otherwise the threads and
+    |           the cached code of the library measured before would disturb the sample
+    | result    the time of the slowest rank: median and minimum over the rounds
+
+Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
+A group of n ranks is measured alone, while the other ranks wait.
 """
 
 import statistics
@@ -27,12 +28,12 @@ from meshwise.comm.network.gloo_baseline import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 
 VARIANTS = ("ordinary", "shared", "joint", "gloo")
-"""On what a collective is measured: see `Measurement.on`."""
+"""Kinds of memory and transport on which a collective can be measured; `Measurement.on` explains each."""
 
 _AXIS = "ring"
 _CALLS_BYTES = 64 << 20
 _CALLS_MOST = 100
-_UNTIMED = 10  # one in so many
+_UNTIMED = 10  # timed calls for each untimed call
 
 _Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work]]
 _Sampled: TypeAlias = tuple[str, str, int]
@@ -40,7 +41,15 @@ _Sampled: TypeAlias = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class SizeSweep:
-    """Sweep over collectives, sizes in bytes, group sizes, kinds of tensors and numbers of calls."""
+    """The measurements to make: every collective at every size, in every group size, on every kind of memory.
+
+    | kinds     names of collectives, keys of `BUS_FACTORS`
+    | sizes     bytes of the full tensor
+    | groups    numbers of ranks in a group; each divides the number of ranks of the world
+    | rounds    rounds whose times count
+    | warmup    rounds before them whose times are dropped
+    | on        kinds of memory and transport, out of `VARIANTS`
+    """
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -50,11 +59,14 @@ class SizeSweep:
     on: tuple[str, ...] = ("ordinary",)
 
     def check(self, *, world_size: int) -> None:
-        """Raise ValueError if a world of `world_size` ranks cannot measure this, and say what it can measure."""
+        """Raise ValueError if a world of `world_size` ranks cannot make these measurements; the message names choices.
+
+        Raises ValueError too when there is nothing to measure.
+        """
         if unknown := set(self.kinds) - BUS_FACTORS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
         if strange := set(self.on) - set(VARIANTS):
-            raise ValueError(f"nothing is measured on {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
+            raise ValueError(f"no kind of memory {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
         possible = group_sizes(world_size)
         if wrong := [n for n in self.groups if n not in possible]:
             listed = ", ".join(map(str, possible)) or "no"
@@ -65,11 +77,16 @@ class SizeSweep:
                 "and at least one round"
             )
         if set(self.on) == {"joint"} and "all_gather" not in self.kinds:
-            raise ValueError("nothing to measure: on joint there is all_gather alone; name it, or measure on ordinary")
+            raise ValueError(
+                "nothing to measure: on joint memory only all_gather is measured; name it, or use ordinary memory"
+            )
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `4096` or `4K`. Raises ValueError for anything else."""
+    """Return the bytes of a size such as `4096` or `4K` (K, M, G and T are powers of 1024).
+
+    Raises ValueError for zero and for text that is no size.
+    """
     size = read_size(text)
     if not size:
         raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T: 4K, 64M")
@@ -77,12 +94,12 @@ def parse_size(text: str) -> int:
 
 
 def group_sizes(world_size: int) -> tuple[int, ...]:
-    """Return the sizes of equal groups that a world divides into, from 2 up."""
+    """Return the group sizes from 2 up that divide the size of the world."""
     return tuple(n for n in range(2, world_size + 1) if world_size % n == 0)
 
 
 def _part(world: World, x: Tensor) -> Tensor:
-    """Return one rank's share of the whole side `x`."""
+    """Return this rank's part of the full tensor `x`: one of `n` equal parts."""
     return x.view(world.mesh.degree(_AXIS), -1)[world.group(_AXIS).index]
 
 
@@ -91,7 +108,7 @@ def _on_root(world: World, x: Tensor) -> Tensor | None:
 
 
 def _send_recv(world: World, x: Tensor, y: Tensor) -> list[Work]:
-    """Send a message to the next rank of a ring and receive one from the previous."""
+    """Send `x` to the next rank of a ring, and receive `y` from the previous rank."""
     group = world.group(_AXIS)
     return [
         world.send(x, axis=_AXIS, to=(group.index + 1) % group.size),
@@ -119,16 +136,18 @@ _CALLS: Mapping[str, _Call] = MappingProxyType(
     }
 )
 
-# Of memory that the others reach, in place: each rank's part lies in the whole already, as a shard does in its unit.
+# In memory that other ranks can read, each rank's part lies in the full tensor already, as a shard lies in its unit.
 _IN_PLACE: Mapping[str, _Call] = MappingProxyType(
     {"all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]}
 )
 
 
 def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
-    """Run the sweep; every rank calls it. Each rank gets the measurements of its groups, rank 0 gets all.
+    """Make the measurements of `sweep` and return them; every rank calls it.
 
-    A copy is measured beside every size. Sizes are rounded down to whole numbers of floats per rank, at least one.
+    A group of n ranks consists of the ranks 0 … n-1. So rank 0 gets all measurements, and the other ranks get those of
+    the groups they belong to. A copy is measured at every size. Sizes are rounded down to a multiple of n floats, but
+    at least n floats. A kind of memory that the world lacks, and a collective that it lacks, is left out.
 
     Raises ValueError as `SizeSweep.check` does.
     """
@@ -142,7 +161,7 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
 
 
 def _wait(world: World, sweep: SizeSweep) -> list[Measurement]:
-    """Wait as a rank outside the group, with a barrier once a round, so that no rank counts as lost."""
+    """Wait as a rank outside the group. A barrier in every round keeps the watchdog from reporting a lost rank."""
     for _ in range(sweep.warmup + sweep.rounds):
         world.barrier()
     return []
@@ -178,7 +197,7 @@ def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> _Call:
 
 
 def _waited(call: Call) -> _Call:
-    """Return the blocking `call` in the form of a call that returns works to wait for: none."""
+    """Return the blocking `call` as a function that returns an empty list of works to wait for."""
 
     def called(_: World, x: Tensor, y: Tensor) -> list[Work]:
         call(x, y)
@@ -188,14 +207,14 @@ def _waited(call: Call) -> _Call:
 
 
 def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
-    """Return whether a collective is measured on these tensors: on a joint tensor only all_gather is."""
+    """Return whether a collective is measured on a kind of memory: on `joint` only all_gather is measured."""
     return kind in gloo if on == "gloo" else on != "joint" or kind == "all_gather"
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return two tensors of zeros for each size, or none where the world has no such tensors.
+    """Return two float tensors of zeros by number of elements; an empty dict where the world lacks this memory.
 
-    Zeros keep sums finite; writing them brings every page into memory.
+    Zeros keep sums finite, and writing them brings all pages into memory. On `joint` both are the same tensor.
     """
     makes: Mapping[str, Callable[[int], Tensor | None]] = {
         "shared": lambda count: world.empty(count, dtype=torch.float32),
@@ -207,7 +226,7 @@ def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[
 
 
 def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
-    """Return seconds per call on this rank."""
+    """Time several calls and return the seconds per call on this rank."""
     calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
     if calls > 1:
         _call(world, call, buffers, -(-calls // _UNTIMED))

@@ -1,4 +1,8 @@
-"""Find problems of a machine (`examine_machine`) and between the ranks of a job (`examine_roll_call`), with remedies."""
+"""Find problems of a machine and between the ranks of a job, each with a remedy.
+
+`examine_machine` checks one machine, `check_interfaces` the network interfaces that environment variables name, and
+`examine_roll_call` compares the ranks of a job, by the `own_facts` of each rank.
+"""
 
 import ipaddress
 import os
@@ -25,25 +29,28 @@ _COMPARED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """Something to mend. `note`: works here and may not elsewhere. `problem`: ranks cannot train until it is mended."""
+    """One finding of the examination and what to do about it."""
 
     level: Literal["note", "problem"]
+    """`problem`: ranks cannot train until it is solved. `note`: ranks can train here, but another job may fail."""
     what: str
+    """The finding in words, with the measured values."""
     remedy: str
+    """What the user should change."""
 
 
 def problem(what: str, *, remedy: str) -> MachineFinding:
-    """Return a finding that has to be mended before ranks can train."""
+    """Return a finding of level `problem`: ranks cannot train until it is solved."""
     return MachineFinding("problem", what, remedy)
 
 
 def note(what: str, *, remedy: str) -> MachineFinding:
-    """Return a finding that does not hinder ranks here."""
+    """Return a finding of level `note`: the ranks here can train nevertheless."""
     return MachineFinding("note", what, remedy)
 
 
 def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
-    """Return what will hinder `ranks` ranks on this machine."""
+    """Return the problems and notes for `ranks` ranks on this machine. Also reads environment variables."""
     found = []
     torch = dict(machine.software)["torch"]
     if machine.gpus_of_driver and not machine.gpus:
@@ -83,9 +90,10 @@ def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
 
 
 def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> list[MachineFinding]:
-    """Return the interfaces that the environment names and this machine, which has `names`, does not have.
+    """Return a problem for each interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names but the machine lacks.
 
-    gloo reads a list of names; NCCL a list of prefixes, exact names after `=`, exclusions after `^`.
+    `names` are the interfaces of this machine. gloo reads a list of names. NCCL reads a list of prefixes; after `=` it
+    reads exact names. A list of excluded names (after `^`) is not checked.
     """
     found = []
     for variable in _INTERFACE_VARIABLES:
@@ -101,7 +109,11 @@ def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) ->
 
 
 def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
-    """Return the facts about this machine that a rank puts into the roll call."""
+    """Return the facts about this machine that a rank writes into the roll call, as text by name.
+
+    They are the versions of the software, `device`, `host`, and `loopback`: `yes` if the rank's address is a loopback
+    address or the host name does not resolve, so that other machines cannot reach the rank; else `no`.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses_of(machine.host)]
     is_loopback = interface.startswith("lo") if interface else all(address.is_loopback for address in addresses)
@@ -114,7 +126,12 @@ def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
 
 
 def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
-    """Return what is wrong between the ranks that answered the roll call, where the launcher announced `size` ranks."""
+    """Return the problems between the ranks of a job: missing or repeated ranks, different software, wrong addresses.
+
+    | entries   the entries of the ranks that answered the roll call
+    | size      number of ranks by this process's WORLD_SIZE
+    | seconds   the time limit that the roll call had, for the message
+    """
     found = []
     ranks = [entry.rank for entry in entries]
     sizes = _ranks_by([str(entry.size) for entry in entries], ranks)
@@ -129,15 +146,15 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
     elif missing:
         found.append(
             problem(
-                f"{ranks_text(missing)} of {size} did not come within {seconds:g} s",
+                f"{ranks_text(missing)} of {size} did not answer the roll call within {seconds:g} s",
                 remedy="look at their machines' output; start them, with the same MASTER_ADDR and MASTER_PORT",
             )
         )
     if repeated := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         found.append(
             problem(
-                f"{ranks_text(repeated)} came more than once",
-                remedy="give torchrun another --node-rank on each machine, and end what is left of an earlier job",
+                f"{ranks_text(repeated)} answered the roll call more than once",
+                remedy="give torchrun another --node-rank on each machine, and end the processes of earlier jobs",
             )
         )
     for fact, remedy in _COMPARED.items():
@@ -148,15 +165,15 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
     if hidden and len({entry.facts["host"] for entry in entries}) > 1:
         found.append(
             problem(
-                f"{ranks_text(hidden)} can only be found from their own machine: their address is the loopback's",
-                remedy="set GLOO_SOCKET_IFNAME there to the interface that the other machines can reach",
+                f"{ranks_text(hidden)} can only be reached from their own machine: their address is a loopback address",
+                remedy="set GLOO_SOCKET_IFNAME on that machine to an interface that the other machines can reach",
             )
         )
     return found
 
 
 def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
-    """Return the ranks that have each value, given the value of each rank."""
+    """Return a dict from each value to the ranks that have it; `values[i]` belongs to `ranks[i]`."""
     found: dict[str, list[int]] = {}
     for value, rank in zip(values, ranks, strict=True):
         found.setdefault(value, []).append(rank)
@@ -164,4 +181,5 @@ def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int
 
 
 def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:
+    """Return the dict in words, as in `2.6 on rank 0 and 2.7 on ranks 1-3`."""
     return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items())

@@ -1,11 +1,11 @@
-"""Examine whether this machine can train and whether the ranks can communicate, with a reason where they cannot.
+"""Check that this machine can train and that its ranks can communicate, and report the reason when they cannot.
 
-    | 1  look at the machine: software, cores, memory, GPUs, links, limits
-    | 2  under torchrun: reach the store of the job and call the roll, so that a missing or different rank has a name
-    | 3  connect the ranks of the job (or local ones, started here), and let every pair exchange messages
+    | 1  examine the machine: software, cores, memory, GPUs, links, limits
+    | 2  under torchrun: reach the store of the job, and call the roll, which names missing and different ranks
+    | 3  connect the ranks of the job (or start local ranks), and let every pair of ranks exchange messages
 
-Each step only runs when the one before found no problem. A step that takes too long is ended with a message that says
-where: the ordinary time limits of a job are too long for a check.
+A step only runs when the step before found no problem. Every step that waits for other ranks has a short time limit of
+its own, because the ordinary time limits of a job are too long for a check.
 """
 
 import contextlib
@@ -29,7 +29,10 @@ _RETRY_SECONDS = 0.2
 
 
 def check_reachable(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
-    """Try to reach the store of the job until it answers or the time is up. Return no findings when it answers."""
+    """Connect to the store of the job at `address`:`port`, and try again for `seconds` until it accepts.
+
+    Return an empty list when it accepts, else the problem.
+    """
     where, until = f"{address}:{port}", time.monotonic() + seconds
     while True:
         try:
@@ -56,7 +59,7 @@ def check_reachable(address: str, *, port: int, seconds: float) -> list[MachineF
 
 
 def check_port(port: int) -> list[MachineFinding]:
-    """Return a finding if rank 0 cannot open the port of the job's store."""
+    """Return a problem if this process, rank 0, cannot listen at the port of the job's store, else an empty list."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -71,7 +74,12 @@ def check_port(port: int) -> list[MachineFinding]:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The examination of a machine. `exchanges`: one exchange of messages for each kind of device that was tried."""
+    """Results of an examination.
+
+    | machine     facts about the machine
+    | exchanges   one exchange of messages for each kind of device on which the ranks could run
+    | findings    problems and notes of all steps
+    """
 
     machine: Machine
     exchanges: tuple[PairMessages, ...]
@@ -79,21 +87,25 @@ class DoctorReport:
 
     @property
     def healthy(self) -> bool:
-        """True if there is no problem."""
+        """True if no finding is a problem; notes do not count."""
         return all(finding.level != "problem" for finding in self.findings)
 
     def and_findings(self, *findings: MachineFinding) -> "DoctorReport":
-        """Return the report with more findings."""
+        """Return a new report with these findings added."""
         return DoctorReport(self.machine, self.exchanges, (*self.findings, *findings))
 
     def and_exchange(self, exchange: PairMessages) -> "DoctorReport":
-        """Return the report with one more exchange of messages, and what was found in it."""
+        """Return a new report with an exchange of messages added, its findings, and notes on its slow links."""
         found = (*exchange.findings, *slow_links(exchange.links))
         return DoctorReport(self.machine, (*self.exchanges, exchange), (*self.findings, *found))
 
 
 def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
-    """Examine local ranks, by default as many as cores or GPUs, 2 to 4; on CPU, and on GPUs if there are any."""
+    """Examine this machine, then start local ranks on CPU, and on the GPUs if it has any, that exchange messages.
+
+    | ranks     number of local ranks; by default one for each GPU (without GPUs, for each core), at least 2, at most 4
+    | seconds   time limit of the exchange of messages on each kind of device; after it the process of the rank ends
+    """
     machine = machine_facts()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))
     report = DoctorReport(machine, (), tuple(examine_machine(machine, ranks=size)))
@@ -107,9 +119,10 @@ def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> D
 
 
 def examine_job(*, seconds: float = 10.0) -> DoctorReport:
-    """Examine one rank under torchrun: reach the store of the job, call the roll, connect, exchange messages.
+    """Examine this machine as one rank of a job under torchrun; every rank of the job calls it.
 
-    Takes `seconds` at most for each step that waits for others.
+    Reaching the store of the job and the roll call may take `seconds` each. Connecting and exchanging messages may take
+    three times as long each; after that this process ends with status 1 and a message.
     """
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
@@ -129,7 +142,7 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
 
 
 def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFinding]:
-    """Reach the store of the job, call the roll there and return what is wrong between the ranks."""
+    """Reach the store of the job, call the roll there, and return the problems between the ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = os.environ["RANK"] == "0" and not is_opened_by_launcher()
     if found := check_port(port) if opens else check_reachable(address, port=port, seconds=seconds):
@@ -142,21 +155,24 @@ def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFindi
 
 
 def _exchange_in_time(world: World, seconds: float) -> PairMessages:
-    """Exchange messages; end this process with a message if that takes longer than `seconds`."""
+    """Exchange messages; end this process with a message if the exchange takes longer than `seconds`."""
     with _deadline(seconds, "exchanging messages", world):
         return exchange_messages(world)
 
 
 @contextlib.contextmanager
 def _deadline(seconds: float, doing: str, world: World | None = None) -> Iterator[None]:
-    """End the process when the block takes longer: a rank that waits inside a collective cannot be asked to stop."""
+    """End this process with status 1 and a message when the block takes longer than `seconds`.
+
+    A rank that waits inside a collective cannot be stopped otherwise. `doing` names the step for the message.
+    """
 
     def give_up() -> None:
         rank = os.environ.get("RANK", "0")
         at = f" at {world.flight_recorder.position.record}" if world is not None else ""
-        print(  # noqa: T201 - nobody else is left to say it
-            f"rank {rank} stood still for {seconds:g} s while {doing}{at}: the ranks reached the store of the job but "
-            "not one another; open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME",
+        print(  # noqa: T201 - the process ends in the next line, before its caller could print
+            f"rank {rank} made no progress for {seconds:g} s while {doing}{at}: the ranks reached the store of the job "
+            "but not each other; open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME",
             file=sys.stderr,
             flush=True,
         )
@@ -181,8 +197,8 @@ _REMEDIES = (
 
 
 def _failure(what: str, error: Exception) -> MachineFinding:
-    """Return the first line of an error as a problem, with the remedy whose word it has."""
+    """Return the first line of an error as a problem, with the first remedy of `_REMEDIES` whose word it contains."""
     text = (str(error) or type(error).__name__).strip()
     remedies = [remedy for word, remedy in _REMEDIES if word.lower() in text.lower()]
-    remedy = remedies[0] if remedies else "look at the output above it, from the rank that ended first"
+    remedy = remedies[0] if remedies else "read the output above, from the rank that ended first"
     return problem(f"{what} failed: {text.splitlines()[0]}", remedy=remedy)

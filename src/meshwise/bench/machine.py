@@ -1,6 +1,6 @@
-"""Facts about a machine that matter for training: software, processor, memory, GPUs, links.
+"""Read the facts about this machine that matter for training: software, processor, memory, GPUs, network interfaces.
 
-They come from torch, the standard library, Linux's own files and, where there are GPUs, nvidia-smi.
+The sources are torch, the standard library, files of Linux (/proc, /sys) and nvidia-smi.
 """
 
 import os
@@ -28,21 +28,30 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, not a file i
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface. Speed in bytes per second, 0 where the system does not say."""
+    """A network interface of this machine."""
 
     name: str
     up: bool
+    """Whether Linux reports the interface as up or unknown."""
     speed: float
+    """Bytes per second of the link; 0 where Linux does not know it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine as one process sees it. Sizes in bytes; `cores` are those this process may use.
+    """Facts about the machine as this process sees it.
 
-    | software          names and versions that all ranks of a job should share
-    | gpus              a line for each CUDA device that torch sees
-    | gpus_of_driver    the number of GPUs that nvidia-smi lists
-    | host_addresses    none where the host name does not resolve
+    | software          pairs of name and version; all ranks of a job should have equal versions
+    | processor         model of the CPU
+    | cores             number of CPU cores that this process may use
+    | memory            bytes of main memory, or the limit of the control group (cgroup) where it is smaller
+    | shared_memory     bytes of /dev/shm; 0 without it
+    | gpus              one line of text for each CUDA device that torch sees
+    | gpus_of_driver    number of GPUs that nvidia-smi lists
+    | topology          output of `nvidia-smi topo --matrix`; empty without GPUs
+    | host              host name
+    | host_addresses    IP addresses of the host name; empty when it does not resolve
+    | open_files        number of files that a process may have open
     """
 
     software: tuple[tuple[str, str], ...]
@@ -60,7 +69,7 @@ class Machine:
 
 
 def machine_facts() -> Machine:
-    """Return the facts about this machine. Takes a second at most, more only when nvidia-smi is slow."""
+    """Return the facts about this machine. It runs nvidia-smi, for at most 10 s a call."""
     host = socket.gethostname()
     listed = _nvidia_smi("--list-gpus")
     gpus = [gpu_properties(index) for index in range(gpu_count())]
@@ -90,7 +99,7 @@ def machine_facts() -> Machine:
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the addresses of a host name, or none when it does not resolve."""
+    """Return the IP addresses of a host name; an empty tuple when it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -105,14 +114,14 @@ def _processor() -> str:
 
 
 def _memory() -> int:
-    """Return bytes of memory, or fewer when the control group's limit is smaller."""
+    """Return the bytes of main memory, or the limit of the control group (cgroup) where it is smaller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def network_interfaces() -> tuple[Interface, ...]:
-    """Return all network interfaces, with the speed of the link where Linux knows it."""
+    """Return all network interfaces of this machine, with the speed of the link where Linux knows it."""
     interfaces = []
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
@@ -123,7 +132,7 @@ def network_interfaces() -> tuple[Interface, ...]:
 
 
 def _first_line(path: Path) -> str:
-    """Return the file's first line; nothing when there is none to read (`speed` of a link that is down is an error)."""
+    """Return the file's first line; "" when it cannot be read, as `speed` of a link that is down."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except OSError:
@@ -140,7 +149,7 @@ def _nvidia_smi(*words: str) -> str:
 
 
 def machine_table(machine: Machine) -> Sequence[tuple[str, str]]:
-    """Return the machine as lines of a name and a text."""
+    """Return the facts as pairs of a title and a text, for printing; the topology is left out."""
     return [
         ("software", ", ".join(f"{name} {value}" for name, value in machine.software)),
         ("processor", f"{machine.processor}, {machine.cores} cores, {machine.memory / _GIB:.1f} GiB"),
@@ -154,6 +163,6 @@ def machine_table(machine: Machine) -> Sequence[tuple[str, str]]:
 
 
 def link_text(interface: Interface) -> str:
-    """Return the interface in words, as in `eth0 10 Gbit/s`."""
+    """Return the interface as text, as in `eth0 10 Gbit/s` or `eth1 (down)`."""
     speed = f" {interface.speed * 8 / 1e9:g} Gbit/s" if interface.speed else ""
     return f"{interface.name}{speed}{'' if interface.up else ' (down)'}"

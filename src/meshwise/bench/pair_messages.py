@@ -1,7 +1,7 @@
-"""Check whether the ranks can communicate: all ranks add up numbers, every rank sends to every other, and the results
-are compared with what they must be.
+"""Check and time the communication of ranks: one all-reduce, then messages between every pair of ranks.
 
-In round d each rank sends to the rank d further on and receives from the rank d before it:
+The received values are compared with the expected values. In round d, rank r sends to rank r + d and receives from
+rank r − d, modulo the number of ranks:
 
     4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2
 """
@@ -19,12 +19,17 @@ from meshwise.comm.api.streams import streams_of
 _SMALL_MESSAGES = 20
 _LARGE_BYTES = 4 << 20
 _SLOW = 4.0
-"""A link is slow if the median link has more than so many times its bandwidth."""
+"""A link is slow if the median bandwidth of all links is more than this many times its own bandwidth."""
 
 
 @dataclass(frozen=True)
 class PairLink:
-    """The messages of one pair of ranks: seconds for a small one, and bytes per second of a large one."""
+    """Measured link between one pair of ranks.
+
+    | ranks       the pair, the smaller rank first
+    | latency     seconds of a message of 8 bytes, the median of 20
+    | bandwidth   bytes per second of a message of 4 MiB, each way
+    """
 
     ranks: tuple[int, int]
     latency: float
@@ -33,7 +38,14 @@ class PairLink:
 
 @dataclass(frozen=True)
 class PairMessages:
-    """Results of an exchange between all ranks, equal on every rank."""
+    """Results of an exchange of messages between all ranks; they are equal on every rank.
+
+    | size       number of ranks
+    | device     `cpu` or `cuda`
+    | medium     the connection in words, as in `shared memory` or `NCCL`
+    | links      one for each pair of ranks, sorted by ranks
+    | findings   problems that the exchange found, without slow links
+    """
 
     size: int
     device: str
@@ -43,7 +55,7 @@ class PairMessages:
 
 
 def exchange_messages(world: World) -> PairMessages:
-    """Exchange messages between all ranks and return what was measured and found. Every rank calls it."""
+    """Exchange messages between all ranks, and return the times and problems of all ranks. Every rank calls it."""
     findings, links = _check_sum(world), []
     for distance in range(1, world.size):
         link, wrong = _exchange(world, distance)
@@ -58,7 +70,7 @@ def exchange_messages(world: World) -> PairMessages:
 
 
 def _check_sum(world: World) -> list[MachineFinding]:
-    """Return a problem if an all-reduce of rank + 1 does not give N(N+1)/2 in every element."""
+    """Sum rank + 1 over all N ranks. Return a problem unless every element is N(N+1)/2, else an empty list."""
     total = torch.full((1000,), world.rank + 1.0, device=world.device)
     world.all_reduce(total, axes=world.mesh.names).wait()
     expected = world.size * (world.size + 1) / 2
@@ -74,7 +86,10 @@ def _check_sum(world: World) -> list[MachineFinding]:
 
 
 def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFinding]]:
-    """Send to the rank `distance` further on and receive from the one before: small messages, and then a large one."""
+    """Send to rank r + `distance` and receive from rank r − `distance`: 21 small messages, then two large messages.
+
+    The first message of each size is not timed.
+    """
     axis = world.mesh.names[0]
     to, source = (world.rank + distance) % world.size, (world.rank - distance) % world.size
     streams = streams_of(world.device)
@@ -93,20 +108,20 @@ def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFindin
     link = PairLink(pair, statistics.median(seconds[1 : _SMALL_MESSAGES + 1]), _LARGE_BYTES / seconds[-1])
     if not is_wrong:
         return link, []
-    text = f"a message from rank {source} to rank {world.rank} did not arrive as it was sent"
+    text = f"a message from rank {source} to rank {world.rank} arrived with changed bytes"
     return link, [problem(text, remedy="test the memory and the network cards of the two machines")]
 
 
 def slow_links(links: tuple[PairLink, ...]) -> list[MachineFinding]:
-    """Return a note for each of three links or more that has less than a quarter of the median bandwidth."""
+    """Return a note for each link with less than a quarter of the median bandwidth; none for fewer than three links."""
     if len(links) < 3:
         return []
     median = statistics.median(link.bandwidth for link in links)
     return [
         note(
             f"ranks {link.ranks[0]} and {link.ranks[1]} exchange {link.bandwidth / 1e9:.2f} GB/s, "
-            "less than a quarter of what the others do",
-            remedy="look at that link, its cable, and what else uses it",
+            "less than a quarter of the median of all pairs",
+            remedy="look at the cable of that link, and for other programs that use the link",
         )
         for link in links
         if link.bandwidth * _SLOW < median

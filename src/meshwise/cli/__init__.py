@@ -1,1 +1,1 @@
-"""The command line `meshwise`: one file for each subcommand."""
+"""The command line `meshwise`: `main` chooses the subcommand, and each `*_command` file is one subcommand."""

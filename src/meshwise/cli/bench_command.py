@@ -1,4 +1,4 @@
-"""The command `meshwise bench`: measure collectives, or the machine for a simulation.
+"""The command `meshwise bench`: measure the collectives of this machine, or its speed for the simulator.
 
 | bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file
@@ -34,38 +34,43 @@ _WIDTH = 110
 """Columns of the table where stdout is not a terminal."""
 
 UNDISTURBED = 0.9
-"""Below this fraction of CPU time for the ranks, calibrate warns that other work ran on the machine."""
+"""Fraction of their cores' time that the ranks need; below it, calibrate warns that other work ran on the machine."""
 
 
 @dataclass(frozen=True)
 class CollectivesFlags:
-    """Time every collective over sizes and group sizes, with a copy in memory for comparison."""
+    """Time every collective over tensor sizes and group sizes, and a copy in memory for comparison."""
 
     ranks: int | None = None
-    """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
+    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs one for each core, at most
+    4."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the tensors; auto takes the GPUs when there are any."""
+    """Device of the tensors; auto: the GPUs if there are any, else the CPU."""
     collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
     """The collectives to time."""
     sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
     """Bytes of the full tensor, as in 4K or 64M."""
     groups: tuple[int, ...] = ()
-    """Sizes of the groups. Default: all that divide the number of ranks."""
+    """Numbers of ranks in a group. Default: all numbers from 2 up that divide the number of ranks."""
     on: tuple[Literal["ordinary", "shared", "joint", "gloo"], ...] = ("ordinary",)
-    """Memory and transport: ordinary tensors; tensors in memory that the ranks share (all_gather in place); one tensor
-    that all ranks hold together (all_gather); torch's own collectives over gloo on ordinary CPU tensors."""
+    """Memory and transport. ordinary: any tensors. shared: tensors in memory that all ranks can read, with all_gather
+    in place. joint: one tensor for all ranks, all_gather only. gloo: torch's collectives over gloo on CPU tensors."""
     comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate: through shared memory, by messages over gloo, or the best there is."""
+    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
+    memory where possible, unless MESHWISE_COMM names another way."""
     rounds: int = 5
-    """Times that every measurement is repeated, in turns."""
+    """Number of times that every measurement is repeated."""
     json: Path | None = None
     """Write the measurements here as JSON: times in seconds, bandwidths in bytes per second."""
     png: Path | None = None
-    """Draw bus bandwidth over size; needs the extra `plot`."""
+    """Draw bus bandwidth over tensor size as a PNG here; needs the extra `plot`."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark that the first word names. Raises JobError before any rank is started."""
+    """Run the benchmark that the first word names, and return the exit status.
+
+    Raises JobError for bad flags before any rank is started, and when no collective could be measured.
+    """
     if words and words[0] in ("-h", "--help"):
         print(f"usage: meshwise bench {'|'.join(_BENCHMARKS)} [OPTIONS]; each has --help")
         return 0
@@ -84,7 +89,7 @@ def _collectives(words: Sequence[str]) -> int:
     measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
     if prints_for_job():
         if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
-            raise JobError("no collective was measured: these ranks share no memory; use --on ordinary")
+            raise JobError("no collective was measured: these ranks have no shared memory; use --on ordinary")
         _print_collectives(flags, measurements)
     return 0
 
@@ -126,18 +131,19 @@ def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measureme
 
 @dataclass(frozen=True)
 class CalibrationFlags:
-    """Measure how fast this machine computes, copies and sends with all its ranks busy; write it as a cluster file."""
+    """Measure how fast this machine computes, copies and sends with all ranks at work; write a cluster file."""
 
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
     ranks: int | None = None
-    """Local ranks to start. Default: one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
+    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs one for each core, at most
+    4."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to measure; auto takes the GPUs when there are any."""
+    """Device to measure; auto: the GPUs if there are any, else the CPU."""
     comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate: choose the same as for training."""
+    """How ranks on CPUs of one host communicate; give the value that training uses."""
     rounds: int = CalibrationEffort.rounds
-    """Times that every measurement is repeated, in turns."""
+    """Number of times that every measurement is repeated."""
 
 
 def _calibrate(words: Sequence[str]) -> int:
@@ -165,7 +171,7 @@ def _calibrate_rank(world: World, effort: CalibrationEffort) -> CalibrationResul
 
 
 def _disturbance(found: CalibrationResult, *, size: int) -> str:
-    """Return why the ranks did not get all of their CPU time, and what to do."""
+    """Return a warning: why the ranks did not have all the time of their cores, and what to do."""
     most = cores()
     if found.cluster.device.kind == "cpu" and not launched_ranks() and size > most:
         return f"{size} ranks share {counted(most, of='core')}: calibrate and train with --ranks {most}"
@@ -173,7 +179,10 @@ def _disturbance(found: CalibrationResult, *, size: int) -> str:
 
 
 def _ranks(flags: CollectivesFlags | CalibrationFlags, *, least: int) -> int:
-    """Return the number of ranks to measure on: torchrun's, those asked for, one per GPU, or `least` to 4 per core."""
+    """Return the number of ranks to measure on.
+
+    It is torchrun's number, else `--ranks`, else the number of GPUs, else the number of cores from `least` to 4.
+    """
     if launched := launched_ranks():
         return launched
     gpus = gpu_count() if flags.device != "cpu" else 0
@@ -181,7 +190,7 @@ def _ranks(flags: CollectivesFlags | CalibrationFlags, *, least: int) -> int:
 
 
 def _device(flags: CollectivesFlags | CalibrationFlags) -> Literal["cpu", "cuda"] | None:
-    """Return the device asked for, None for auto. Raises JobError for CUDA without a GPU."""
+    """Return the value of `--device`, None for auto. Raises JobError for CUDA without a GPU."""
     if flags.device == "cuda" and not gpu_count():
         raise JobError("--device cuda, but torch sees no GPU; use --device cpu, or run `meshwise doctor`")
     return None if flags.device == "auto" else flags.device

@@ -1,10 +1,10 @@
 """The command `meshwise checkpoint`: list, show, check, compare and export checkpoints.
 
-    list FOLDER              the checkpoints of a run, newest first
-    show CHECKPOINT          its tensors and what else was saved
-    check FOLDER             every byte against its checksum: of one checkpoint, or of all of a run
-    diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
-    export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
+    list FOLDER              list the checkpoints of a run, newest first
+    show CHECKPOINT          print the tensors of a checkpoint, and the job and counts saved with them
+    check FOLDER             compare every byte with its checksum, in one checkpoint or in all checkpoints of a run
+    diff ONE OTHER           list the tensors that are not bit for bit equal; the two plans may differ
+    export CHECKPOINT INTO   write a Hugging Face folder, and compare its logits on random tokens
 
 The exit status is 0 on success, 1 for damage, differences and failed exports, 2 without a checkpoint.
 """
@@ -33,7 +33,10 @@ _PIPE_WIDTH = 200
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand that the words name. Raises JobError for a folder without a checkpoint or a job."""
+    """Run the subcommand that the words name, and return the exit status.
+
+    Raises JobError for a folder without a checkpoint, and for an export without a job.
+    """
     console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
     for name in ("checkpoint", "one", "other"):
@@ -150,19 +153,19 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _job(flags: argparse.Namespace) -> Job:
-    """Return the job whose model is exported. Raises JobError for a checkpoint without one."""
+    """Return the job whose model is exported. Raises JobError for a checkpoint without a job."""
     if flags.job is not None:
         return from_toml(flags.job, kind=Job)
     text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
     if text is None:
         raise JobError(
-            f"{flags.checkpoint} was saved without a job, which says how to build its model; name one with --job"
+            f"{flags.checkpoint} was saved without a job, so its model cannot be built; name the job with --job"
         )
     return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
 
 
 def _require(folder: Path) -> None:
-    """Raise JobError for a folder that is no checkpoint; the message names checkpoints below it."""
+    """Raise JobError for a folder that is no checkpoint; the message names the checkpoints inside the folder."""
     if is_checkpoint(folder):
         return
     inside = [str(path) for path, _ in checkpoints(_root(folder))]
@@ -171,7 +174,7 @@ def _require(folder: Path) -> None:
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder of checkpoints: the given one, or the one of the given run. Raises JobError for no folder."""
+    """Return the `checkpoints` folder inside `folder` if there is one, else `folder`. Raises JobError for no folder."""
     if not folder.is_dir():
         raise JobError(f"{folder} is {'a file' if folder.exists() else 'not there'}; name a run or its checkpoints")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

@@ -1,4 +1,7 @@
-"""`meshwise doctor`: print the examination of the machine; status 0 when all is well, 1 otherwise."""
+"""The command `meshwise doctor`: check that this machine can train and that ranks can communicate, and print findings.
+
+The exit status is 0 without problems, 1 with a problem.
+"""
 
 import os
 import statistics
@@ -21,16 +24,20 @@ _MARKS: Mapping[str, str] = {"note": "[yellow]note   [/]", "problem": "[red]prob
 
 @dataclass(frozen=True)
 class DoctorFlags:
-    """Examine this machine and whether ranks can communicate: local ranks, or under torchrun the ranks of the job."""
+    """Examine this machine, and check that ranks can communicate: local ranks, or the ranks of a job under torchrun."""
 
     ranks: int | None = None
-    """Local ranks to start. Default: one per GPU or core, 2 to 4."""
+    """Local ranks to start; ignored under torchrun. Default: one for each GPU (without GPUs, for each core), 2 to 4."""
     seconds: float = 10.0
-    """Seconds to wait for ranks that do not start."""
+    """Time limit in seconds for reaching the store of the job and for the roll call, both only under torchrun.
+    Connecting and exchanging messages may take three times as long each."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Examine the machine and print the findings. Raises JobError for bad flags."""
+    """Examine the machine, print the findings, and return the exit status. Raises JobError for bad flags.
+
+    Under torchrun every rank calls it. Rank 0 prints the whole report, and the other ranks print only their problems.
+    """
     flags = parse_flags(words, prog="meshwise doctor", default=DoctorFlags())
     if not flags.seconds > 0:
         raise JobError(f"seconds = {flags.seconds} has to be above 0")
@@ -55,7 +62,9 @@ def _print_report(console: OutputConsole, report: DoctorReport) -> None:
     for exchange in report.exchanges:
         console.print(f"[green]ok     [/] {_pairs_line(exchange)}")
     _print_findings(console, report)
-    console.print("all is well" if report.healthy else "[red]ranks cannot train here until the problems are solved[/]")
+    console.print(
+        "all is well" if report.healthy else "[red]ranks cannot train here until these problems are solved[/]"
+    )
 
 
 def _print_findings(console: OutputConsole, report: DoctorReport, *, prefix: str = "") -> None:
@@ -65,14 +74,14 @@ def _print_findings(console: OutputConsole, report: DoctorReport, *, prefix: str
 
 
 def _pairs_line(exchange: PairMessages) -> str:
-    """Return one line about the messages between all pairs of ranks."""
+    """Return one line with the number of pairs of ranks, and the median latency and bandwidth of their messages."""
     pairs = len(exchange.links)
     if not pairs:
-        return f"{exchange.size} rank on {exchange.device} has no peer; all-reduce is right"
+        return f"{exchange.size} rank on {exchange.device}: it exchanged no messages; its all-reduce gave the right sum"
     latency = statistics.median(link.latency for link in exchange.links)
     bandwidth = statistics.median(link.bandwidth for link in exchange.links)
     return (
         f"{exchange.size} ranks on {exchange.device}, joined by {exchange.medium}, communicate: {pairs} "
         f"pair{'s' * (pairs > 1)}, median latency {latency * 1e6:.0f} µs, "
-        f"bandwidth {bandwidth / 1e9:.2f} GB/s; all-reduce is right"
+        f"bandwidth {bandwidth / 1e9:.2f} GB/s; all-reduce gave the right sum"
     )

@@ -1,9 +1,9 @@
-"""The command `meshwise draw`: schedules, cuts and meshes before a run, and a measured step after it.
+"""The command `meshwise draw`: draw a pipeline schedule, the stages of a model, a mesh, or a measured training step.
 
 | draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
-| draw cut        the stages that a job's model is cut into
-| draw mesh       the rank at each place of a plan's mesh, and the ranks that share a node
-| draw timeline   a measured step of a run, and the schedule's ideal times
+| draw cut        the pipeline stages into which a job's model is cut
+| draw mesh       the rank at each coordinate of a plan's mesh, and the ranks that share a node
+| draw timeline   the actions of each rank in a measured step of a run, beside the ideal times of its schedule
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,48 +43,54 @@ from meshwise.view.schedule_text import figures, picture, strip
 
 @dataclass(frozen=True)
 class DrawMeshFlags:
-    """Draw the ranks of a plan: one grid for the two innermost axes, repeated for the other axes."""
+    """Draw the mesh of a plan: a grid of ranks for the two innermost axes, repeated for the other axes."""
 
     plan: str = ""
     """The plan, as in "pp=2 dp=2 tp=2"."""
     on: str = ""
-    """A cluster, as in "4x8 h100": dp=auto fills its ranks, and the picture shows its nodes."""
+    """A cluster, as in "4x8 h100": its number of ranks replaces dp=auto, and the picture shows its nodes."""
     png: Path | None = None
-    """Draw a PNG; needs the extra `plot`."""
+    """Write a PNG here; needs the extra `plot`."""
     svg: Path | None = None
-    """Draw an SVG."""
+    """Write an SVG here."""
 
 
 @dataclass(frozen=True)
 class DrawScheduleFlags(DrawingFiles):
-    """Draw when each rank computes what, for a plan's schedule or a table of your own."""
+    """Draw when each rank computes which micro-batch, for the schedule of a plan or for a table of your own.
+
+    Times have no unit.
+    """
 
     plan: str = ""
-    """The plan, of which pp, microbatches, schedule, virtual_stages and zero are read."""
+    """The plan. Only pp, microbatches, schedule, virtual_stages and zero are read."""
     table: Path | None = None
-    """A table instead: a text file with one row of actions per rank, as in `0F0 0F1 0B0 0B1`."""
+    """A table in place of a plan: a text file with one row of actions per rank, as in `0F0 0F1 0B0 0B1`."""
     forward: float = 1.0
-    """Time of a stage's forward."""
+    """Time of the forward of one micro-batch in one stage."""
     input: float = 1.0
-    """Time of its backward for the input."""
+    """Time of its backward for the gradient of the input."""
     weight: float = 1.0
-    """Time of its backward for the weights; a whole backward takes both."""
+    """Time of its backward for the gradients of the weights; a whole backward takes `input` + `weight`."""
     link: float = 0.0
-    """Time for what a stage sends to arrive."""
+    """Time that a message between two stages takes."""
     actions: bool = False
-    """Print the table as well, with the sends, receives, gathers and reductions of a run."""
+    """Print the actions as a table too, with the sends, receives, gathers and reductions."""
 
 
 @dataclass(frozen=True)
 class DrawTimelineFlags(DrawingFiles):
-    """Draw a step of a run that was trained with `--train.timeline`: the actions of each rank, and lost time."""
+    """Draw a step of a run that was trained with `--train.timeline`: the actions of each rank, and idle time."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
-    """The run's folder, or its timeline.json."""
+    """The folder of the run, or its timeline.json."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Draw what the first word names. Raises JobError for what cannot be drawn, before anything is."""
+    """Make the drawing that the first word names, and return the exit status.
+
+    Raises JobError for bad flags and for output files that cannot be written, before it draws.
+    """
     names = ", ".join(f"meshwise draw {name}" for name in _DRAWINGS)
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {names}; each has --help")
@@ -97,7 +103,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _draw_cut(words: Sequence[str]) -> None:
-    """Print the cut of a job. Raises JobError or PlanError where the job itself would."""
+    """Print the pipeline stages of a job. Raises JobError or PlanError for a job that could not run, or for pp=1."""
     job = read_job(words, prog="meshwise draw cut", kind=StudiedJob)
     prepared = prepare(job, ranks=local_ranks(job))
     plan = prepared.job.plan

@@ -1,4 +1,4 @@
-"""Values of `--ranks`, `--comm` and `--on`: the number of ranks, how they communicate, and the cluster to simulate."""
+"""Check the flags that several commands share, and fill in their defaults: `--ranks`, `--comm` and `--on`."""
 
 import math
 from typing import Literal
@@ -13,13 +13,14 @@ from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.train.job import Job, JobError
 
 DEFAULT_RANKS = 4
-"""Local ranks at most where neither the plan nor a flag says how many: more than a laptop's cores are slower."""
+"""Most local ranks to start by default, where neither the plan nor a flag gives the number: laptops have few cores."""
 
 
 def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
-    """Return the value of `--comm` for `run`; None means: as MESHWISE_COMM says, and for threads.
+    """Return the value of `--comm` as `run` expects it: None for `auto`, where MESHWISE_COMM decides.
 
-    Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS.
+    Returns None for `threads` too, whose ranks `run` does not start. Raises JobError for a bad MESHWISE_COMM or
+    MESHWISE_STALL_SECONDS.
     """
     if comm == "threads":
         return None
@@ -33,14 +34,17 @@ def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
 
 
 def checked_ranks(ranks: int | None) -> int | None:
-    """Return the value of `--ranks`. Raises JobError below 1."""
+    """Return the value of `--ranks` unchanged; None if the flag was not given. Raises JobError for a value below 1."""
     if ranks is not None and ranks < 1:
         raise JobError(f"ranks = {ranks} has to be at least 1")
     return ranks
 
 
 def launched_ranks() -> int | None:
-    """Return the ranks that torchrun has started; None without a launcher. Raises JobError for a half-set launcher."""
+    """Return the number of ranks that torchrun has started; None without a launcher.
+
+    Raises JobError when the launcher's environment variables are incomplete or contradict each other.
+    """
     try:
         rank = launched()
     except ValueError as error:
@@ -49,9 +53,10 @@ def launched_ranks() -> int | None:
 
 
 def local_ranks(job: Job) -> int:
-    """Return the ranks of a job: torchrun's, or those asked for, or what the plan needs.
+    """Return the number of ranks of a job: torchrun's number, else `job.ranks`, else the number that the plan needs.
 
-    A plan with `dp=auto` gets a rank for each core, at most four, rounded down to what its other axes allow.
+    For a plan with `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of the product of the
+    other axes, but at least that product. Raises JobError as `launched_ranks` does.
     """
     if launched := launched_ranks():
         return launched
@@ -64,7 +69,7 @@ def local_ranks(job: Job) -> int:
 
 
 def named_cluster(name: str) -> Cluster:
-    """Return the cluster of `--on`. Raises JobError for one that is not known."""
+    """Return the cluster that `--on` names, as in "64x8 h100". Raises JobError for an unknown cluster."""
     try:
         return parse_cluster(name)
     except ClusterError as error:

@@ -1,10 +1,10 @@
-"""The command `meshwise`: choose the subcommand, and turn what it raises into one message and an exit status.
+"""The command `meshwise`: run a subcommand, and turn its exceptions into one message and an exit status.
 
 0     success
 1     the run failed; the message names the file with the traceback of the failed rank
 2     the job, the plan, the loss or the command line is wrong, or this machine cannot start ranks; no traceback
 130   Ctrl-C
-141   the reader of stdout has ended, as in `meshwise train --help | head`
+141   the program that reads stdout has ended, as in `meshwise train --help | head`
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Command:
 
     | summary        one line for the overview
     | main           takes the words after the subcommand's name, and returns the exit status
-    | starts_ranks   whether `main` starts ranks as processes
+    | starts_ranks   whether `main` starts processes for the ranks
     """
 
     summary: str
@@ -57,7 +57,7 @@ class Command:
     starts_ranks: bool = False
 
 
-COMMANDS: Mapping[str, Command] = {
+COMMANDS: Mapping[str, Command] = {  # by the name of the subcommand, in the order of the overview
     "train": Command("train a job on local ranks, or under torchrun", train_command.main, starts_ranks=True),
     "verify": Command("prove that a plan is the same model, on a few steps", verify_command.main, starts_ranks=True),
     "simulate": Command("predict the time and memory of a plan, without the ranks", simulate_command.main),
@@ -72,9 +72,10 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `meshwise` with these words, by default the words of the process, and return the exit status.
+    """Run `meshwise` with `arguments`, by default `sys.argv[1:]`, and return the exit status.
 
-    With the process's own words, ranks are forked copies of this process, which has done nothing but import.
+    Side effect: stdout writes `?` for characters that its encoding lacks. Without `arguments`, local ranks are forks of
+    this process, which saves time because it has imported the modules already.
     """
     replace_missing_characters()
     try:
@@ -83,15 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except OSError as error:  # of stdout: `_guarded` catches all others
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still writes at exit
+    except OSError as error:  # from writing to stdout: `_guarded` catches all other errors
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes stdout again at exit
         if isinstance(error, BrokenPipeError):
             return 141
         return _report(f"meshwise: cannot write the answer: {error.strerror}", status=1)
 
 
 def _run(words: list[str], *, own: bool) -> int:
-    """Return the exit status of a command line. `own`: whether the words are the process's own."""
+    """Return the exit status of a command line. `own`: whether the words are `sys.argv[1:]`."""
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -107,10 +108,10 @@ def _run(words: list[str], *, own: bool) -> int:
 
 
 def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
-    """Return the subcommand's exit status, whatever it raises. `fork`: its ranks are forked from this process."""
+    """Run a subcommand, print its exception, and return the exit status. `fork`: local ranks are forked from here."""
     try:
         if fork:
-            with contextlib.suppress(OSError):  # forking only saves time; an error comes again when ranks start
+            with contextlib.suppress(OSError):  # the fork only saves time; ranks that start report the error again
                 fork_server_from_here()
         try:
             return COMMANDS[name].main(words)
@@ -136,15 +137,15 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
 
 
 def _report(message: str, *, status: int, once: bool = False) -> int:
-    """Print to stderr and return the status.
+    """Print the message to stderr and return `status`.
 
-    `once`: every rank under torchrun has the same message. Rank 0 prints it and ends, and torchrun then ends the
-    others. They print it themselves if that does not happen within 5 s.
+    `once`: every rank under torchrun has the same message. Rank 0 prints the message and ends; then torchrun ends the
+    other ranks. They print the message too if torchrun has not ended them within 5 s.
     """
     rank = os.environ.get("RANK")
     if once and rank not in (None, "0"):
         time.sleep(_RANK_0_SECONDS)
-    with contextlib.suppress(OSError):  # without a stderr, the status has to do
+    with contextlib.suppress(OSError):  # if stderr is closed, only the status remains
         print(message if rank is None else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     return status
 

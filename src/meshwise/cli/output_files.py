@@ -1,7 +1,8 @@
-"""Files that a command writes, pictures included: refused before the work starts, then replaced whole or not at all.
+"""Write the output files of a command: pictures (PNG, SVG), HTML pages, Chrome traces and other files.
 
-`check_outputs` and `check_drawings` run first; `write_and_say`, `write_drawings` and `write_picture` write;
-`read_step` reads the measured step of a run that a drawing shows.
+A command first calls `check_outputs` or `check_drawings`, which refuse a path that cannot be written. After the work,
+`write_and_say`, `write_drawings` and `write_picture` write the files: each file is replaced whole or not at all.
+`read_step` reads the measured step that a drawing shows.
 """
 
 import os
@@ -31,7 +32,7 @@ _WIDTH = 120
 
 
 def check_outputs(paths: Iterable[Path | None]) -> None:
-    """Raise JobError for a path that cannot be written, before the work whose result it is for."""
+    """Raise JobError for a path that cannot be written; None is skipped. Commands call it before their work starts."""
     for path in filter(None, paths):
         if path.is_dir():
             raise JobError(f"cannot write {path}: it is a folder; name a file in it")
@@ -41,7 +42,10 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
 
 
 def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
-    """Let `write` write the file, and make its folders. Raises JobError, with the old file unchanged."""
+    """Make the folders of `path`, and call `write` with the path that it should write.
+
+    Raises JobError when the file cannot be written or a package is missing; an old file at `path` is then unchanged.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, write=write)
@@ -52,7 +56,7 @@ def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
 
 
 def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: str = "") -> None:
-    """Write a file as `write_output` does and print its path, followed by `more`; None: do nothing."""
+    """Write a file as `write_output` does, and print its path followed by `more`. Do nothing if `path` is None."""
     if path is not None:
         write_output(path, write=write)
         drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
@@ -60,16 +64,16 @@ def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: s
 
 @dataclass(frozen=True)
 class DrawingFiles:
-    """The picture files that a command can write."""
+    """Flags for the picture files that a command can write."""
 
     html: Path | None = None
-    """Write a page for a browser: tables, and pictures that show details under the pointer; it needs nothing else."""
+    """Write an HTML page here: tables, and pictures that show details under the pointer. It loads no other files."""
     png: Path | None = None
-    """Draw a PNG; needs the extra `plot`."""
+    """Write a PNG here; needs the extra `plot`."""
     svg: Path | None = None
-    """Draw an SVG."""
+    """Write an SVG here."""
     trace: Path | None = None
-    """Write a Chrome trace, which ui.perfetto.dev opens; where times have no unit, one is a millisecond."""
+    """Write a Chrome trace here, which ui.perfetto.dev opens. Times without a unit are written as milliseconds."""
 
     @property
     def wanted(self) -> bool:
@@ -78,12 +82,12 @@ class DrawingFiles:
 
 
 def drawing_console() -> OutputConsole:
-    """Return the console for drawings."""
+    """Return a console on stdout for drawings; where stdout is no terminal, its lines have at most 120 columns."""
     return console_of_width(_WIDTH)
 
 
 def check_drawings(files: DrawingFiles) -> None:
-    """Raise JobError for a file that cannot be written, and for a PNG without matplotlib."""
+    """Raise JobError for a file that cannot be written, and for a PNG when matplotlib is not installed."""
     check_outputs((files.html, files.png, files.svg, files.trace))
     if files.png:
         try:
@@ -93,7 +97,10 @@ def check_drawings(files: DrawingFiles) -> None:
 
 
 def read_step(run: Path) -> MeasuredStep:
-    """Return the measured step of a run, given its folder or its timeline.json. Raises JobError without one."""
+    """Return the measured step of a run; `run` is the folder of the run, or its timeline.json.
+
+    Raises JobError when the file is missing or cannot be read.
+    """
     path = run / TIMELINE if run.is_dir() else run
     try:
         return MeasuredStep.read(path)
@@ -104,7 +111,7 @@ def read_step(run: Path) -> MeasuredStep:
 
 
 def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, title: str) -> None:
-    """Write the files asked for and print their paths. Raises JobError."""
+    """Draw the plans (`accounts`) into the files that are not None, and print the paths. Raises JobError."""
     write_and_say(files.html, write=lambda path: write_page(accounts, path=path, title=title))
     write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
@@ -112,23 +119,23 @@ def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, titl
 
 
 def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:
-    """Write a picture in the formats asked for and print the paths. Raises JobError."""
+    """Write a picture to the paths that are not None, and print them. Raises JobError when a file cannot be written."""
     write_and_say(png, write=lambda path: write_png(picture, path=path))
     write_and_say(svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
 
 
 _DOTS = 100
-"""Pixels of a picture in an inch."""
+"""Picture units in an inch of the PNG."""
 
 _SHARPNESS = 1.6
-"""Pixels of the file for each of the picture."""
+"""Pixels of the PNG in a picture unit."""
 
 _POINTS = 72 / _DOTS
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
 
 
 def write_png(picture: Picture, *, path: Path) -> None:
-    """Write a picture as a PNG. Raises MissingExtraError without matplotlib, and OSError."""
+    """Write a picture as a PNG. Raises MissingExtraError without matplotlib, OSError when it cannot be written."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
@@ -162,16 +169,16 @@ def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Nothing is loaded, whatever is in the page."""
+"""Content-Security-Policy of the page: the browser loads nothing from other places, even if a title contains HTML."""
 
 
 def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> None:
-    """Write the page of some plans. Raises OSError when it cannot be written."""
+    """Write the HTML page that `page` returns. Raises OSError when the file cannot be written."""
     path.write_text(page(accounts, title=title), encoding="utf-8")
 
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
-    """Return the HTML page of some plans: a comparison, and then each plan, all to one scale of time."""
+    """Return an HTML page about some plans: a comparison of them, then pictures of each plan in one time scale."""
     name = escape(title)
     head = (
         f'<meta charset="utf-8"><title>{name}</title>'
@@ -196,7 +203,7 @@ def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Return a table whose first row holds the column titles and whose first column the row titles."""
+    """Return an HTML table. The first row holds the titles of the columns, the first column the titles of the rows."""
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     lines = (
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'

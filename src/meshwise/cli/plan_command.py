@@ -1,4 +1,7 @@
-"""The command `meshwise plan`: the fastest plans for a job on a named cluster, and why the others are slower."""
+"""The command `meshwise plan`: search the fastest plans for a job on a cluster, and explain why other plans are slower.
+
+The exit status is 2 (JobError) when no plan fits the memory.
+"""
 
 import contextlib
 import dataclasses
@@ -43,25 +46,25 @@ _WRAPPED = ("plan", "nearest", "lost because")
 
 @dataclass(frozen=True)
 class PlanJob(StudiedJob, DrawingFiles):
-    """A training job, for which a plan is chosen: its own code is rehearsed under the plans that bounds leave over."""
+    """Search the fastest plans for a training job. Bounds exclude most plans; the job's code rehearses the others."""
 
     on: str = ""
-    """The cluster: one that is shipped, or a file, after its nodes and ranks, as in "64x8 h100"."""
+    """The cluster, as in "64x8 h100": nodes, ranks per node, and the name of a shipped cluster or of a cluster file."""
     fix: str = ""
-    """Keys with fixed values, as in "tp=2 zero=1"; the others are searched."""
+    """Plan keys with fixed values, as in "tp=2 zero=1"; the other keys are searched."""
     memory_limit: str = ""
-    """Bytes that a rank may use, as in "70G". Default: what the cluster's device has."""
+    """Bytes that a rank may use, as in "70G". Default: the memory of the cluster's device."""
     top: int = 10
-    """How many of the best plans are wanted."""
+    """Number of best plans to find and print."""
     rehearsals: int = 20
-    """Plans that are rehearsed at most; a number with a question mark behind it could still be beaten by one that was
-    not."""
+    """Most plans to rehearse. A `?` after the rank of a plan: a plan that was not rehearsed could be faster."""
     workers: int | None = None
-    """Processes that rehearse at the same time. Default: the cores that this one may use."""
+    """Processes that rehearse at the same time. Default: the number of cores that this process may use."""
     json: bool = False
     """Print one JSON object in place of tables."""
     write: bool = False
-    """Put the best plan, where it cuts the model, and what is predicted of it into the job's file."""
+    """Write the best plan, the blocks at which it cuts the model, and its predicted time and memory into the job's
+    file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +76,10 @@ class PlanJob(StudiedJob, DrawingFiles):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Choose a plan for the job that the arguments describe. Raises JobError where nothing fits."""
+    """Search plans for the job that the arguments describe, print them, and return the exit status 0.
+
+    Raises JobError for bad flags, and when no plan divides the job, works for the model or fits the memory.
+    """
     job = read_job(arguments, prog="meshwise plan", kind=PlanJob)
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if job.write and path is None:
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     check_drawings(job)
     check_outputs([path] if job.write else [])
     if not job.on:
-        raise JobError('say on which cluster: --on "64x8 h100"')
+        raise JobError('--on is missing: name the cluster, as in --on "64x8 h100"')
     cluster = named_cluster(job.on)
     subject, space = _searched(job, cluster)
     limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
@@ -91,7 +97,9 @@ def main(arguments: Sequence[str]) -> int:
     survey = _watched(surveys, effort=effort, quiet=job.json)
     if not survey.candidates:
         fixed = f" with {job.fix}" if job.fix else ""
-        raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{fixed} divides this job; try other ranks")
+        raise JobError(
+            f"no plan for {counted(cluster.ranks, of='rank')}{fixed} divides this job; try another number of ranks"
+        )
     best = survey.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
         _write(path, best[0], on=job.on)
@@ -114,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpace]:
-    """Return the training of a job, and the plans to search."""
+    """Return the training of the job to rehearse, and the plans to search. Raises JobError for a bad `--fix`."""
     fixed = parse_fixed(job.fix)
     unknown = sorted(set(fixed) - set(SEARCHED))
     if unknown:
@@ -136,7 +144,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
 
 
 def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
-    """Return the final result of a search, printing its progress meanwhile."""
+    """Run the search to its end and return the last result; print progress on a terminal unless `quiet`."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -158,7 +166,7 @@ def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bo
 
 @dataclass(frozen=True)
 class _SearchHeading:
-    """What a search is for: printed above its result, and part of its JSON."""
+    """The question of a search (job, cluster, limits), printed above its result and written into its JSON."""
 
     job: PlanJob
     cluster: Cluster
@@ -168,19 +176,19 @@ class _SearchHeading:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The heading as JSON values."""
+        """The heading as JSON values: a dict with the keys `model`, `on` and `fixed`."""
         model = {"name": self.job.model.name, "parameters": self.parameters, "batch": self.job.train.batch}
         return {"model": model, "on": self.job.on, "fixed": self.fixed_keys}
 
     @property
     def fixed_keys(self) -> dict[str, Any]:
-        """The keys that are equal in all plans: from --fix, and from the job's own plan."""
+        """The plan keys that are equal in all plans, with their values: from `--fix`, and from the job's own plan."""
         usual, base = Plan(dp=1).to_toml(), self.space.base.to_toml()
         kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
         return {**self.space.fixed, **kept}
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the heading as text."""
+        """Yield the heading as lines of text."""
         of = counted(self.parameters, of="parameter")
         yield f"model     {self.job.model.name}, {of}, {counted(self.job.train.batch, of='sample')} a step"
         nodes, each = counted(self.cluster.nodes, of="node"), counted(self.cluster.ranks_per_node, of="rank")
@@ -212,7 +220,7 @@ def _print_result(survey: SearchResult, *, heading: _SearchHeading, top: int, se
 
 
 def _closest(survey: SearchResult) -> str:
-    """Return a message for the case that no plan fits: the plan that needs least, and how much it lacks."""
+    """Return the error message of a search that found no plan: a reason, or the smallest plan and its missing bytes."""
     tried = [one for one in survey.candidates.values() if not one.refused]
     if not tried:
         reasons = sorted({one.refused for one in survey.candidates.values()})
@@ -220,8 +228,8 @@ def _closest(survey: SearchResult) -> str:
     if any(map(survey.fits, tried)):
         reasons = sorted({one.refused for one in survey.candidates.values() if one.refused})
         return (
-            f"none of the {survey.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOthers "
-            f"were not rehearsed and may: --rehearsals {2 * survey.rehearsals}"
+            f"none of the {survey.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOther "
+            f"plans were not rehearsed and may work: --rehearsals {2 * survey.rehearsals}"
         )
     one = min(tried, key=lambda one: (one.figures.memory, one.figures.seconds))
     missing = one.figures.memory - survey.limit
@@ -234,6 +242,7 @@ def _closest(survey: SearchResult) -> str:
 
 
 def _write(path: Path, best: Candidate, *, on: str) -> None:
+    """Write the best plan, its cut and its predictions into the job's file."""
     changes: dict[tuple[str, ...], Any] = {
         ("plan",): str(best.plan),
         ("model", "cut_at"): list(best.at) or None,
@@ -248,5 +257,5 @@ def _write(path: Path, best: Candidate, *, on: str) -> None:
 def _limit(written: str) -> int:
     size = read_size(written)
     if size is None:
-        raise JobError(f"--memory-limit {written} is no number of bytes; write it as in 70G")
+        raise JobError(f"--memory-limit {written} is no number of bytes; write a size such as 70G")
     return size

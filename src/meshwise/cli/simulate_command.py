@@ -1,4 +1,4 @@
-"""The command `meshwise simulate`: the time and memory of a job under its plan, without the ranks."""
+"""The command `meshwise simulate`: predict the time and memory of a job under a plan without starting its ranks."""
 
 import dataclasses
 import os
@@ -29,31 +29,34 @@ from meshwise.view.plan_account import PlanAccount, predicted
 from meshwise.view.plan_comparison import comparison_table
 
 _PLANS_PER_TABLE = 4
-"""Plans in one table of the terminal, side by side."""
+"""Most plans side by side in one table."""
 
 
 @dataclass(frozen=True)
 class SimulateJob(StudiedJob, DrawingFiles):
-    """A training job, rehearsed: its own code runs on one rank of each kind, on tensors without values."""
+    """Predict the time and memory of a training job by running its code for each kind of rank without tensor values."""
 
     on: str = ""
-    """The cluster to predict times for, as in "64x8 h100": nodes, ranks a node, and a shipped name or a file. dp=auto
-    fills its ranks."""
+    """The cluster to predict times for, as in "64x8 h100": nodes, ranks per node, and the name of a shipped cluster or
+    of a cluster file. Its number of ranks replaces dp=auto."""
     compare: tuple[str, ...] = ()
-    """Other plans to put beside the job's: --compare "dp=8 zero=1" "tp=8"."""
+    """Other plans to compare with the plan of the job: --compare "dp=8 zero=1" "tp=8"."""
     run: Path | None = None
-    """The folder of a run that was trained with `--train.timeline`: its measured step is put beside the plans."""
+    """The folder of a run that was trained with `--train.timeline`; its measured step is compared with the plans."""
     draw: bool = False
     """Draw the mesh, the timeline of each rank, and its memory over time."""
     memory: bool = False
-    """Print the memory of each rank, by category."""
+    """Print the memory of each rank by category."""
     measure: bool = False
-    """With --memory: take three steps of the job on local ranks, and print their memory beside the prediction. Memory
-    that ranks on CPUs share is divided by their number."""
+    """With --memory: train three steps of the job on local ranks, and print their memory beside the prediction. Memory
+    that several ranks on CPUs share counts for each rank in equal parts."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rehearse the job that the arguments describe. Raises JobError or PlanError where the job itself would."""
+    """Predict the job that the arguments describe, print the tables, and return the exit status 0.
+
+    Raises JobError for bad flags, and JobError or PlanError for a job that could not run.
+    """
     job = read_job(arguments, prog="meshwise simulate", kind=SimulateJob)
     cluster = _checked_cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None, job: SimulateJob, title: str) -> None:
-    """Print and draw the predicted times of some plans on one cluster, beside a measured step."""
+    """Print and draw the predicted times of some plans on one cluster, and the times of the measured step if given."""
     console = drawing_console()
     if len(predictions) == 1 and not (job.draw or job.wanted or step):
         console.show(text_table(time_table(predictions[0])))
@@ -102,21 +105,24 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
 
 
 def _checked_cluster(job: SimulateJob) -> Cluster | None:
-    """Return the cluster of `--on`, if any. Raises JobError where a flag needs one, and for flags with no effect."""
+    """Return the cluster of `--on`, or None. Raises JobError for flags that need a cluster, and for useless flags."""
     check_drawings(job)
     if job.measure and not job.memory:
-        raise JobError("--measure prints memory beside the prediction of --memory: give --memory too")
+        raise JobError("--measure without --memory has no effect: it adds measured memory to that table; give --memory")
     if job.on:
         return named_cluster(job.on)
     if job.draw or job.wanted or job.compare or job.run:
-        raise JobError('times are drawn and compared on a cluster: name it, as in --on "64x8 h100"')
+        raise JobError('drawings and comparisons need the times of a cluster: name it, as in --on "64x8 h100"')
     if not job.memory:
         raise JobError('nothing to predict: give --memory, or --on with a cluster, as in --on "64x8 h100"')
     return None
 
 
 def _measure_ranks(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[MeasuredRank]:
-    """Take three steps on local ranks. MALLOC makes processes on CPUs return freed memory at once."""
+    """Train three steps on local ranks and return the measurement of each rank.
+
+    Sets the environment variables MALLOC, so that the C library of a process returns freed memory at once.
+    """
     os.environ.update(MALLOC)
     measured: Sequence[MeasuredRank] = run(size, _measure_rank, args=(job,), comm=comm)[0]
     return measured

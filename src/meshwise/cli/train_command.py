@@ -1,4 +1,4 @@
-"""The command `meshwise train`: a job on local ranks, or on the ranks that torchrun has started."""
+"""The command `meshwise train`: train a job on local ranks, or on the ranks that torchrun has started."""
 
 import gc
 import math
@@ -25,7 +25,11 @@ from meshwise.train.resume import checked_run_start
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
+    """Train the job that the arguments describe, and return the exit status 0.
+
+    A bad job raises JobError or PlanError before any rank is started. Raises ShortageError, with a plan that fits, when
+    a rank runs out of memory, and otherwise the error of the first rank that failed.
+    """
     job = read_job(arguments, prog="meshwise train", kind=Job)
     size, comm = local_ranks(job), checked_comm(job.comm)
     prepared = prepare(job, ranks=size)
@@ -42,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
             raise
         raise shortage_error from error
     finally:
-        Console().show_cursor()  # a rank that is killed while it draws its progress line leaves the cursor hidden
+        Console().show_cursor()  # a rank that is killed while it draws its progress line leaves the cursor invisible
     return 0
 
 
 def _rank(world: World, job: Job) -> None:
     replace_missing_characters()
-    # Each rank gets another generator, for random numbers that a model draws without torch's own functions.
+    # torch's own random functions are seeded elsewhere. This seed, different on each rank, is for all other functions.
     torch.manual_seed(job.train.seed * world.size + world.rank)
     out_of_memory: Exception | None = None
     try:
@@ -63,11 +67,11 @@ def _rank(world: World, job: Job) -> None:
 
 
 def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageError:
-    """Return the error for a rank that ran out of memory, with a plan that fits; called after its tensors are freed."""
+    """Return an error with a plan that fits, for a rank that ran out of memory. Frees the tensors of the failed run."""
     used = error.used if isinstance(error, ShortageError) else {}
     seen: BaseException | None = error
     while seen is not None:
-        # The frames of a traceback keep tensors alive. The traceback is in a file by now.
+        # The frames of a traceback keep tensors alive. The traceback has been written to a file already.
         seen = seen.with_traceback(None).__cause__ or seen.__context__
     gc.collect()
     prepared = prepare(job, ranks=world.size)
@@ -79,7 +83,7 @@ def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageErro
 
 
 def _killed_for_memory(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
-    """Return the memory shortage that made the system kill a CPU rank, or None if there was enough memory."""
+    """Return an error with a plan that fits if a killed CPU rank probably lacked memory by the prediction, else None."""
     plan, needs = prepared.job.plan, MemoryNeeds(prepared.rehearsal_subject(), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
     if needs.device != "cpu" or not room < needs.total(plan) < math.inf:

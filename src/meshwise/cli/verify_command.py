@@ -1,6 +1,6 @@
-"""The command `meshwise verify`: compare a plan with one process, for the model, data and optimizer of a job.
+"""The command `meshwise verify`: train a job under its plan and in one process, and compare losses and parameters.
 
-The exit status is 0 when both are the same model, else 1.
+The exit status is 0 when the differences are within the bounds, else 1.
 """
 
 import os
@@ -28,15 +28,16 @@ _STALL_SECONDS = "3600"
 
 @dataclass(frozen=True)
 class VerifyJob(StudiedJob):
-    """A training job. Some of its steps run under the plan and on one process, and are compared."""
+    """Train some steps of a job under its plan and in one process, and compare the results."""
 
     steps: int = 3
     """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    """Element type of the parameters, in place of train.dtype. In float64 the relative difference may be 1e-9;
-    otherwise what rounding explains, which is measured."""
-    comm: Literal["auto", "local", "gloo", "threads"] = "auto"  # type: ignore[assignment] # one way more than training
-    """How the ranks communicate: as in training, or with `threads` as threads of this process, which start faster."""
+    """Element type of the parameters; train.dtype is ignored. In float64 a relative difference of 1e-9 is allowed. In
+    other types the allowed difference is measured: it is what rounding explains."""
+    comm: Literal["auto", "local", "gloo", "threads"] = "auto"  # type: ignore[assignment] # one value more than training
+    """How the ranks communicate. `threads`: the ranks are threads of this process, which start faster. The other values
+    are as in training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,13 +46,17 @@ class VerifyJob(StudiedJob):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Verify the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
+    """Verify the job that the arguments describe, print the report, and return the exit status.
+
+    A bad job raises JobError or PlanError before any rank is started. Sets MESHWISE_STALL_SECONDS to an hour unless it
+    is set.
+    """
     job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
     size, comm = local_ranks(job), checked_comm(job.comm)
     prepared = prepare(job, ranks=size)
     if not is_rank():
         check_plan(prepared)
-    # The other ranks wait while rank 0 takes whole steps of the reference run: that is no hang.
+    # The other ranks wait while rank 0 trains the reference run alone, which the watchdog must not take for a hang.
     os.environ.setdefault("MESHWISE_STALL_SECONDS", _STALL_SECONDS)
     if is_rank() or job.comm != "threads":
         if not is_rank():
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def print_report(report: Report, *, console: OutputConsole) -> None:
-    """Print a report: the verdict, the steps, and the parameters that are furthest from their bounds."""
+    """Print a report: the verdict, a table of the steps, and the 40 parameters with the largest excess."""
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
     lines = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False, end="\n\n")
@@ -76,7 +81,7 @@ def print_report(report: Report, *, console: OutputConsole) -> None:
     shown = [line for line in report.parameters if line in worst]
     console.show(text_table(report.parameter_rows(shown), wrapped=("parameter",), failed="!"))
     if rest := len(report.parameters) - len(shown):
-        console.print(f"and {rest} more, further from their bounds than these", highlight=False)
+        console.print(f"and {rest} more, with smaller differences in proportion to their bounds", highlight=False)
 
 
 def _rank(world: World, job: VerifyJob) -> Report:
