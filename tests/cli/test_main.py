@@ -115,7 +115,10 @@ BAD_JOBS = {
     "empty data": (["--data.files", "blank.txt"], "all 1 files are empty"),
     "too little data": (["--data.files", "short.txt"], "hold 6 bytes, but a sample takes data.context + 1 = 257"),
     "small batch": (["--train.batch=3", "--plan=dp=4"], "3 samples cannot be shared by the 4 replicas of 'dp=4'"),
-    "more than the data": (["--train.batch=99"], "train.batch = 99 samples, but there are 8 to train on: a step would"),
+    "more than the data": (
+        ["--train.batch=99"],
+        "train.batch = 99 samples, but the training data has only 8: a step would",
+    ),
     "micro-batches of none": (["--train.batch=4", "--plan=dp=2 microbatches=3"], "or at most microbatches=2"),
     "too many stages": ([*SMALL, "--plan=pp=20"], "20 stages do not fit: GPT has 8 pieces"),
     "heads that do not divide": (
@@ -124,7 +127,7 @@ BAD_JOBS = {
     ),
     "vocabulary": (
         ["--model.arguments", "vocabulary=99", "--train.batch=4"],
-        "vocabulary=99 is less than the 256 bytes",
+        "vocabulary=99 is less than 256",
     ),
     "context": (["--model.arguments", "context=99", "--train.batch=4"], "context=99 is less than data.context = 256"),
     "dataset": (["--data.dataset=own.py"], "data.dataset = 'own.py' is no 'module:function', as in 'my_module:own'"),

@@ -268,7 +268,7 @@ def test_a_dataset_function_may_bring_its_own_validation_data(tmp_path: Path) ->
     "name, message",
     [
         ("Stream", "returned a Stream; return a map-style"),
-        ("Endless", "gave a Endless without a length"),
+        ("Endless", "returned a Endless without a length"),
         ("nothing", "holds 0 samples"),
         ("Squars", "no function 'Squars' in .*; did you mean 'Squares'?"),
     ],

@@ -111,7 +111,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
         (["train.steps=3"], "cannot read the job train.steps=3"),
         (
             ["--train.steps=3", "job.toml"],
-            "'job.toml' comes after a flag; name one job, before all flags",
+            "'job.toml' comes after a flag; name one job file, before all flags",
         ),
         (["--train.tensorboard", "yes"], "unexpected 'yes'"),
         (["--train.steps", "0"], "train.steps = 0 has to be at least 1"),

@@ -78,7 +78,7 @@ def test_a_model_is_built_in_the_type_that_the_job_names() -> None:
         ("gpt", {"layer": 2}, "model.arguments of gpt: unknown key layer; did you mean layers"),
         ("gpt", {"layers": "two"}, "model.arguments of gpt: layers: not a whole number: 'two'"),
         ("gpt", {"heads": 3}, "must be a multiple of heads=3"),
-        ("mlp", {"layers": 2}, "model.arguments of mlp: unknown key layers; there are widths, "),
+        ("mlp", {"layers": 2}, "model.arguments of mlp: unknown key layers; the keys are widths, "),
         ("missing.py:build", {}, "there is no file missing.py"),
         ("no_such_module:build", {}, "cannot be imported: No module named 'no_such_module'"),
         ("OWN:biuld", {}, "no function 'biuld' in .*; did you mean 'build'"),
@@ -131,7 +131,10 @@ def test_an_optimizer_is_any_class_of_torch() -> None:
 @pytest.mark.parametrize(
     "job, message",
     [
-        (OptimizerJob("LAMB"), r"'LAMB' is no class of torch.optim; did you mean 'Adam'\? There are .*AdamW, .*SGD"),
+        (
+            OptimizerJob("LAMB"),
+            r"'LAMB' is no class of torch.optim; did you mean 'Adam'\? The classes are .*AdamW, .*SGD",
+        ),
         (OptimizerJob("AdamV"), "optimizer.name = 'AdamV' is no class of torch.optim; did you mean 'Adam"),
         (OptimizerJob("SGD", betas=(0.1, 0.2)), "optimizer: unknown argument 'betas'; there are lr, momentum"),
         (OptimizerJob("LBFGS"), "LBFGS cannot run on slices of parameters"),

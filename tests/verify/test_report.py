@@ -78,4 +78,4 @@ def test_the_command_shows_the_parameters_nearest_their_bounds_and_counts_the_re
     print_report(dataclasses.replace(REPORT, first=None, parameters=many), console=OutputConsole(file=text, width=60))
     shown = [line.split()[0] for line in text.getvalue().splitlines() if line.startswith("p") and "none" in line]
     assert shown == [f"p{i}" for i in range(60, 100)]
-    assert "and 60 more, with smaller differences in proportion to their bounds" in text.getvalue()
+    assert "and 60 more, all smaller relative to the bound" in text.getvalue()

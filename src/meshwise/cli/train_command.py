@@ -83,7 +83,7 @@ def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageErro
 
 
 def _killed_for_memory(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
-    """Return an error with a plan that fits if a killed CPU rank probably lacked memory by the prediction, else None."""
+    """Return an error with a plan that fits if the prediction says that a killed CPU rank lacked memory, else None."""
     plan, needs = prepared.job.plan, MemoryNeeds(prepared.rehearsal_subject(), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
     if needs.device != "cpu" or not room < needs.total(plan) < math.inf:

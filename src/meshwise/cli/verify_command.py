@@ -81,7 +81,7 @@ def print_report(report: Report, *, console: OutputConsole) -> None:
     shown = [line for line in report.parameters if line in worst]
     console.show(text_table(report.parameter_rows(shown), wrapped=("parameter",), failed="!"))
     if rest := len(report.parameters) - len(shown):
-        console.print(f"and {rest} more, with smaller differences in proportion to their bounds", highlight=False)
+        console.print(f"and {rest} more, all smaller relative to the bound", highlight=False)
 
 
 def _rank(world: World, job: VerifyJob) -> Report:

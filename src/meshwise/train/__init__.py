@@ -1,1 +1,1 @@
-"""The training loop of a job: its settings, its data, its events, its checkpoints and its folder."""
+"""Run a training job: settings, data, training loop, progress output, checkpoints and the folder of the run."""

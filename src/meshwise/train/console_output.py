@@ -1,4 +1,4 @@
-"""Standard output of a command: a terminal, a file whose disk may be full, or a pipe whose reader may have ended."""
+"""Print text and tables to standard output: a terminal, a file on a full disk, or a pipe whose reader has ended."""
 
 import io
 import select
@@ -15,27 +15,27 @@ STDOUT = 1
 
 
 class OutputConsole(Console):
-    """A console that prints tables and pictures without cutting them, and raises BrokenPipeError."""
+    """A rich console that prints tables and text without cutting lines, and that raises BrokenPipeError."""
 
     def show(self, drawing: Table | Text) -> None:
-        """Print a table, or lines of text, whole: a terminal wraps lines that are too long for it."""
+        """Print a table or text without cutting long lines; the terminal wraps them."""
         self.print(drawing, crop=False, soft_wrap=isinstance(drawing, Text))
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError again; rich would end the process with status 1."""
+        """Raise the BrokenPipeError again; by default rich would end the process with status 1."""
         raise  # noqa: PLE0704 -- the BrokenPipeError that rich is handling
 
 
 def console_of_width(width: int) -> OutputConsole:
-    """Return the console of stdout; where that is not a terminal, its lines have at most `width` columns."""
+    """Return a console on stdout; where stdout is no terminal, its lines have at most `width` columns."""
     return OutputConsole() if OutputConsole().is_terminal else OutputConsole(width=width)
 
 
 def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = (), failed: str = "") -> Table:
-    """Return a table whose titles are the first row.
+    """Return a rich table of text cells; the first row holds the titles of the columns.
 
-    Columns whose title is in `wrapped` are aligned to the left and may wrap. A row with a cell that ends in `failed` is
-    red.
+    Columns whose title is in `wrapped` are aligned to the left, and long cells may wrap. A row is red if one of its
+    cells ends in the text `failed`; "" makes no row red.
     """
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, title in enumerate(rows[0]):
@@ -61,7 +61,7 @@ def replace_missing_characters() -> None:
 
 
 def stdout_failed() -> bool:
-    """Return whether an OSError may come from stdout: its reader has ended, or its disk is full."""
+    """Return whether writing to stdout fails now, because its reader has ended or its disk is full. Flushes stdout."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -72,5 +72,5 @@ def stdout_failed() -> bool:
 
 
 def counted(number: int, *, of: str) -> str:
-    """Return a number with its noun, as in `1 step` or `1,000 steps`."""
+    """Return a number and the noun `of`, with an s for the plural: `1 step`, `1,000 steps`."""
     return f"{number:,} {of}{'s' * (number != 1)}"

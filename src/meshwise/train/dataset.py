@@ -1,11 +1,14 @@
-"""The data of a run: `load_data` makes map-style datasets, `read` yields this rank's rows of each global batch.
+"""Load the training and validation data of a run (`load_data`), and yield this rank's rows of each global batch.
 
-             number    0 … B-1        B … 2B-1       …          Order: number → sample
-    global batch     └── step 0 ──┘ └── step 1 ──┘
-    rank 0 reads      0 … 3           8 … 11                   its share of every batch, and nothing else
-    rank 1 reads      4 … 7          12 … 15
+`read_batches` yields the rows. Here two ranks read global batches of B = 8 samples; `SampleOrder` maps each global
+number to a sample of the dataset:
 
-torch's DataLoader reads, pins and collates. The rows to read follow from a counter, so no sampler has state to save.
+    global number     0 … 7           8 … 15         …
+    global batch      └─ step 0 ─┘    └─ step 1 ─┘
+    rank 0 reads      0 … 3           8 … 11
+    rank 1 reads      4 … 7           12 … 15
+
+torch's DataLoader reads, pins and collates. The numbers follow from a count of samples, so a sampler has no state.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,15 +31,18 @@ from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
 
 ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
+"""Function from the size of a global batch to the rows [start, stop) of it that this rank reads, as `Trainer.share`."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run.
+    """The datasets of a run.
 
-    | summary     one line about it
-    | text        whether a sample is a pair (bytes, the same bytes shifted by one)
-    | content     identifies the data: size and digest of text, number of samples of a dataset
+    | train        map-style dataset to train on
+    | validation   map-style dataset for the validation; None without one
+    | summary      one line about the data, for the user
+    | text         whether the samples are `TextDataset`'s pairs of byte windows
+    | content      text that a resumed run compares: size and digest of a text, or number of samples of a dataset
     """
 
     train: Dataset[Any]
@@ -47,7 +53,9 @@ class RunData:
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a token file: sample i is tokens i·context … (i+1)·context, and the same shifted by one token."""
+    """Pairs (input, target) of windows of a token file, each an int64 tensor `(context,)`. Sample i has the tokens from
+    i·context and from i·context + 1 on, counted from token `start`; tokens from `stop` on are not read.
+    """
 
     def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
         self._arguments = (path, start, stop, context)
@@ -63,13 +71,13 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments: a worker process maps the file itself, where pickling the map would copy it."""
+        """Pickle only the arguments, so that a worker process maps the file anew; a pickled map would be a copy."""
         path, start, stop, context = self._arguments
         return partial(TextDataset, path, start=start, stop=stop, context=context), ()
 
 
 class DatasetPart(Dataset[Any]):
-    """The samples `start` to `stop` of a dataset in the order of a permutation, in constant memory."""
+    """Part of a shuffled dataset: the samples with the numbers `start` … `stop`-1 of `order`. It stores no indices."""
 
     def __init__(self, dataset: Dataset[Any], *, order: SampleOrder, start: int, stop: int) -> None:
         self._dataset = dataset
@@ -86,7 +94,7 @@ class DatasetPart(Dataset[Any]):
 
 
 def load_data(job: DataJob) -> RunData:
-    """Return the datasets of a job. Raises JobError for no data, or too little for one sample."""
+    """Return the datasets of a job; writes a text into the cache as a token file. Raises JobError for too few data."""
     return _load_text(job) if job.dataset is None else _load_dataset(job)
 
 
@@ -96,7 +104,7 @@ def length(dataset: Dataset[Any]) -> int:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError as error:
         raise JobError(
-            f"data.dataset gave a {type(dataset).__name__} without a length; a map-style Dataset has __len__ and "
+            f"data.dataset returned a {type(dataset).__name__} without a length; a map-style Dataset needs __len__ and "
             "__getitem__"
         ) from error
 
@@ -104,11 +112,12 @@ def length(dataset: Dataset[Any]) -> int:
 def read_batches(
     dataset: Dataset[Any], *, numbers: range, share: ShareFunction, order: SampleOrder | None = None, workers: int = 0
 ) -> Iterator[Any]:
-    """Yield this rank's rows of one global batch after the other, collated by torch.
+    """Yield this rank's rows of each global batch, collated by torch. A rank without rows gets a batch of 0 rows.
 
-    | numbers     the global numbers, stepping by the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
-    | share       as `trainer.share`: the rows (start, stop) of a batch of a given size that this rank reads
-    | order       global number → sample; by default the number itself
+    | numbers     global numbers to read; the step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
+    | share       the rows of a global batch that this rank reads
+    | order       maps a global number to a sample; None: sample i has the number i
+    | workers     processes that read ahead; 0: this process reads
     """
     rows = _Rows(numbers, share, order)
     loader: DataLoader[Any] = DataLoader(
@@ -124,7 +133,7 @@ def read_batches(
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's samples, batch by batch. An empty batch reads one sample, for the shape of a row."""
+    """Batch sampler of this rank's samples. For a batch without rows it gives one sample, whose shape is then used."""
 
     numbers: range
     share: ShareFunction
@@ -153,8 +162,8 @@ def _load_text(job: DataJob) -> RunData:
     if size - validation_size < sample:
         parts = "one for training and one for validation" if job.validation else "one"
         raise JobError(
-            f"data.files hold {size} bytes, but a sample takes data.context + 1 = {sample} and the run needs at least "
-            f"{parts}; use more text, a smaller data.context{' or data.validation = 0' * bool(job.validation)}"
+            f"data.files hold {size} bytes, but a sample takes data.context + 1 = {sample} bytes and the run needs at "
+            f"least {parts}; use more text, a smaller data.context{' or data.validation = 0' * bool(job.validation)}"
         )
     train = TextDataset(path, start=0, stop=size - validation_size, context=job.context)
     validation = (
@@ -183,7 +192,8 @@ def _load_dataset(job: DataJob) -> RunData:
         validation = DatasetPart(whole, order=order, start=size - validation_size, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
         raise JobError(
-            f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need one each"
+            f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need at least "
+            "one each"
         )
     counts = _counts(train, validation)
     return RunData(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)

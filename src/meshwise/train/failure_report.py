@@ -1,6 +1,7 @@
-"""Tracebacks as files: `leave_traceback` writes one, and adds a note with the user's own line and the file's name.
+"""Write the traceback of a failed rank into a file, and add a short note to the error (`leave_traceback`).
 
-A traceback through launcher, loop, engine and torch has some forty lines; two of them are the user's.
+The note names the line of the user's own code and the file. The traceback itself passes through launcher, loop, engine
+and torch: of some forty lines, two are the user's.
 """
 
 import tempfile
@@ -32,16 +33,16 @@ SELF_EXPLAINING = (
     ShortageError,
     TierError,
 )
-"""Errors whose message is complete; their traceback only shows where the library found the problem."""
+"""Errors whose message says all that the user needs; no traceback is written for them."""
 
 _PLACE = "the whole traceback "
 
 
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
-    """Write the traceback into `folder` (by default the folder of temporary files), and add a note to the error.
+    """Write the traceback of `error` into a file in `folder` (by default a new temporary folder), and add a note to it.
 
-    Does nothing for an error in SELF_EXPLAINING, and for one with such a note. If the file cannot be written, the note
-    says why.
+    Does nothing for an error in `SELF_EXPLAINING`, and for an error that has such a note already. If the file cannot be
+    written, the note says why.
     """
     if isinstance(error, SELF_EXPLAINING) or any(_PLACE in note for note in notes(error)):
         return
@@ -58,5 +59,5 @@ def leave_traceback(error: Exception, *, world: World | None = None, folder: Pat
 
 
 def notes(error: Exception) -> list[str]:
-    """Return the notes of one line; the launcher adds a rank's traceback as a note of many lines."""
+    """Return the notes of an error that are one line long. So it leaves out the tracebacks that the launcher adds."""
     return [note for note in getattr(error, "__notes__", []) if "\n" not in note]

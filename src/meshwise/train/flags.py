@@ -1,6 +1,6 @@
-"""Read typed values from dotted flags, and turn the tables of a TOML file into such flags.
+"""Read typed values from dotted command-line flags (`parse_flags`), and turn TOML tables into such flags (`flags_of`).
 
-tyro reads files and flags, so both accept the same keys and give the same messages:
+tyro parses the flags in both cases. So a TOML file and a command line accept the same keys and give the same messages:
 
     | [train]                    --train.steps=10
     | steps = 10                 --plan=dp=2
@@ -27,6 +27,7 @@ from meshwise.train.job import JobError
 
 T = TypeVar("T")
 Key = tuple[str, ...]
+"""A dotted key in parts: `("train", "steps")` is `train.steps`."""
 
 _PYTHON_MESSAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -37,9 +38,9 @@ _PYTHON_MESSAGES: Mapping[str, str] = MappingProxyType(
 
 
 def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
-    """Return `default`, a dataclass, changed by flags. Prints and exits with status 0 for `--help`.
+    """Return a copy of the dataclass `default` with the values of the flags in `words`. `prog`: name for the help text.
 
-    Raises JobError that names the flag and what is wrong with it; for an unknown flag, the nearest known one.
+    For `--help` it prints the help and exits with status 0. Raises JobError that names a wrong flag and the nearest.
     """
     output = io.StringIO()
     try:
@@ -55,15 +56,17 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
 
 @functools.cache
 def _stderr_lock() -> threading.Lock:
-    """Return the lock that a thread holds while it redirects stderr: ranks that are threads share it."""
+    """Return the lock that a thread holds while it redirects stderr; ranks that are threads of one process share it."""
     return threading.Lock()
 
 
-_stderr_lock()  # made at import, where there is one thread
+_stderr_lock()  # makes the lock at import, when there is only one thread
 
 
 def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key = ()) -> Iterator[tuple[Key, list[str]]]:
-    """Yield each key of a table with the words of its flag. `leaves` are the keys whose value is itself a mapping."""
+    """Yield each key of a TOML table, with the words of the flag that sets it; `prefix` is the key of the table itself.
+    A table whose key is in `leaves` is one value, not a section: its flag is `--key name=value …`.
+    """
     for name, value in table.items():
         key = (*prefix, name)
         flag = f"--{'.'.join(key)}"
@@ -82,7 +85,7 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
 
 
 def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
-    """Yield the keys of a tree of dataclasses."""
+    """Yield the keys of all fields of a dataclass, and of the dataclasses in its fields; a Plan is one value."""
     for item in dataclasses.fields(value):
         inner = getattr(value, item.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, Plan):
@@ -92,7 +95,7 @@ def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
 
 
 def _explain(output: str, *, keys: Collection[str]) -> str:
-    """Return tyro's message in one line that names the flag; `keys` are the known dotted keys."""
+    """Return one line from tyro's error output, which names the flag; `keys` are the known dotted keys."""
     message = re.sub(r"^Error parsing (?:[\w.]+: )?", "", _first_paragraph(output))
     if unknown := re.match(r"Unrecognized options: (\S+?)(?:[,\s]|$)", message):
         return _explain_unknown(unknown[1], keys)
@@ -104,7 +107,7 @@ def _explain(output: str, *, keys: Collection[str]) -> str:
 def _explain_unknown(word: str, keys: Collection[str]) -> str:
     """Return what to change about a word that is neither a flag nor a value of one."""
     if word.endswith(".toml"):
-        return f"{word!r} comes after a flag; name one job, before all flags"
+        return f"{word!r} comes after a flag; name one job file, before all flags"
     if not word.startswith("--"):
         example = '--plan "dp=2 zero=1"'
         return f"unexpected {word!r}; flags begin with --, and a value with blanks is quoted, as in {example}"
@@ -118,12 +121,12 @@ def _explain_unknown(word: str, keys: Collection[str]) -> str:
     elif section in keys:
         hint = f"{section} is a table: give --{section} {last}=…"
     else:
-        hint = f"there are {', '.join(keys)}"
+        hint = f"the keys are {', '.join(keys)}"
     return f"unknown key {name}; {hint}"
 
 
 def _first_paragraph(text: str) -> str:
-    """Return the first paragraph of a message that tyro has drawn into a box, without the title."""
+    """Return the first paragraph of a message that tyro has printed in a box, without the title of the box."""
     lines = (line.strip("│ ") for line in text.splitlines()[1:])
     return " ".join(itertools.takewhile(_has_words, itertools.dropwhile(lambda line: not _has_words(line), lines)))
 

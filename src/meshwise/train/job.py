@@ -1,8 +1,8 @@
-"""The job: all settings of a training run, as one typed tree of frozen dataclasses.
+"""Declare the settings of a training run: `Job`, a tree of frozen dataclasses.
 
-Each field is declared once, here: its type, default and meaning. The TOML file, the flags, the help text and the job
-written beside a run all follow this declaration (`job_toml`). A field that may be None defaults to None, because TOML
-has no null.
+Each field is declared here once, with its type, default and meaning. The TOML file, the flags, the help text and the
+job.toml in the folder of a run follow this declaration (`job_toml`). The docstrings are the help text. A field that may
+be None has the default None, because TOML has no null.
 """
 
 import tomllib
@@ -21,7 +21,7 @@ from meshwise.plan import Plan
 
 
 class JobError(ValueError):
-    """Raised for a wrong job; the message names the key, its value and what to change."""
+    """Raised for a wrong job or a wrong flag; the message names the key, its value and what to change."""
 
 
 def _least(key: str, value: int, least: int) -> None:
@@ -30,9 +30,9 @@ def _least(key: str, value: int, least: int) -> None:
 
 
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Return keyword arguments from `layers=4 widths=[64,64] tied=True position=rotary`.
+    """Return a dict of keyword arguments from words such as `layers=4 widths=[64,64] tied=True position=rotary`.
 
-    A value is TOML, `True` or `False`, or else a string.
+    A value is read as TOML or as `True` or `False`; any other text is a string.
     """
     arguments: dict[str, Any] = {}
     for word in words:
@@ -56,9 +56,10 @@ Arguments: TypeAlias = Annotated[
         str_from_instance=lambda value: [f"{key}={item}" for key, item in value.items()],
     ),
 ]
-"""Keyword arguments of a function that the job names."""
+"""Keyword arguments by name, for a function that the job names; as a flag `name=value name=value …`."""
 
 DTYPES = ("float32", "float64")
+"""Values of `train.dtype`: element types of the parameters."""
 
 PlanLine: TypeAlias = Annotated[
     Plan,
@@ -81,20 +82,20 @@ class ModelJob:
     """`gpt`, `mlp`, or your own function (or nn.Module class) that builds the model: `package.module:function` or
     `path/to/file.py:function`."""
     arguments: Arguments = field(default_factory=dict)
-    """Arguments of that function by keyword, as in `layers=4 heads=4`. For `gpt`, the vocabulary (256) and the context
-    (`data.context`) are filled in when absent."""
+    """Keyword arguments of the model's function, as in `layers=4 heads=4`. Defaults for `gpt`: a vocabulary of 256 and
+    a context of `data.context`."""
     tensor_rules: Arguments = field(default_factory=dict)
-    """With tp, the role of modules whose names match a pattern, where detection does not find it:
+    """With tp: the role in tensor parallelism of modules whose names match a pattern, where it is not detected:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
     cut: Literal["auto", "blocks"] = "auto"
-    """With pp, where the model is cut: between its blocks, or inside of them too where that is more even."""
+    """With pp: a stage begins at a block (`blocks`), or also inside one where stages are then more even (`auto`)."""
     cut_at: tuple[str, ...] = ()
-    """With pp, the blocks at which each stage but the first begins, as in `["blocks.3", "head"]`. Default: as even as
-    possible, by the plan's `partition`. `meshwise draw cut` shows it."""
+    """With pp: the module at which each stage but the first begins, as in `["blocks.3", "head"]`. Default: stages as
+    even as possible, by the plan's `partition`. `meshwise draw cut` shows the stages."""
 
     @property
     def cut_options(self) -> CutOptions:
-        """Cut options of the model."""
+        """The fields `cut_at` and `cut` as CutOptions, for `parallelize`."""
         return CutOptions(at=self.cut_at, how=self.cut)
 
     def __post_init__(self) -> None:
@@ -108,22 +109,22 @@ class DataJob:
     """The data: text read as bytes, or a dataset of your own."""
 
     files: tuple[str, ...] = ("python-stdlib",)
-    """Text files, folders (all files below) and globs, read as bytes, one token each. `python-stdlib` stands for the
-    source text of Python's own standard library, which is on every machine that has Python."""
+    """Text files, folders (with all files in them) and globs. Each byte is a token. `python-stdlib` is the source text
+    of Python's standard library, which every machine with Python has."""
     dataset: str | None = None
-    """In place of `files`: `package.module:function` or `path/to/file.py:function` that returns a map-style
-    torch Dataset, or a pair of them, (training, validation)."""
+    """In place of `files`: a function `package.module:function` or `path/to/file.py:function`. It returns a map-style
+    torch Dataset, or a pair of Datasets (training, validation)."""
     arguments: Arguments = field(default_factory=dict)
-    """Arguments of the `dataset` function, by keyword."""
+    """Keyword arguments of the `dataset` function."""
     context: int = 256
     """Tokens of text in one sample."""
     validation: float = 0.05
-    """Fraction of the data kept for validation: the last bytes of text, samples drawn by seed from a dataset."""
+    """Fraction of the data kept for validation: the last bytes of a text, or random samples of a single dataset."""
     workers: int = 0
-    """Processes per rank that read ahead; 0 reads in the rank itself, which suits text."""
+    """Processes per rank that read ahead; 0: the rank itself reads, which is fast enough for text."""
     cache: str | None = None
-    """Folder where text is kept as one memory-mapped file of tokens. Default: `meshwise` in $XDG_CACHE_HOME or in
-    ~/.cache."""
+    """Folder for the memory-mapped file of tokens that is made from the text. Default: `meshwise` in $XDG_CACHE_HOME
+    or in ~/.cache."""
 
     def __post_init__(self) -> None:
         _least("data.context", self.context, 1)
@@ -143,11 +144,11 @@ class OptimizerJob:
     lr: float = 1e-3
     """Peak learning rate; the schedule scales it."""
     weight_decay: float | None = None
-    """Weight decay of parameters with two or more dims; the others get none. Default: the class's own."""
+    """Weight decay of parameters with two or more dims; the other parameters get none. Default: of the class."""
     betas: tuple[float, float] | None = None
-    """Decay rates of the running averages, for the Adam family. Default: the class's own."""
+    """Decay rates of the running averages, for the Adam family. Default: of the class."""
     arguments: Arguments = field(default_factory=dict)
-    """Other arguments of the class, as in `momentum=0.9`."""
+    """Other keyword arguments of the class, as in `momentum=0.9`."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,14 @@ class ScheduleJob:
     """The learning rate over the steps of the run."""
 
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant; a straight line or half a cosine down to the floor; or wsd (warm-up, stable, decay):
-    constant, then a straight line down to the floor."""
+    """The rate after the warm-up. `constant`: the peak; `linear`: a straight line down to the floor; `cosine`: half a
+    cosine down to the floor; `wsd` (warm-up, stable, decay): the peak, then a straight line down to the floor."""
     warmup: int = 0
-    """Steps over which the rate rises from 0 in a straight line."""
+    """Number of warm-up steps, in which the rate rises from peak/warmup to the peak in a straight line."""
     floor: float = 0.1
-    """The final rate, as a fraction of the peak."""
+    """The rate of the last step, as a fraction of the peak; ignored by `constant`."""
     decay: float = 0.2
-    """For wsd: the fraction of all steps that the decay takes, at the end."""
+    """For `wsd`: the fraction of all steps, at the end of the run, in which the rate falls."""
 
     def __post_init__(self) -> None:
         _least("schedule.warmup", self.warmup, 0)
@@ -173,46 +174,47 @@ class ScheduleJob:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """The training loop: its length, batches, numbers and files."""
+    """The training loop: number of steps, batch size, seed, data type, output files and checkpoints."""
 
     steps: int = 1000
     """Steps of the run, each with one global batch."""
     batch: int = 32
-    """Samples in the global batch, whatever the plan."""
+    """Samples in the global batch, the same under every plan."""
     seed: int = 0
-    """Seed of the parameters and of the order of samples."""
+    """Seed of the initial parameters and of the order of samples."""
     clip_norm: float | None = None
-    """Scale gradients down to this norm (over all parameters). Default: never."""
+    """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
     nonfinite: str = "raise"
-    """If a gradient is not finite: `raise` ends the run; `skip:N` skips the step, at most N in a row; `end`
-    ends the run too, and lets parameters on CPU or disk tiers be updated during the backward (docs/memory.md)."""
+    """What a gradient that is not finite does. `raise`: it ends the run. `skip:N`: the step is skipped, at most N steps
+    in a row. `end`: as `raise`, but a faster update of parameters on CPU or disk tiers is allowed, during the backward
+    (docs/memory.md)."""
     dtype: str | None = None
-    """`float32` or `float64`: the element type of parameters and floating-point data. Default: that of the model and
-    the data. For half precision see the plan's `precision`."""
+    """`float32` or `float64`: the element type of parameters and floating-point data. Default: the types of the model
+    and of the data. For half precision see the plan's `precision`."""
     log_every: int = 10
     """Steps between progress lines on a terminal that is not interactive; metrics.jsonl has every step."""
     validate_every: int = 0
-    """Steps between validations; 0 validates at the end only."""
+    """Steps between validations; 0: one validation, at the end."""
     validate_batches: int | None = None
-    """Global batches of a validation. Default: all the validation data."""
+    """Most global batches in a validation. Default: all the validation data."""
     output: str = "runs/train"
-    """Folder of the run. An existing one is not changed: `-2`, `-3` … is appended to the name; with
-    `resume = "auto"` the run in it is resumed."""
+    """Folder of the run. If the folder exists, the run gets a new folder, with `-2`, `-3` … appended to the name; but
+    with `resume = "auto"` the run in the folder continues."""
     save_every: int = 0
-    """Steps between checkpoints, which are written to `checkpoints` in the run's folder during training, and at
-    the end; 0 writes none."""
+    """Steps between checkpoints, which are written into the folder `checkpoints` of the run. The last step writes a
+    checkpoint too. 0: no checkpoints."""
     keep_last: int = 3
-    """Checkpoints to keep; older ones are removed when a newer one is complete."""
+    """Number of checkpoints to keep; older checkpoints are removed when a new checkpoint is complete."""
     resume: str | None = None
-    """Resume from a checkpoint: `auto` from the newest valid one in `output` (from the start without one); or the
-    folder of a run or of one of its checkpoints, to begin a new run there. Default: from the start. Ranks that their
-    launcher has started again resume by themselves."""
+    """Where the run begins. `auto`: at the newest valid checkpoint in `output`, or at the start without a checkpoint.
+    The folder of a run or of a checkpoint: a new run begins at that checkpoint. Default: at the start. Ranks that their
+    launcher starts again always resume."""
     accept: tuple[str, ...] = ()
-    """Keys of the job that may differ from the checkpoint's although they change the results, as in `optimizer.lr`.
-    Without this, resuming with another learning rate, data, model or seed is refused."""
+    """Keys of the job that may differ from the job of the checkpoint although they change the results, as in
+    `optimizer.lr`. Without them, resuming with another learning rate, data, model or seed is refused."""
     timeline: int = 0
-    """Steps to measure action by action, after two steps of warm-up. Their times are printed and written to
-    `timeline.json` in the run's folder, for `meshwise draw timeline`. 0 measures none."""
+    """Number of steps to measure action by action, after two steps of warm-up. The times are printed and written to
+    `timeline.json` in the run's folder, for `meshwise draw timeline`. 0: no measurement."""
     tensorboard: bool = False
     """Write TensorBoard files too; needs the extra `tensorboard`."""
 
@@ -235,18 +237,18 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class SwapJob:
-    """The disk tier, with `offload=…:disk` in the plan."""
+    """The disk tier: where state on disk is stored, and the buffers of its update. For plans with `offload=…:disk`."""
 
     folder: str | None = None
-    """Folder of a fast disk, where each rank makes an unnamed file. Default: the folder of temporary files."""
+    """Folder on a fast disk, in which each rank makes an unnamed file. Default: the folder of temporary files."""
     buffers: int = 3
-    """Staging buffers of the update: one is read ahead, one updated, one written back."""
+    """Number of staging buffers in a rank: one is read ahead, one is updated, one is written back."""
     megabytes: int = 64
-    """Size of a staging buffer, in MiB."""
+    """Size of a staging buffer in MiB."""
 
     @property
     def config(self) -> SwapConfig:
-        """Swap configuration for `parallelize`."""
+        """Swap settings as SwapConfig, for `parallelize`."""
         return SwapConfig(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
 
     def __post_init__(self) -> None:
@@ -259,11 +261,11 @@ class SampleJob:
     """Text that a byte-level model generates at the end of the run."""
 
     length: int = 0
-    """Bytes to generate; 0 for none."""
+    """Number of bytes to generate; 0: no text."""
     temperature: float = 0.8
-    """Divisor of the logits before sampling; 0 always takes the most likely byte."""
+    """Divisor of the logits before sampling; 0: always the most likely byte."""
     prompt: str = ""
-    """Beginning of the text. Empty: the start of a file."""
+    """Text that the model continues. Empty: the model begins a new file."""
 
     def __post_init__(self) -> None:
         _least("sample.length", self.length, 0)
@@ -273,24 +275,24 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class PredictedJob:
-    """Predictions of `meshwise plan --write` for its plan; a run compares them with its measurements at the end."""
+    """Predictions that `meshwise plan --write` has written; a run compares them with its measurements at the end."""
 
     plan: str = ""
-    """The plan; under another plan the predictions are ignored."""
+    """The plan that was predicted; under another plan the predictions are ignored."""
     on: str = ""
-    """The cluster of the prediction."""
+    """The cluster of the prediction, as in "64x8 h100"."""
     seconds: float = 0.0
-    """Seconds of a step."""
+    """Predicted seconds of a step; 0: no prediction."""
     memory: int = 0
-    """Bytes on the fullest rank, libraries included."""
+    """Predicted bytes on the rank that needs most, libraries included."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, from a TOML file and dotted flags (a flag wins)."""
+    """A training job, read from a TOML file and dotted flags; a flag overrides the file."""
 
     ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
-    """Keys that a TOML file may have although this command ignores them."""
+    """Keys that a TOML file may have, and that the command of this class ignores."""
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     optimizer: OptimizerJob = OptimizerJob()
@@ -300,19 +302,19 @@ class Job:
     swap: SwapJob = SwapJob()
     predicted: PredictedJob = PredictedJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
-    """The split of the model over the ranks, as in "dp=2 zero=1"; `dp=auto` uses all ranks."""
+    """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` uses all ranks."""
     loss: str = "cross-entropy"
     """`cross-entropy`, `mse`, or your own function (`package.module:function`, `path/to/file.py:function`):
     loss(output, batch) returns the sum of the losses and their number."""
     ranks: int | None = None
-    """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores that
-    this process may use, at most 4."""
+    """Local processes to start; ignored under torchrun. Default: the number that the plan needs; with `dp=auto`, the
+    number of cores that this process may use, at most 4."""
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate: `local`, through shared memory; `gloo`, by messages; `auto`, through
     shared memory where possible, unless MESHWISE_COMM names another way."""
     restarts: int = 0
-    """How often the local ranks are started again after one fails; they resume from the newest checkpoint
-    (`train.save_every`). Under torchrun its --max-restarts counts instead."""
+    """How many times the local ranks are started again after a rank fails; they resume from the newest checkpoint, so
+    `train.save_every` must be set. Under torchrun its --max-restarts decides."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
@@ -327,7 +329,7 @@ class Job:
 
 @dataclass(frozen=True)
 class StudiedJob(Job):
-    """A training job for a command that does not train it: fields that only a run needs are hidden and ignored."""
+    """A training job for a command that does not train it; the key `restarts`, which only `train` uses, is ignored."""
 
     restarts: tyro.conf.Suppress[int] = 0
     ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("restarts",)})

@@ -1,7 +1,7 @@
-"""Read a job from a TOML file and dotted flags (`read_job`, `from_toml`, `from_text`), write it (`to_toml`), and change
-its file (`change_file`).
+"""Read a job from a TOML file and command-line flags, write a job as TOML, and change single keys of a TOML file.
 
-The values of the file become the defaults of the flags, so a flag wins and `--help` shows the values of the file.
+The values of the file become the defaults of the flags. So a flag overrides the file, and `--help` shows the file's
+values.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ J = TypeVar("J", bound=Job)
 def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
     """Return the job of a command line: an optional TOML file, then dotted flags.
 
-    `kind` is Job or a frozen dataclass that adds fields to it. Prints and exits with status 0 for `--help`. Raises
-    JobError that names the flag, or the file and its key.
+    `kind` is the class of the job: Job or a subclass with more fields. For `--help` it prints the help text and exits
+    with status 0. Raises JobError that names the flag, or the file and its key.
     """
     flags = list(arguments)
     job = kind()
@@ -35,7 +35,7 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
 
 
 def from_toml(path: Path, *, kind: type[J]) -> J:
-    """Return the job of a TOML file. Raises JobError that names the file and every wrong key."""
+    """Return the job of a TOML file, of class `kind`. Raises JobError that names the file and every wrong key."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -46,7 +46,7 @@ def from_toml(path: Path, *, kind: type[J]) -> J:
 
 
 def from_text(text: str, *, source: str, kind: type[J]) -> J:
-    """Return the job of a TOML text. Raises JobError that names `source` and every wrong key."""
+    """Return the job of a TOML text, of class `kind`. Raises JobError that names `source` and every wrong key."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -60,13 +60,13 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
 
 
 def to_toml(job: Job) -> str:
-    """Return the TOML text that `from_toml` reads back as the same job. A field that is None is left out."""
+    """Return the job as TOML text, without the fields that are None. `from_text` reads it back as an equal job."""
     return tomlkit.dumps(_table(job))
 
 
 def change_file(path: Path, *, changes: Mapping[Key, Any]) -> None:
-    """Set keys of a TOML file: `("plan",)` at the top, `("model", "cut_at")` in a table; None removes a key. Comments
-    stay. Raises JobError, with the file unchanged, if it cannot be written.
+    """Set keys of a TOML file, such as `("plan",)` or `("model", "cut_at")`; the value None removes a key. Comments
+    stay. Raises JobError when the file cannot be written; the file is then unchanged.
     """
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     for (*tables, name), value in changes.items():
@@ -95,7 +95,7 @@ def _table(value: Any) -> Any:
 
 
 def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
-    """Return the keys of a job whose value is itself a mapping: the arguments of something the job names."""
+    """Return the keys of a job whose value is a mapping, such as `("model", "arguments")`."""
     keys: set[Key] = set()
     for name, hint in typing.get_type_hints(kind).items():
         if typing.get_origin(hint) is Mapping:
@@ -106,7 +106,7 @@ def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
 
 
 def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
-    """Return what is wrong with one key on its own, if anything."""
+    """Return the error message of one key when it is parsed alone, or None if it is right."""
     try:
         parse_flags(words, prog="job", default=kind())
     except JobError as error:
@@ -116,7 +116,7 @@ def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
 
 
 def _merge(base: J, job: J) -> J:
-    """Return `job` plus the arguments that only `base` has: a flag changes one argument, not the whole table."""
+    """Return `job` with the arguments that only `base` has added: a flag changes one argument, not the whole table."""
     for section, name in _mappings(type(job)):
         own = getattr(job, section)
         arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}

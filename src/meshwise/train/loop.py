@@ -2,9 +2,10 @@
 
     at the start  restore a checkpoint, if there is one to resume from (`resume`)
     each step     learning rate → this rank's rows (`dataset`) → trainer.step → events → validation, checkpoint when due
-    at the end    full parameters, validation, generated text (`generate`)
+    at the end    write the full parameters, validate, generate text (`generate`)
 
-Every rank runs it; rank 0 prints and writes. `StepTimelines` measures some steps action by action.
+Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
+`StepTimelines` measures some steps action by action.
 """
 
 import contextlib
@@ -65,7 +66,9 @@ from meshwise.train.token_file import START_TOKEN
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a run: losses of the last step and the last validation, the run's folder (on rank 0)."""
+    """Results of a run: loss of the last step, and loss of the last validation (None without one). `folder`: path of
+    the run's folder, None on all ranks but rank 0.
+    """
 
     loss: float
     validation: float | None
@@ -76,8 +79,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     """Run a job on the ranks of `world`; every rank calls it. `console`: where rank 0 prints, by default stdout.
 
     Raises JobError or PlanError for a job that cannot run or is not the job of its checkpoint. Raises DamageError when
-    no checkpoint is valid, SaveError when the last one could not be written, NonFiniteError as `train.nonfinite` says,
-    and whatever the user's own model, loss and data raise.
+    no checkpoint is valid, and SaveError when the last checkpoint could not be written. Raises NonFiniteError as
+    `train.nonfinite` says, ShortageError when memory runs out, and any exception of the user's model, loss and data.
     """
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
@@ -108,9 +111,9 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
 
 
 class _Run:
-    """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints.
+    """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints.
 
-    | memory_before   bytes that this process used before it had a trainer
+    | memory_before   bytes that this process used before it made the trainer
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class _Run:
         )
 
     def run(self, start: RunStart) -> RunSummary:
-        """Resume, train, and write what the job asks for."""
+        """Restore a checkpoint if there is one, train, and write the output files."""
         job, trainer = self._job, self._trainer
         started = time.monotonic()
         self._emit(self._start_event())
@@ -215,7 +218,7 @@ class _Run:
             self._emit(slow)
 
     def _compare_prediction(self) -> None:
-        """Emit the prediction of `meshwise plan` for this plan, if there is one, and the measured values."""
+        """Emit the prediction of `meshwise plan` beside the measured values, if there is one for this plan."""
         predicted = self._job.predicted
         if len(self._seconds) > 1 and predicted.seconds and Plan.parse(predicted.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
@@ -227,12 +230,12 @@ class _Run:
             return self._trainer.step(batch, local=True, total=self._job.train.batch)
         except NonFiniteError as error:
             self._emit(NonFinite(step, str(error)))
-            # Every rank raises here; none may end before rank 0 has printed the reason.
+            # Every rank raises here, and no rank may end before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise
 
     def _set_rate(self) -> float:
-        """Set and return the learning rate of the coming step, a function of the updates applied so far."""
+        """Set the learning rate of the next step by the number of updates so far; return the first group's rate."""
         fraction = self._rate(self._progress.updates)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
@@ -272,7 +275,7 @@ class _Run:
         return (map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, batch) for batch in rows)
 
     def _write_parameters(self) -> None:
-        """Write the trained parameters, before anything else can fail."""
+        """Write the trained parameters, before any later step can fail, and wait for the last checkpoint."""
         job, folder = self._job, self._folder
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
         write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
@@ -292,7 +295,7 @@ def _device(world: World) -> str:
 
 
 def _used_memory(device: torch.device) -> int:
-    """Return the bytes this process uses now; without /proc, the most it has used."""
+    """Return the bytes that this process uses now; without /proc, its peak."""
     if (memory := streams_of(device).memory) is not None:
         return memory.held
     try:
@@ -302,7 +305,7 @@ def _used_memory(device: torch.device) -> int:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes this process has used so far: allocated on its GPU, or resident."""
+    """Return the peak bytes of this process so far: allocated on its GPU, or resident."""
     if (memory := streams_of(device).memory) is not None:
         return memory.peak
     with contextlib.suppress(OSError, IndexError):
@@ -312,10 +315,10 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) -> str:
-    """Generate `sample.length` bytes after the prompt and decode them as UTF-8, bad bytes as U+FFFD.
+    """Generate `sample.length` bytes after the prompt, and return them decoded as UTF-8, bad bytes as U+FFFD.
 
     The model maps tokens (1, T), T at most `context`, to logits (1, T, vocabulary). Every rank calls it and generates
-    the whole text from the same seed: under zero=3 a forward gathers parameters, so all ranks need equally many.
+    the same text from `seed`, because a forward under zero=3 gathers parameters from all ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     prompt = [START_TOKEN, *sample.prompt.encode()]
@@ -333,11 +336,11 @@ def _sampled(logits: torch.Tensor, temperature: float, generator: torch.Generato
 
 
 _WARM_UP_STEPS = 2
-"""Slower steps at the start of a run, which are not measured."""
+"""Steps at the start of a run that are not measured because they are slower."""
 
 
 class StepTimelines:
-    """A measurement of `count` steps after the warm-up; the step of median time is written to `path`."""
+    """Measures `count` steps after the warm-up; writes the step of median time to `path` and emits `Measured`."""
 
     def __init__(self, trainer: Trainer, *, count: int, path: Path, emit: Callable[[Event], None]) -> None:
         self._trainer, self._count, self._path, self._emit = trainer, count, path, emit
@@ -346,17 +349,17 @@ class StepTimelines:
         self._steps = range(0)
 
     def plan(self, first: int, *, last: int) -> None:
-        """Choose the steps to measure, given the run's first and last step."""
+        """Choose the steps to measure between the run's first and last step."""
         begin = max(first, min(first + _WARM_UP_STEPS, last - self._count + 1))
         self._steps = range(begin, min(begin + self._count, last + 1))
 
     def before(self, step: int) -> None:
-        """Prepare for a step that is about to run."""
+        """Begin the measurement if `step`, which runs next, is the first step to measure."""
         if step == self._steps.start and self._steps:
             self._measuring = self._block.enter_context(measure(self._trainer))
 
     def after(self, step: int) -> None:
-        """Finish a step; after the last measured one, write the file and emit its times."""
+        """End the measurement if `step` was the last step to measure: write the file and emit its times."""
         if self._measuring is None or step + 1 < self._steps.stop:
             return
         self._block.close()
@@ -369,10 +372,10 @@ class StepTimelines:
 
 
 def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:
-    """Write every parameter and persistent buffer under its own name; a tied one once, under its first name.
+    """Write all full parameters and persistent buffers into a safetensors file at `path`, by their names.
 
-    Every rank calls it; ranks that do not write pass None as path. The file appears whole or not at all. `metadata`
-    goes into its header. Raises OSError.
+    A tied parameter is written once, under its first name. Every rank calls it, and all ranks but one pass None as
+    path. `metadata` is written into the header. The file appears whole or not at all. Raises OSError.
     """
     own = [buffer.name for buffer in buffers(trainer.modules)]
     persistent = {name for names in trainer.world.exchange(own) for name in names}
@@ -397,13 +400,13 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a copy: numpy forbids resizing memory it has seen, and zero=3 resizes the parameter's."""
+    """Return the bytes of a copy: numpy forbids resizing memory that it views, and zero=3 resizes parameters."""
     copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
 def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
-    """Return a function from the step (0 … steps-1) to the fraction of the peak learning rate.
+    """Return a function from the number of the step (0 … steps-1) to the learning rate, as a fraction of the peak.
 
     Step k of the warm-up has (k+1)/warmup of the peak; the last step of the run has the floor.
     """

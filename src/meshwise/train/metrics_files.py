@@ -1,4 +1,4 @@
-"""Sinks that write files: `JsonLines` for metrics.jsonl, `TensorBoard`."""
+"""Write the events of a training run to metrics.jsonl (`JsonLines`) and to TensorBoard files (`TensorBoard`)."""
 
 import json
 import math
@@ -11,10 +11,10 @@ from meshwise.train.run_events import Event, Step, Validation, event_record
 
 
 class JsonLines:
-    """A sink that appends one JSON object a line, and flushes each line, so that a killed run keeps its events.
+    """An event sink that appends each event to a file as one line of JSON, and flushes the line at once.
 
-    Writes a number that is not finite as the string `nan`, `inf` or `-inf`. Removes a last line that a killed run has
-    left unfinished.
+    An infinite number or NaN is written as the string `inf`, `-inf` or `nan`. Opening an existing file removes an
+    unfinished last line, which a killed run may have left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:
-        """Append the event."""
+        """Append the event as a line."""
         self._file.write(json.dumps({key: _plain(value) for key, value in event_record(event).items()}) + "\n")
         self._file.flush()
 
@@ -34,13 +34,13 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A sink that writes TensorBoard scalars of steps and validations. Raises JobError without the extra."""
+    """An event sink that writes steps and validations as TensorBoard scalars. Raises JobError without the extra."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = summary_writer()(str(folder))
 
     def write(self, event: Event) -> None:
-        """Add the numbers of a step or a validation; ignore other events."""
+        """Write the numbers of a step or a validation; ignore other events."""
         if isinstance(event, Step):
             for name in ("loss", "grad_norm", "lr", "rate", "memory"):
                 self._writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
@@ -48,12 +48,12 @@ class TensorBoard:
             self._writer.add_scalar("validation/loss", event.loss, event.step)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the TensorBoard files."""
         self._writer.close()
 
 
 def summary_writer() -> Any:
-    """Return torch's writer class for TensorBoard files. Raises JobError when the extra is not installed."""
+    """Return torch's class SummaryWriter. Raises JobError when the extra `tensorboard` is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
     except ImportError as error:

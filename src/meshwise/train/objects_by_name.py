@@ -1,7 +1,7 @@
-"""Models, losses, optimizers and datasets by the names that a job has for them.
+"""Find the model, loss, optimizer and dataset function that a job names, and check their arguments.
 
-A wrong name is refused here, before a rank is started: a missing file, a module without the function, an argument that
-the function does not take, an optimizer that refuses its learning rate.
+A wrong name or argument is refused before any rank starts. Examples are a missing file, a module without the function,
+an argument that the function does not accept, and an optimizer that refuses its learning rate.
 """
 
 import difflib
@@ -23,11 +23,11 @@ from meshwise.train.flags import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 
 BYTE_VALUES = 256
-"""Values of a byte, the tokens of text."""
+"""Number of values of a byte: the least vocabulary of a model of text."""
 
 
 def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return the summed squared difference of `output` and `batch[1]`, and the number of elements.
+    """Return the sum of the squared differences of `output` and the target `batch[1]`, and the number of elements.
 
     Raises ValueError when the shapes differ.
     """
@@ -38,10 +38,11 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
 
 
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squared_error}
+"""Losses that a job can name without a module."""
 
 
 def model_function(job: Job) -> Callable[[], nn.Module]:
-    """Return a function without arguments that builds the model of a job. Raises JobError."""
+    """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
     if job.model.name == "gpt":
         build: Callable[[], nn.Module] = partial(GPT, _configure(job, GPTConfig(context=job.data.context)))
     elif job.model.name == "mlp":
@@ -54,7 +55,7 @@ def model_function(job: Job) -> Callable[[], nn.Module]:
 
 
 def check_text(job: Job) -> None:
-    """Raise JobError when the model is the reference GPT and cannot read text."""
+    """Raise JobError when the model is the reference GPT with too small a vocabulary or context for the text."""
     if job.model.name != "gpt":
         return
     shape = _configure(job, GPTConfig(context=job.data.context))
@@ -71,7 +72,7 @@ def check_text(job: Job) -> None:
 
 
 def loss_function(job: Job) -> Loss:
-    """Return the loss of a job. Raises JobError."""
+    """Return the loss function of a job. Raises JobError for an unknown name."""
     if job.loss in LOSSES:
         return LOSSES[job.loss]
     if ":" not in job.loss:
@@ -80,7 +81,7 @@ def loss_function(job: Job) -> Loss:
 
 
 def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer's class and its arguments, tried on a parameter of one element. Raises JobError."""
+    """Return the optimizer's class and keyword arguments, tried on a small parameter. Raises JobError if wrong."""
     kinds = {
         name: kind
         for name, kind in vars(torch.optim).items()
@@ -88,7 +89,7 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
     }
     if job.name not in kinds:
         near, known = _nearest(job.name, kinds), ", ".join(kinds)
-        hint = near if known in near else f"{near} There are {known}"
+        hint = near if known in near else f"{near} The classes are {known}"
         raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {hint}")
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
@@ -102,10 +103,10 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:
-    """Return the object that `package.module:function` or `path/to/file.py:function` names.
+    """Import and return the function or class that `package.module:function` or `path/to/file.py:function` names.
 
-    Puts the folder of the file, or the current one, on the import path, as `python file.py` and `python -m` do. Raises
-    JobError when there is no such object, and whatever the user's own module raises while it is imported.
+    `key` is the job's key, for error messages. Side effect: puts the folder of the file, or the current folder, first
+    on the import path. Raises JobError when there is no such object, and any exception of the imported module.
     """
     where, _, what = name.rpartition(":")
     if not where:
@@ -130,7 +131,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str) -> Callable[[], Any]:
-    """Return a function that calls `function` with these arguments. Raises JobError when it does not accept them."""
+    """Return a function that calls `function` with `arguments`. Raises JobError if it does not accept them."""
     signature = inspect.signature(function)
     unknown = [name for name in arguments if name not in signature.parameters]
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -144,7 +145,7 @@ def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str
 
 
 def _configure(job: Job, default: Any) -> Any:
-    """Return the configuration of a reference model from the job's arguments, read as flags."""
+    """Return `default`, the configuration of a reference model, changed by `model.arguments` of the job."""
     words = [word for _, flag in flags_of(job.model.arguments, leaves=()) for word in flag]
     try:
         return parse_flags(words, prog="model", default=default)

@@ -1,7 +1,7 @@
-"""Make the objects that a job names (`prepare`), and check its plan without ranks (`check_plan`).
+"""Load the model function, loss, optimizer and data that a job names (`prepare`), and check its plan (`check_plan`).
 
-The command line does so before it starts ranks, so that a bad job is one message and exit status 2. Each rank then does
-it again.
+A command does this before it starts ranks, so that a bad job ends with one message and exit status 2. Then each rank
+calls `prepare` again.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from meshwise.train.token_file import STDLIB
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that fits its ranks, and the objects it names.
+    """A checked job and the objects that it names. `model` builds the model.
 
-    | job     with its plan resolved and its paths absolute, so that it runs again from any folder
+    | job     with its plan resolved for the number of ranks, and absolute paths, so that it runs from any folder
     """
 
     job: Job
@@ -47,7 +47,7 @@ class Prepared:
     data: RunData
 
     def options(self, example: Any) -> Options:
-        """Return the options of the job for `parallelize`. `example`: a batch with which the model is cut."""
+        """Return the options of the job for `parallelize`. `example`: a batch for cutting the model into stages."""
         job = self.job
         return Options(
             clip_norm=job.train.clip_norm,
@@ -60,7 +60,7 @@ class Prepared:
         )
 
     def batches(self, count: int) -> Iterator[Any]:
-        """Yield the first `count` global batches, all rows of each."""
+        """Yield the first `count` global batches of the run, with all their rows."""
         job, dataset = self.job.train, self.data.train
         order = SampleOrder(length(dataset), seed=job.seed)
         return read_batches(
@@ -68,17 +68,17 @@ class Prepared:
         )
 
     def rehearsal_subject(self) -> RehearsalSubject:
-        """Return the training of the job for a simulation, with its first global batch."""
+        """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator."""
         batch = next(self.batches(1))
         options = self.options(example=batch)
         return RehearsalSubject(self.model, self.loss, batch, self.optimizer, self.optimizer_arguments, options=options)
 
 
 def prepare(job: Job, *, ranks: int) -> Prepared:
-    """Return the objects that a job names, for a world of `ranks` ranks.
+    """Check a job for a world of `ranks` ranks, and return it with the objects that it names.
 
-    Raises JobError or PlanError for a job that cannot run, and whatever the user's own modules raise while they are
-    imported.
+    It imports the user's modules, and may build the token file of a text. Raises JobError or PlanError for a job that
+    cannot run, and any exception of the imported modules.
     """
     plan = job.plan.resolve(ranks)
     if plan.pp > 1:
@@ -102,20 +102,20 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         check_text(job)
     if job.train.batch > (size := length(data.train)):
         raise JobError(
-            f"{samples}, but there are {size:,} to train on: a step would read some twice; use train.batch = {size} or "
-            "less, or more data"
+            f"{samples}, but the training data has only {size:,}: a step would read samples twice; use "
+            f"train.batch = {size} or less, or more data"
         )
     if job.train.tensorboard:
         summary_writer()
     if job.sample.length and not data.text:
-        raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) writes a sample; use 0")
+        raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) generates text; use 0")
     return Prepared(_absolute(dataclasses.replace(job, plan=plan, ranks=None)), model, loss, kind, arguments, data)
 
 
 def check_plan(prepared: Prepared) -> None:
-    """Split the model by the plan in a traced world, without values. Raises PlanError if the plan does not fit it.
+    """Split the model by its plan on one rank without tensor values. Raises PlanError if the plan cannot split it.
 
-    Other errors may come from the missing values; the ranks will raise them if they are real.
+    Other errors are ignored, because they may come from the missing values; if not, the ranks raise them again.
     """
     job, example = prepared.job, default_collate([prepared.data.train[0]])
     options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), example))
@@ -130,7 +130,7 @@ def check_plan(prepared: Prepared) -> None:
 
 
 def _absolute(job: Job) -> Job:
-    """Return the job with paths that lead to the same places from any folder."""
+    """Return the job with absolute paths in place of relative paths."""
     data = dataclasses.replace(
         job.data,
         files=tuple(name if name == STDLIB else str(Path(name).absolute()) for name in job.data.files),

@@ -1,4 +1,4 @@
-"""Print the events of a run: a progress line that is redrawn on a terminal, plain lines elsewhere."""
+"""Print the events of a training run: on a terminal with a progress line that is redrawn, elsewhere as plain lines."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -29,20 +29,20 @@ from meshwise.train.run_events import (
 )
 
 _MOST_STEPS = 5
-"""Numbers of slow steps in a line."""
+"""Most numbers of slow steps in a line."""
 _STYLES = MappingProxyType(
     {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
 )
 
 _RECENT_STEPS = 20
+"""Steps over which the printed rate is a mean."""
 
 
 class ProgressLines:
-    """A sink that prints a line for each event.
+    """An event sink that prints one or more lines for each event.
 
-    On a terminal the steps are one line that is redrawn below the others; elsewhere every n-th step has a line.
-
-    A step is shown with the mean rate of the last 20: other work on the machine disturbs the rate of a single step.
+    On a terminal, all steps share one progress line below the other lines. Elsewhere every `every`-th step, the first
+    and the last step have a line. The rate is the mean of the last 20 steps, because the rate of one step varies.
     """
 
     def __init__(self, console: Console, *, every: int) -> None:
@@ -62,7 +62,7 @@ class ProgressLines:
         self._task = self._progress.add_task("train", total=1, numbers="")
 
     def write(self, event: Event) -> None:
-        """Print the event, or redraw the line of the steps."""
+        """Print the event; on a terminal, redraw the progress line for a step."""
         if isinstance(event, Start):
             self._batch = event.batch
         if isinstance(event, Step):
@@ -78,7 +78,7 @@ class ProgressLines:
         self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop redrawing; the last line stays."""
+        """Stop redrawing the progress line; it stays as it is."""
         self._progress.stop()
 
     def _redraw(self, step: Step) -> None:
@@ -89,7 +89,7 @@ class ProgressLines:
             self._progress.refresh()
 
     def _smooth(self, step: Step) -> Step:
-        """Return the step with the mean rate of the last steps, and note whether its loss counts samples or tokens."""
+        """Return the step with the mean rate of the last 20 steps. Sets `_unit`: the loss counts samples or tokens."""
         self._unit = "sample" if step.tokens == self._batch else "token"
         self._recent.append((step.tokens, step.tokens / step.rate if step.rate else 0.0))
         tokens, seconds = map(sum, zip(*self._recent, strict=True))
@@ -97,7 +97,7 @@ class ProgressLines:
 
 
 def _text(event: Event, *, of: str) -> str:
-    """Return the event as text; `of`: the unit that the loss counts."""
+    """Return the event as text; `of`: the unit that the loss counts, `token` or `sample`."""
     match event:
         case Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
@@ -123,8 +123,8 @@ def _text(event: Event, *, of: str) -> str:
         case Slow():
             steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
             return (
-                f"slow     rank {event.rank} made the others wait in step{'s' * (len(event.steps) > 1)} {steps}: "
-                f"busy for {event.seconds:.2f} s, the others for {event.others:.2f} s"
+                f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
+                f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
             )
         case Measured():
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
@@ -163,7 +163,7 @@ def _resumed(event: Resume) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return the text without control characters: a model that has learnt little writes any byte."""
+    """Return the text with U+FFFD in place of control characters, which an untrained model may generate."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
@@ -190,7 +190,7 @@ def _memory(memory: Mapping[str, int]) -> str:
 
 
 def _dtypes(precision: Mapping[str, str]) -> str:
-    """Return the kinds of state by dtype, without those that the rank does not have."""
+    """Return each dtype with the kinds of tensors that have it, as text; kinds that the rank lacks are left out."""
     kinds: dict[str, list[str]] = {}
     for kind, dtype in precision.items():
         if dtype != NO_DTYPE:

@@ -1,11 +1,12 @@
-"""Resume a run from a checkpoint: the same samples, learning rates and random numbers as without the interruption.
+"""Resume a training run from a checkpoint, and refuse a checkpoint of another job.
 
-The trainer restores the model and its optimizer. The rest of a run is three counts, equal on all ranks under any plan:
-steps done, samples read, updates applied (the learning rate follows the updates).
+The resumed run reads the samples and sets the learning rates of a run without interruption. The trainer restores the
+model, the optimizer and, under the same plan, the random generators. Besides these, a run has three counts, which do
+not depend on the plan: steps done, samples read, and updates applied (on which the learning rate depends).
 
-A resumed run must have the same job. Keys that do not decide its numbers may change, and the change is printed. Any
-other difference is refused unless `train.accept` names its key. Data are compared by content: the same text may lie in
-another file.
+The job must be equal to the job of the checkpoint. Keys that do not change the results may differ, and the difference
+is printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content, so a text
+may be in another file.
 """
 
 import hashlib
@@ -39,13 +40,13 @@ FREE_KEYS = (
     *("train.tensorboard", "train.timeline", "train.save_every", "train.keep_last"),
     *("train.output", "train.resume", "train.accept"),
 )
-"""Keys that do not decide the numbers of a run, or (steps) only its length; a section stands for all its keys."""
+"""Keys that may differ from the job of the checkpoint: they do not change the results, or only the number of steps."""
 _SILENT_KEYS = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output", "train.resume", "train.accept")
 
 
 @dataclass
 class RunProgress:
-    """The progress of a run: steps, samples and updates so far, and the loss of the last step."""
+    """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step."""
 
     step: int = 0
     samples: int = 0
@@ -54,12 +55,12 @@ class RunProgress:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":
-        """Return the progress from a dict that `to_json` made."""
+        """Return the progress from a dict that `to_json` has made; a loss of None becomes NaN."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(saved["step"], saved["samples"], saved["updates"], loss)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts as JSON values; a loss that is not finite becomes None."""
+        """Return a dict of the fields for JSON; a loss that is not finite becomes None."""
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     def count(self, result: StepResult, *, batch: int) -> None:
@@ -71,7 +72,7 @@ class RunProgress:
 
 
 def on_first_rank(call: Callable[[], T], *, world: World) -> T:
-    """Call on rank 0 and return the result on every rank; raise its JobError or PlanError on every rank too."""
+    """Return on every rank the result of `call` on rank 0. Its JobError or PlanError is raised on every rank too."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
@@ -86,7 +87,7 @@ def on_first_rank(call: Callable[[], T], *, world: World) -> T:
 
 
 def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
-    """Return where the run begins. Raises JobError if the checkpoint it would resume from is of another job."""
+    """Return where the run begins. Raises JobError if the checkpoint is of another job, or `train.resume` is wrong."""
     start = find_run_start(prepared.job, attempt=attempt)
     candidate = start.candidate()
     if candidate is not None:
@@ -96,9 +97,9 @@ def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunS
 
 
 def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
-    """Restore the trainer and return the progress of the run; every rank calls it.
+    """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
-    Raises JobError for a checkpoint of another job, DamageError when there are checkpoints and none is valid.
+    Raises JobError for a checkpoint of another job, DamageError when there are checkpoints but none is valid.
     """
     found = _restored(trainer, start, own=tuple(prepared.optimizer_arguments))
     if found is None:
@@ -114,7 +115,7 @@ def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: 
 
 
 def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
-    """Return what a checkpoint stores of the run, for `restore_run`: JSON values."""
+    """Return a dict of JSON values that a checkpoint stores for `restore_run`, such as the job and the progress."""
     job, content = prepared.job, prepared.data.content
     return {
         "job": to_toml(job),
@@ -126,7 +127,7 @@ def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[
 
 
 def _restored(trainer: Trainer, start: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
-    """Restore the newest valid checkpoint, except the hyperparameters in `own`, which the job may change."""
+    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the job's values."""
     groups = trainer.optimizer.param_groups
     wanted = [{name: group[name] for name in own} for group in groups]
     found = next(filter(None, map(trainer.restore, start.roots)), None)
@@ -138,16 +139,15 @@ def _restored(trainer: Trainer, start: RunStart, *, own: tuple[str, ...]) -> Res
 
 
 def _seed_anew(trainer: Trainer, *, seed: int, samples: int) -> None:
-    """Seed this rank's generator: under another plan, the generators in the checkpoint belong to no rank."""
+    """Seed this rank's generator anew; the checkpoint's generators belong to the ranks of another plan."""
     place = f"{seed} {samples} {trainer.world.rank} of {trainer.world.size}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))
 
 
 def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
-    """Return a line for each difference from the job of the checkpoint.
+    """Return one line for each difference between `job` and the job of the checkpoint that the user should see.
 
-    saved: the checkpoint's `job` (as TOML) and `content` (of its data). Raises JobError that names every key which
-    would make this another run.
+    `saved` is from `run_extra`; `content` is `RunData.content`. Raises JobError that names every forbidden difference.
     """
     before = _values(tomllib.loads(to_toml(Job()))) | _values(tomllib.loads(saved["job"]))
     now = _values(tomllib.loads(to_toml(job)))

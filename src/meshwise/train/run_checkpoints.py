@@ -1,8 +1,8 @@
-"""The checkpoints that a run writes during training.
+"""Write the checkpoints of a training run in the background, and report each as saved or failed.
 
-`save` begins a save and returns; training continues. Rank 0 emits `Saved` when it sees the checkpoint published. All
-ranks must learn of a failure at the same point, so `SaveFailed` is emitted at the next save or at the end. Older
-checkpoints are then unchanged, and the run continues.
+`save` starts a save and returns, and training continues. Rank 0 emits `Saved` when the checkpoint is complete. All
+ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end. After a
+failure the older checkpoints are unchanged, and the run continues.
 """
 
 import time
@@ -18,7 +18,7 @@ from meshwise.train.run_events import Event, Saved, SaveFailed
 
 
 class RunCheckpoints:
-    """The checkpoints of `trainer` in `root`/step-N; all ranks call `save` and `finish` together."""
+    """Saves checkpoints of `trainer` into `root`/step-N. All ranks call `save` and `finish` at the same step."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[Event], None]) -> None:
         self._trainer = trainer
@@ -33,7 +33,9 @@ class RunCheckpoints:
         self._failed: SaveError | None = None
 
     def save(self, step: int, *, extra: Mapping[str, Any]) -> None:
-        """Begin to save the state after a step; `extra`: JSON values. Waits for the save before."""
+        """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values). A failure
+        of either save is emitted as `SaveFailed`, not raised.
+        """
         self._await()
         self._step, self._began, self._reported = step, time.monotonic(), False
         try:
@@ -45,16 +47,16 @@ class RunCheckpoints:
         self._held = time.monotonic() - self._began
 
     def report_published(self) -> None:
-        """Emit `Saved` if the save under way has been published."""
+        """Emit `Saved` once, if the save in progress is complete; do nothing otherwise."""
         saving = self._saving
         if saving is not None and not self._reported and saving.done and (saving.folder / INDEX).is_file():
             self._report()
 
     def finish(self) -> None:
-        """Wait for the save under way. Raises SaveError if the last save failed."""
+        """Wait for the save in progress. Raises SaveError if the last save failed."""
         self._await()
         if self._failed is not None:
-            # Every rank raises here, and none may end the job before rank 0 has printed the reason.
+            # Every rank raises here, and no rank may end the job before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise self._failed
 

@@ -1,7 +1,7 @@
-"""The events of a run, as typed values, and `EventDispatcher`, which hands each event to all sinks.
+"""Define the events of a training run (a step, a validation, a checkpoint …) and pass them to the progress output.
 
-The loop only emits events; sinks print them (`progress_lines`) and write them to files (`metrics_files`). Only rank 0
-has sinks.
+The training loop emits events through an `EventDispatcher`. Its sinks print the events (`progress_lines`) or write them
+to files (`metrics_files`). Only rank 0 has sinks. In metrics.jsonl an event has the lower-case name of its class.
 """
 
 import dataclasses
@@ -15,9 +15,13 @@ from typing import Any, Protocol, TypeAlias
 class Start:
     """The run begins.
 
-    | stages      the table of the cut, with pp; else empty
-    | memory      bytes of model state on rank 0, by kind
-    | precision   dtypes of the same kinds
+    | stages      the table of the pipeline stages; empty without pp
+    | device      rank 0's device, and the connection between the ranks
+    | parameters  number of parameters of the whole model
+    | data        one line about the data
+    | memory      bytes of model state on rank 0, as `Trainer.memory` returns them
+    | precision   dtype of each kind of tensor on rank 0, as `Trainer.precision` returns them
+    | output      path of the run's folder
     """
 
     plan: str
@@ -35,7 +39,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """The recompute budget has chosen what the blocks of rank 0 recompute, shown in `table`."""
+    """The recompute budget of the plan has chosen what each block recomputes; `table` shows the choice on rank 0."""
 
     step: int
     table: str
@@ -43,12 +47,12 @@ class Budgeted:
 
 @dataclass(frozen=True)
 class Resume:
-    """The run resumes from a checkpoint.
+    """The run continues in the folder of an earlier start, or begins from a checkpoint.
 
-    | step, samples   done before the checkpoint was saved
-    | path            the checkpoint; empty if there was none yet, and the run begins in the folder of an earlier start
-    | changes         differences between the job and the job of the checkpoint
-    | damaged         damage in newer checkpoints, which were skipped
+    | step, samples   number of steps and samples before the checkpoint was saved; 0 without a checkpoint
+    | path            the checkpoint; empty if there was none yet, so that the run begins at step 1
+    | changes         one line for each difference between the job and the job of the checkpoint
+    | damaged         one line for each damage in newer checkpoints, which were skipped
     """
 
     step: int
@@ -62,15 +66,15 @@ class Resume:
 class Step:
     """One step has ended.
 
-    | step        1 … steps
+    | step        number of the step, 1 … steps
     | loss        mean over the global batch
-    | grad_norm   norm of all gradients, before clipping
-    | lr          the learning rate of this step
-    | tokens      count of the loss, over the whole global batch
-    | rate        tokens per second of this step, all ranks together
+    | grad_norm   2-norm of the gradients of all parameters, before clipping
+    | lr          the learning rate of this step, of the first parameter group
+    | tokens      number of terms of the loss in the global batch: tokens, or samples
+    | rate        `tokens` per second of this step, all ranks together
     | memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
-    | eta         seconds to the end of the last step, at the mean pace so far
-    | skipped     whether the update was skipped
+    | eta         estimated seconds to the end of the last step, from the mean time of the steps so far
+    | skipped     whether the update of the parameters was skipped
     """
 
     step: int
@@ -95,12 +99,12 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the other ranks waited for.
+    """The other ranks had to wait for `rank`.
 
-    | step      the last step of the window that was compared
+    | step      the last step of the compared steps
     | steps     the steps in which the rank was slow
-    | seconds   its mean busy time in these steps
-    | others    the mean of the other ranks' median busy time in these steps
+    | seconds   mean busy seconds of the rank in these steps
+    | others    median busy seconds of the other ranks, as a mean over these steps
     """
 
     step: int
@@ -112,10 +116,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of the actions of one step: of the last `steps` steps, the one of median time.
+    """A step has been measured action by action: of the last `steps` steps, the step of median time.
 
-    | table   a text table with a row per rank
-    | path    the file for `meshwise draw timeline`
+    | table   text table of the times, one row for each rank
+    | path    the file that `meshwise draw timeline` reads
     """
 
     step: int
@@ -126,7 +130,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of the state after `step` is complete. It took `seconds`; training waited for `held` seconds."""
+    """The checkpoint of the state after `step` is complete. Saving took `seconds`; training waited `held` of them."""
 
     step: int
     path: str
@@ -136,7 +140,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """The checkpoint of `step` could not be written; older checkpoints are unchanged."""
+    """The checkpoint of `step` could not be written, for the reason in `problem`; older checkpoints are unchanged."""
 
     step: int
     problem: str
@@ -144,7 +148,7 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class Validation:
-    """The loss over the validation data (or `validate_batches` of it)."""
+    """A validation after `step` has ended: the mean loss over `tokens` tokens (or samples) of the validation data."""
 
     step: int
     loss: float
@@ -153,7 +157,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that the model generated after `prompt`."""
+    """The model has generated `text` after `prompt`."""
 
     step: int
     prompt: str
@@ -162,10 +166,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Compared:
-    """The prediction for the plan on the cluster `on`, and what rank 0 measured.
+    """The prediction of `meshwise plan --write` on the cluster `on`, and the measurement of rank 0.
 
-    | seconds   the median step time, without the first step
-    | memory    peak bytes, less what the process held before it had a trainer (interpreter and libraries)
+    | seconds   of a step; the measured seconds are the median, without the first step
+    | memory    peak bytes; the measured bytes are without those that the process used before it made the trainer
     """
 
     on: str
@@ -177,7 +181,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class End:
-    """The run has ended: its output files by name, and the next command to try."""
+    """The run has ended after `seconds`. `outputs`: paths of files by name; `following`: the next command to try."""
 
     steps: int
     seconds: float
@@ -201,26 +205,27 @@ Event: TypeAlias = (
     | Compared
     | End
 )
+"""Any event of a run."""
 
 
 class EventSink(Protocol):
-    """A destination of events."""
+    """A destination of events, such as the terminal or a file."""
 
     def write(self, event: Event) -> None:
-        """Write one event so that it survives the end of the process."""
+        """Print or write one event at once, so that a killed process loses no event."""
 
     def close(self) -> None:
-        """Close the sink: no more events follow."""
+        """Close the sink; no events follow."""
 
 
 class EventDispatcher:
-    """The events of one run; a context manager that closes the sinks."""
+    """Passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
 
     def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:
-        """Hand an event to every sink."""
+        """Pass an event to every sink."""
         for sink in self._sinks:
             sink.write(event)
 
@@ -235,5 +240,5 @@ class EventDispatcher:
 
 
 def event_record(event: Event) -> dict[str, Any]:
-    """Return the event as a dict, with its name under `event`: a line of metrics.jsonl."""
+    """Return the event as a dict: its fields, and under `event` the lower-case name of its class."""
     return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}

@@ -1,9 +1,9 @@
-"""The folder of a run, and where a run begins: in a new folder or an old one, from nothing or from a checkpoint.
+"""Make or find the folder of a training run, and decide from which checkpoint the run begins.
 
     runs/demo/job.toml                  the resolved job; `meshwise train runs/demo/job.toml` runs it again
     runs/demo/metrics.jsonl             every event, one JSON object a line
     runs/demo/checkpoints/              with train.save_every
-    runs/demo/launch                    the launcher's name for the job, if it may start the ranks again
+    runs/demo/launch                    torchrun's name for the job (run ID), if torchrun may start the ranks again
     runs/demo/tensorboard/              with train.tensorboard
     runs/demo/timeline.json             with train.timeline
     runs/demo/parameters.safetensors    the full parameters and buffers at the end
@@ -14,8 +14,8 @@
     | auto              `output`, if it exists          its newest valid checkpoint; nothing without one
     | a folder          a new one                       that checkpoint, or the newest valid one of that run
 
-Ranks that their launcher has started again find the run's folder by the launcher's name for the job. They resume from
-its checkpoints, and without any begin where the job began.
+Ranks that torchrun has started again find the folder by the run ID in `launch`. They resume from its checkpoints.
+Without a checkpoint they begin where the first start began.
 """
 
 import itertools
@@ -35,23 +35,24 @@ from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.run_events import EventSink
 
 TIMELINE = "timeline.json"
-"""File with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
+"""Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
 CHECKPOINTS = "checkpoints"
 LAUNCH = "launch"
+"""Names in the run's folder, as in the table above."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and the paths of its files."""
+    """The folder of a run, and the paths of its files. `tensorboard`: whether TensorBoard files are written too."""
 
     path: Path
     tensorboard: bool = False
 
     @classmethod
     def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> "RunFolder":
-        """Return the folder at `path`, or a new one at `train.output`, and write the job into it.
+        """Return the folder at `path` (None: a new folder at `train.output`) and write the job into it.
 
-        A new folder whose name is taken gets `-2`, `-3` and so on appended. Raises JobError.
+        A new folder whose name exists gets `-2`, `-3` and so on appended. Raises JobError when it cannot be written.
         """
         try:
             folder = cls(_new_folder(Path(job.train.output)) if path is None else path, job.train.tensorboard)
@@ -64,12 +65,12 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """The resolved job."""
+        """The file with the resolved job."""
         return self.path / "job.toml"
 
     @property
     def parameters(self) -> Path:
-        """The full parameters at the end."""
+        """The file with the full parameters at the end."""
         return self.path / "parameters.safetensors"
 
     @property
@@ -83,14 +84,14 @@ class RunFolder:
         return self.path / TIMELINE
 
     def sinks(self, console: Console, *, every: int) -> list[EventSink]:
-        """Return the sinks of the run's events; `every`: steps between lines on the console."""
+        """Open the event sinks of rank 0. `every`: steps between progress lines on a console that is no terminal."""
         sinks: list[EventSink] = [ProgressLines(console, every=every), JsonLines(self.path / "metrics.jsonl")]
         if self.tensorboard:
             sinks.append(TensorBoard(self.path / "tensorboard"))
         return sinks
 
     def outputs(self) -> dict[str, str]:
-        """Return the paths of the output files that exist at the end, by name."""
+        """Return the paths of the output files and folders that exist, by name, such as `parameters`."""
         names = {"job": self.job.name, "metrics": "metrics.jsonl", "parameters": self.parameters.name}
         names |= {name: name for name in (CHECKPOINTS, "tensorboard")} | {"timeline": TIMELINE}
         return {name: str(self.path / file) for name, file in names.items() if (self.path / file).exists()}
@@ -98,11 +99,11 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run begins.
+    """Where a run begins: its folder, and its first checkpoint.
 
-    | folder    the run's folder to continue in; None: a new one
-    | roots     folders of checkpoints; the newest valid one in the first folder that has any is restored
-    | chosen    one checkpoint to restore if there is none in `roots`
+    | folder    the existing folder in which the run continues; None: a new folder
+    | roots     folders of checkpoints; the first folder with a checkpoint counts, and its newest valid one is restored
+    | chosen    one checkpoint, which is restored if `roots` have none; None: the run begins without a checkpoint
     """
 
     folder: Path | None = None
@@ -110,13 +111,13 @@ class RunStart:
     chosen: Path | None = None
 
     def candidate(self) -> Path | None:
-        """Return the checkpoint to restore, if its bytes prove undamaged; None without a checkpoint."""
+        """Return the checkpoint that will be restored unless loading it finds damage; None without a checkpoint."""
         found = (newest_valid(root).path for root in self.roots)
         return next((path for path in found if path is not None), self.chosen)
 
 
 def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
-    """Return where the run of this job begins, for this start of its ranks.
+    """Return where the run of this job begins. `attempt`: this start of the ranks by torchrun; None without torchrun.
 
     Raises JobError when `train.resume` names no checkpoint.
     """
@@ -129,7 +130,7 @@ def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
 
 
 def _resume_start(job: Job) -> RunStart:
-    """Return the start that `train.resume` names."""
+    """Return the start that `train.resume` names. Raises JobError when it names no run and no checkpoint."""
     output, resume = Path(job.train.output), job.train.resume
     if resume is None or (resume == "auto" and not output.exists()):
         return RunStart()
@@ -153,7 +154,7 @@ def _resume_start(job: Job) -> RunStart:
 
 
 def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
-    """Return the folder that an earlier start of this job has made."""
+    """Return the folder that an earlier start of this job has made; None if there is none."""
     if not attempt.is_named and not attempt.number:
         return None
     mine = [path for path in itertools.takewhile(Path.exists, _numbered(output)) if _launch_name(path) == attempt.run]
@@ -168,14 +169,14 @@ def _launch_name(folder: Path) -> str | None:
 
 
 def _numbered(wanted: Path) -> Iterator[Path]:
-    """Yield the folders that runs with this output claim, in order: `demo`, `demo-2`, `demo-3` and so on."""
+    """Yield the folder names that runs with this output take, in order: `demo`, `demo-2`, `demo-3` and so on."""
     yield wanted
     for number in itertools.count(2):
         yield wanted.with_name(f"{wanted.name}-{number}")
 
 
 def _new_folder(wanted: Path) -> Path:
-    """Make a new folder at `wanted` or with a number appended; two runs never get the same one."""
+    """Make and return a new folder: `wanted`, or `wanted` with a number appended. No two runs get the same folder."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for path in _numbered(wanted):
         try:

@@ -1,17 +1,17 @@
-"""The order of samples: a pure function of seed, epoch and global number, without state to save.
+"""Compute the shuffled order in which a run reads its samples, as a pure function of seed and global number.
 
-A run counts its samples. The global batch of step s is the samples numbered s·B to (s+1)·B, whichever rank reads them:
+A run counts its samples, and the count is a sample's global number. The global batch of step s has the global numbers
+s·B … (s+1)·B − 1, under every plan:
 
     | number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
     | sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
 
-So every plan trains on the same global batches, every batch is full (the last one of an epoch is filled up from the
-next), and resuming sets the counter.
+So every plan trains on the same global batches, and every batch is full: the last batch of an epoch also has samples of
+the next epoch. A checkpoint only stores the count.
 
-The permutation of an epoch is a keyed Feistel network on (left, right) digits in base ⌈√size⌉, walked again while
-the result falls outside the range (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002); its round
-function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per sample do not depend on the
-number of samples.
+The permutation of an epoch is a keyed Feistel network on two digits in base ⌈√size⌉. It is applied again while the
+result is not below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). Its round function is the
+finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per sample do not depend on `size`.
 """
 
 import math
@@ -25,11 +25,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 UInt64Array = NDArray[np.uint64]
+"""Array of unsigned 64-bit integers."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run reads `size` samples, shuffled anew every epoch."""
+    """The order in which a run reads a dataset of `size` samples, shuffled anew every epoch by `seed`."""
 
     size: int
     seed: int
@@ -39,7 +40,7 @@ class SampleOrder:
             raise ValueError(f"SampleOrder of {self.size} samples: give at least 1")
 
     def indices(self, start: int, *, stop: int) -> list[int]:
-        """Return the samples with the global numbers `start` to `stop` (excluded), each in 0 … size-1."""
+        """Return the index in the dataset (0 … size-1) of each sample with a global number from `start` to `stop`-1."""
         numbers = np.arange(start, stop, dtype=np.uint64)
         size = np.uint64(self.size)
         epoch = numbers // size
@@ -48,7 +49,7 @@ class SampleOrder:
 
 
 def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
-    """Return the images of the indices under the permutation of 0 … size-1 named by `key`."""
+    """Return `index` (values in 0 … size-1) after the permutation that `key` selects; both arrays have one length."""
     base = np.uint64(math.isqrt(size - 1) + 1)
     result = index
     outside = np.ones(index.shape, dtype=np.bool_)
@@ -62,7 +63,7 @@ def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
 
 
 def _mix(x: UInt64Array) -> UInt64Array:
-    """Return a bijection of 64-bit words in which every bit of the argument moves half the bits of the result."""
+    """Return a hash of 64-bit integers: a bijection in which each input bit changes about half of the output bits."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

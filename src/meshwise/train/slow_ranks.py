@@ -1,10 +1,10 @@
-"""Find ranks that the others wait for: `BusyTimer` measures a rank, `RankPace` compares all ranks.
+"""Find slow ranks, for which the other ranks wait: `BusyTimer` times this rank, `RankPace` compares all ranks.
 
-In a step that ends with a collective every rank takes as long as the slowest. So the busy time is compared: the time of
-the step less the time in collectives, from comm's flight recorder. Every 20 steps the ranks exchange these times in one
-small collective. A rank is slow if it was busy for more than twice the others' median and 50 ms longer.
+Collectives make every rank's step as long as the step of the slowest rank. So the ranks compare their busy time: the
+time of the step without the waiting in collectives, which comm's flight recorder measures. Every 20 steps they exchange
+these times. A rank is slow in a step if its busy time is more than twice the other ranks' median, and 50 ms above it.
 
-On CUDA the device waits for a collective, not the rank: slow GPUs are not found.
+Slow GPUs are not found, because on CUDA the device waits for a collective, not the process.
 """
 
 import statistics
@@ -23,7 +23,7 @@ _LEAST_SECONDS = 0.05
 
 
 class BusyTimer:
-    """A timer of the seconds between `start` and `stop` in which this rank does not wait for others."""
+    """Timer of the seconds between `start` and `stop` in which this rank does not wait for other ranks."""
 
     def __init__(self, world: World) -> None:
         self._flight_recorder = world.flight_recorder
@@ -34,12 +34,12 @@ class BusyTimer:
         self._began, self._waited = time.monotonic(), self._flight_recorder.waited
 
     def stop(self) -> float:
-        """Return seconds since `start`, less the seconds it waited."""
+        """Return the seconds since `start`, without the seconds in which this rank waited in collectives."""
         return time.monotonic() - self._began - (self._flight_recorder.waited - self._waited)
 
 
 class RankPace:
-    """The busy times of this rank's steps, and their comparison between all ranks."""
+    """Collects the busy times of this rank's steps, and compares them with the other ranks' every 20 steps."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -47,13 +47,13 @@ class RankPace:
         self._seconds: list[float] = []
 
     def note(self, step: int, *, seconds: float) -> list[Slow]:
-        """Record the busy time of a step; after 20 steps, return the slow ranks. Every rank calls it."""
+        """Record the busy seconds of a step; return the slow ranks in every 20th call. Every rank calls it."""
         self._steps.append(step)
         self._seconds.append(seconds)
         return self.compare() if len(self._steps) == WINDOW else []
 
     def compare(self) -> list[Slow]:
-        """Return the slow ranks by the times since the last call. Every rank calls it."""
+        """Return the slow ranks by the busy times recorded since the last comparison. Every rank calls it."""
         world, steps = self._world, self._steps
         own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
         self._steps, self._seconds = [], []
@@ -65,9 +65,8 @@ class RankPace:
 
 
 def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
-    """Yield the ranks that were slower than the median of the others, twofold and by at least 50 ms.
-
-    times: seconds by rank and step.
+    """Yield an event for each rank that was slow in a step, by its busy seconds `times[rank][i]` in the step
+    `steps[i]`.
     """
     for rank, own in enumerate(times):
         found = []

@@ -1,9 +1,8 @@
-"""Text as one memory-mapped file of tokens: `token_file` builds it once, `open_tokens` maps it.
+"""Join texts into one file of byte tokens in a cache folder (`token_file`), and map it into memory (`open_tokens`).
 
-The ranks of a machine share the pages of the map. The file's name is a hash of the paths, sizes and modification times
-of the texts. It is built under a lock and appears whole.
-
-A token is a byte (0 … 255). A zero byte goes before every file, so that a model learns where a text begins.
+A token is a byte (0 … 255). A zero byte precedes the bytes of every text file, so that a model learns where a text
+begins. The ranks of a machine share the memory of the mapped file. Its name is a hash of the paths, sizes and
+modification times of the text files. It is built under a lock and appears whole.
 """
 
 import fcntl
@@ -23,18 +22,19 @@ from meshwise.base.atomic_file import write_whole
 from meshwise.train.job import JobError
 
 STDLIB = "python-stdlib"
+"""Name in `data.files` for the source text of Python's standard library."""
 START_TOKEN = 0
-"""The token before every file."""
+"""The token before every text file."""
 _BLOCKS = 256
 _BLOCK = 4096
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 def token_file(names: Sequence[str], *, cache: Path) -> Path:
-    """Return the token file of these texts, built when the cache does not have it.
+    """Return the path of the token file of these texts in the folder `cache`; build the file if it is missing.
 
-    names: files, folders (all files below that are not hidden), globs, or `python-stdlib`. Raises JobError for a name
-    without files, an unreadable file, empty texts, or a cache that cannot be written.
+    names: text files, folders (with all files in them that are not hidden), globs, or `python-stdlib`. Raises JobError
+    for a name without files, an unreadable file, empty texts, or a cache that cannot be written.
     """
     try:
         files = [path for name in names for path in _files(name)]
@@ -56,12 +56,12 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 
 
 def open_tokens(path: Path) -> NDArray[np.uint8]:
-    """Return the tokens, as a read-only memory map."""
+    """Return the tokens of a token file as a read-only memory map."""
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
 def digest(tokens: NDArray[np.uint8]) -> str:
-    """Return a digest of 256 evenly spaced blocks of 4 KiB, in milliseconds at any size."""
+    """Return a hash of 256 evenly spaced blocks of 4 KiB; it takes milliseconds for any number of tokens."""
     starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
     content = hashlib.sha256()
     for start in starts:
@@ -70,7 +70,7 @@ def digest(tokens: NDArray[np.uint8]) -> str:
 
 
 def default_cache() -> Path:
-    """Return `meshwise` in $XDG_CACHE_HOME or in ~/.cache. Raises JobError without a home folder."""
+    """Return the default cache folder, in $XDG_CACHE_HOME or ~/.cache. Raises JobError without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
     except RuntimeError as error:  # a user without an entry in passwd, as in a container
@@ -80,7 +80,7 @@ def default_cache() -> Path:
 
 
 def _build(files: Sequence[Path], target: Path) -> None:
-    """Write the token file, unless another process has written it while this one waited for the lock."""
+    """Write the token file, unless another process has written it while this process waited for the lock."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
@@ -97,7 +97,7 @@ def _join(files: Sequence[Path], into: Path) -> None:
 
 
 def _files(name: str) -> Iterator[Path]:
-    """Yield the files of a name in `data.files`, sorted."""
+    """Yield the text files that a name in `data.files` means, sorted. Raises JobError when there are none."""
     if name == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
