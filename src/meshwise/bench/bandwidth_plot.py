@@ -1,7 +1,4 @@
-"""Draw the measured bus bandwidth over tensor size as a PNG: one panel per collective, one line per group size.
-
-A dashed line shows the bandwidth of a plain copy in memory.
-"""
+"""Draw the bus bandwidth over tensor size as a PNG: a panel per collective, a line per group size, the copy dashed."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -23,10 +20,7 @@ def require_matplotlib() -> None:
 
 
 def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
-    """Draw the measurements on ordinary tensors as a PNG at `path`; other measurements are left out.
-
-    Raises MissingExtraError without matplotlib, and OSError when the file cannot be written.
-    """
+    """Draw the measurements on ordinary tensors as a PNG. Raises MissingExtraError without matplotlib, and OSError."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`

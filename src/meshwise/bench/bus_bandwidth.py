@@ -55,14 +55,12 @@ BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured times of one collective, at one tensor size, in one group.
+    """Measured times of one collective, at one size of the full tensor, in one group of ranks.
 
     | kind      name of the collective, a key of `BUS_FACTORS`
-    | ranks     size of the group
-    | bytes     size of the full tensor, as the table of this module defines it
     | seconds   of one call on the slowest rank: the median and the minimum over all rounds
-    | on        memory and transport: `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of
-    |           `World.shared_empty` for all ranks; `gloo`, torch's collectives over gloo on ordinary tensors
+    | on        `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
+    |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors
     """
 
     kind: str

@@ -68,7 +68,7 @@ class CalibrationResult:
     """Result of a calibration."""
 
     cluster: Cluster
-    """The measured machine, as a cluster of one node."""
+
     cpu_share: float
     """Fraction of the measured time in which the ranks had their CPU cores, at most 1; other programs had the rest."""
 
@@ -107,7 +107,7 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
 
 
 class _Stopwatch:
-    """Measures functions that all ranks call at the same time; a call returns the median over all rounds and ranks."""
+    """Times functions that all ranks call at the same time; a call returns the median over all rounds and ranks."""
 
     def __init__(self, world: World, *, rounds: int) -> None:
         self.world = world
@@ -150,12 +150,10 @@ class _Stopwatch:
 
 @dataclass(frozen=True)
 class _Base:
-    """The costs of an operation besides its computation."""
+    """The costs of each operation besides its computation: seconds of a launch, and memory for new tensors."""
 
     launch: float
-    """Seconds to launch an operation."""
     fresh: Curve
-    """Bytes per second at which new tensors get memory, by their bytes; empty on a GPU."""
 
     def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
         """Return the seconds of an operation without its launch and without memory for the new tensors in `made`."""
@@ -218,10 +216,7 @@ def _levelled(shape: MatmulEfficiency, rows: Sequence[_Row], peak: float) -> Mat
 
 
 def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
-    """Time fused causal attention, forward and backward.
-
-    A row has the shape (number of queries, number of keys, 1).
-    """
+    """Time fused causal attention, forward and backward. A row's shape is (number of queries, number of keys, 1)."""
     rows = []
     batch, heads, width = 4, 4, 64
     for length in (length for length in effort.lengths if length <= 1024):
@@ -265,10 +260,7 @@ def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve
 
 
 def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
-    """Return the bytes per second of operations that are slower than the memory of a CPU core, by name.
-
-    They compute much for each byte or read their input several times. The dict is empty on a GPU.
-    """
+    """Return the bytes per second of operations that are slower than a CPU core's memory, by name; empty on a GPU."""
     if seconds.on_gpu:
         return {}
     x = seconds.empty(512, 1024)
@@ -307,8 +299,8 @@ def _launch(seconds: _Stopwatch) -> float:
 def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
     """Return the overhead of an operation in training, and the overhead of a training step, in seconds.
 
-    Every rank trains two models of a few tiny layers, which differ only in the number of operations in a step. A line
-    through the two step times gives both numbers: its slope and its value at zero operations.
+    Every rank trains two models of tiny layers, which differ in the number of operations. A line through the two step
+    times gives the overheads: its slope, and its value at zero operations.
     """
     plan = Plan.parse("dp=1")
     device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"

@@ -11,11 +11,8 @@ from meshwise.simulate.simulation_tables import size_text
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
-    """Return one flat dict for each measurement, sorted by collective, ranks, bytes and `on`.
-
-    Times are in seconds, bandwidths in bytes per second. `copy_bandwidth` is the bus bandwidth of a plain copy of the
-    same bytes by the same number of ranks. `share_of_copy` is `bus_bandwidth / copy_bandwidth`. The copy of each size
-    must be among the measurements, otherwise KeyError is raised.
+    """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
+    `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks.
     """
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
     records: list[dict[str, str | int | float]] = []
@@ -45,10 +42,7 @@ def as_json(measurements: Sequence[Measurement]) -> str:
 
 
 def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
-    """Return a table for the terminal with one section per collective; the copy is a column, not a row.
-
-    Bandwidths are in GB/s (10^9 bytes per second). `caption` is printed below the table.
-    """
+    """Return a table for the terminal, with one section per collective, in GB/s (10^9 bytes per second)."""
     table = Table(caption=caption, caption_justify="left")
     table.add_column("collective")
     for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):

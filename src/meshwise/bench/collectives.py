@@ -41,14 +41,13 @@ _Sampled: TypeAlias = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class SizeSweep:
-    """The measurements to make: every collective at every size, in every group size, on every kind of memory.
+    """The measurements to make: every collective, at every size, in every group size, on every kind of memory.
 
-    | kinds     names of collectives, keys of `BUS_FACTORS`
-    | sizes     bytes of the full tensor
-    | groups    numbers of ranks in a group; each divides the number of ranks of the world
-    | rounds    rounds whose times count
-    | warmup    rounds before them whose times are dropped
-    | on        kinds of memory and transport, out of `VARIANTS`
+    | kinds    names of collectives, keys of `BUS_FACTORS`
+    | sizes    bytes of the full tensor
+    | groups   numbers of ranks in a group; each divides the number of ranks of the world
+    | rounds   rounds whose times count, after `warmup` rounds whose times are dropped
+    | on       kinds of memory and transport, out of `VARIANTS`
     """
 
     kinds: tuple[str, ...]
@@ -59,10 +58,7 @@ class SizeSweep:
     on: tuple[str, ...] = ("ordinary",)
 
     def check(self, *, world_size: int) -> None:
-        """Raise ValueError if a world of `world_size` ranks cannot make these measurements; the message names choices.
-
-        Raises ValueError too when there is nothing to measure.
-        """
+        """Raise ValueError, naming the choices, if a world of `world_size` ranks cannot make these measurements."""
         if unknown := set(self.kinds) - BUS_FACTORS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
         if strange := set(self.on) - set(VARIANTS):
@@ -83,10 +79,7 @@ class SizeSweep:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as `4096` or `4K` (K, M, G and T are powers of 1024).
-
-    Raises ValueError for zero and for text that is no size.
-    """
+    """Return the bytes of a size such as `4096` or `4K` (4 · 1024). Raises ValueError for zero and for other text."""
     size = read_size(text)
     if not size:
         raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T: 4K, 64M")
@@ -143,12 +136,10 @@ _IN_PLACE: Mapping[str, _Call] = MappingProxyType(
 
 
 def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
-    """Make the measurements of `sweep` and return them; every rank calls it.
+    """Make the measurements of `sweep`, and of a copy at every size. Every rank of the world calls it.
 
-    A group of n ranks consists of the ranks 0 … n-1. So rank 0 gets all measurements, and the other ranks get those of
-    the groups they belong to. A copy is measured at every size. Sizes are rounded down to a multiple of n floats, but
-    at least n floats. A kind of memory that the world lacks, and a collective that it lacks, is left out.
-
+    A group of n ranks is the ranks 0 … n-1. A rank gets the measurements of its groups, so rank 0 gets all. Sizes are
+    rounded down to a multiple of n floats, but at least n. Memory and collectives that the world lacks are left out.
     Raises ValueError as `SizeSweep.check` does.
     """
     sweep.check(world_size=world.size)
@@ -212,9 +203,9 @@ def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return two float tensors of zeros by number of elements; an empty dict where the world lacks this memory.
+    """Return two tensors of zeros for each size (on `joint` one, twice); an empty dict where the world lacks them.
 
-    Zeros keep sums finite, and writing them brings all pages into memory. On `joint` both are the same tensor.
+    Zeros keep sums finite, and writing them brings all pages into memory.
     """
     makes: Mapping[str, Callable[[int], Tensor | None]] = {
         "shared": lambda count: world.empty(count, dtype=torch.float32),

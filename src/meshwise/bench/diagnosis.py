@@ -1,8 +1,4 @@
-"""Find problems of a machine and between the ranks of a job, each with a remedy.
-
-`examine_machine` checks one machine, `check_interfaces` the network interfaces that environment variables name, and
-`examine_roll_call` compares the ranks of a job, by the `own_facts` of each rank.
-"""
+"""Find problems of a machine (`examine_machine`) and between the ranks of a job (`examine_roll_call`), and remedies."""
 
 import ipaddress
 import os
@@ -29,14 +25,11 @@ _COMPARED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """One finding of the examination and what to do about it."""
+    """A finding. `problem`: ranks cannot train until it is solved. `note`: they can train here, maybe not elsewhere."""
 
     level: Literal["note", "problem"]
-    """`problem`: ranks cannot train until it is solved. `note`: ranks can train here, but another job may fail."""
     what: str
-    """The finding in words, with the measured values."""
     remedy: str
-    """What the user should change."""
 
 
 def problem(what: str, *, remedy: str) -> MachineFinding:
@@ -92,8 +85,7 @@ def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
 def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> list[MachineFinding]:
     """Return a problem for each interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names but the machine lacks.
 
-    `names` are the interfaces of this machine. gloo reads a list of names. NCCL reads a list of prefixes; after `=` it
-    reads exact names. A list of excluded names (after `^`) is not checked.
+    `names` are the machine's interfaces. gloo reads a list of names, NCCL a list of prefixes, or exact names after `=`.
     """
     found = []
     for variable in _INTERFACE_VARIABLES:
@@ -109,10 +101,9 @@ def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) ->
 
 
 def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
-    """Return the facts about this machine that a rank writes into the roll call, as text by name.
-
-    They are the versions of the software, `device`, `host`, and `loopback`: `yes` if the rank's address is a loopback
-    address or the host name does not resolve, so that other machines cannot reach the rank; else `no`.
+    """Return the facts that this rank writes into the roll call: versions of software, `device`, `host` and `loopback`.
+    `loopback` is `yes` if other machines cannot reach the rank: it has a loopback address, or its name does not
+    resolve.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses_of(machine.host)]
@@ -126,12 +117,7 @@ def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
 
 
 def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
-    """Return the problems between the ranks of a job: missing or repeated ranks, different software, wrong addresses.
-
-    | entries   the entries of the ranks that answered the roll call
-    | size      number of ranks by this process's WORLD_SIZE
-    | seconds   the time limit that the roll call had, for the message
-    """
+    """Return the problems between the ranks of a job of `size` ranks. `seconds`: the time limit of the roll call."""
     found = []
     ranks = [entry.rank for entry in entries]
     sizes = _ranks_by([str(entry.size) for entry in entries], ranks)
@@ -181,5 +167,4 @@ def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int
 
 
 def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:
-    """Return the dict in words, as in `2.6 on rank 0 and 2.7 on ranks 1-3`."""
     return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items())

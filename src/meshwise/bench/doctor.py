@@ -4,8 +4,8 @@
     | 2  under torchrun: reach the store of the job, and call the roll, which names missing and different ranks
     | 3  connect the ranks of the job (or start local ranks), and let every pair of ranks exchange messages
 
-A step only runs when the step before found no problem. Every step that waits for other ranks has a short time limit of
-its own, because the ordinary time limits of a job are too long for a check.
+A step only runs when the step before found no problem. Every step that waits for other ranks has a short time limit,
+because the ordinary time limits of a job are too long for a check.
 """
 
 import contextlib
@@ -29,10 +29,7 @@ _RETRY_SECONDS = 0.2
 
 
 def check_reachable(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
-    """Connect to the store of the job at `address`:`port`, and try again for `seconds` until it accepts.
-
-    Return an empty list when it accepts, else the problem.
-    """
+    """Try for `seconds` to connect to the store of the job. Return an empty list if it accepts, else the problem."""
     where, until = f"{address}:{port}", time.monotonic() + seconds
     while True:
         try:
@@ -74,12 +71,7 @@ def check_port(port: int) -> list[MachineFinding]:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Results of an examination.
-
-    | machine     facts about the machine
-    | exchanges   one exchange of messages for each kind of device on which the ranks could run
-    | findings    problems and notes of all steps
-    """
+    """Results of an examination. `exchanges`: one for each kind of device (CPU, GPU) on which the ranks could run."""
 
     machine: Machine
     exchanges: tuple[PairMessages, ...]
@@ -101,10 +93,8 @@ class DoctorReport:
 
 
 def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
-    """Examine this machine, then start local ranks on CPU, and on the GPUs if it has any, that exchange messages.
-
-    | ranks     number of local ranks; by default one for each GPU (without GPUs, for each core), at least 2, at most 4
-    | seconds   time limit of the exchange of messages on each kind of device; after it the process of the rank ends
+    """Examine this machine, then let `ranks` local ranks exchange messages for at most `seconds`: on CPU, and on GPUs
+    if there are any. By default there is a rank for each GPU (without GPUs, for each core), at least 2, at most 4.
     """
     machine = machine_facts()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))
@@ -119,10 +109,8 @@ def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> D
 
 
 def examine_job(*, seconds: float = 10.0) -> DoctorReport:
-    """Examine this machine as one rank of a job under torchrun; every rank of the job calls it.
-
-    Reaching the store of the job and the roll call may take `seconds` each. Connecting and exchanging messages may take
-    three times as long each; after that this process ends with status 1 and a message.
+    """Examine this machine as one rank of a job under torchrun. Every rank calls it. Reaching the store and the roll
+    call may take `seconds` each; connecting and exchanging messages may take three times as long each.
     """
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
@@ -162,10 +150,7 @@ def _exchange_in_time(world: World, seconds: float) -> PairMessages:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, doing: str, world: World | None = None) -> Iterator[None]:
-    """End this process with status 1 and a message when the block takes longer than `seconds`.
-
-    A rank that waits inside a collective cannot be stopped otherwise. `doing` names the step for the message.
-    """
+    """End this process with a message if the block takes longer: a rank in a collective cannot be stopped otherwise."""
 
     def give_up() -> None:
         rank = os.environ.get("RANK", "0")

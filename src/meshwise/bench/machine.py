@@ -28,30 +28,24 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, not a file i
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of this machine."""
+    """A network interface. `speed`: bytes per second, 0 where Linux does not know it."""
 
     name: str
     up: bool
-    """Whether Linux reports the interface as up or unknown."""
     speed: float
-    """Bytes per second of the link; 0 where Linux does not know it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about the machine as this process sees it.
+    """Facts about the machine as this process sees it; sizes in bytes.
 
     | software          pairs of name and version; all ranks of a job should have equal versions
-    | processor         model of the CPU
     | cores             number of CPU cores that this process may use
-    | memory            bytes of main memory, or the limit of the control group (cgroup) where it is smaller
-    | shared_memory     bytes of /dev/shm; 0 without it
+    | memory            main memory, or the limit of the control group (cgroup) where it is smaller
     | gpus              one line of text for each CUDA device that torch sees
     | gpus_of_driver    number of GPUs that nvidia-smi lists
     | topology          output of `nvidia-smi topo --matrix`; empty without GPUs
-    | host              host name
     | host_addresses    IP addresses of the host name; empty when it does not resolve
-    | open_files        number of files that a process may have open
     """
 
     software: tuple[tuple[str, str], ...]

@@ -24,12 +24,7 @@ _SLOW = 4.0
 
 @dataclass(frozen=True)
 class PairLink:
-    """Measured link between one pair of ranks.
-
-    | ranks       the pair, the smaller rank first
-    | latency     seconds of a message of 8 bytes, the median of 20
-    | bandwidth   bytes per second of a message of 4 MiB, each way
-    """
+    """Link of two ranks, the smaller first: seconds of a small message (8 bytes), bytes/s of a large one (4 MiB)."""
 
     ranks: tuple[int, int]
     latency: float
@@ -38,14 +33,7 @@ class PairLink:
 
 @dataclass(frozen=True)
 class PairMessages:
-    """Results of an exchange of messages between all ranks; they are equal on every rank.
-
-    | size       number of ranks
-    | device     `cpu` or `cuda`
-    | medium     the connection in words, as in `shared memory` or `NCCL`
-    | links      one for each pair of ranks, sorted by ranks
-    | findings   problems that the exchange found, without slow links
-    """
+    """Results of an exchange between all ranks, equal on every rank. `medium`: such as `shared memory` or `NCCL`."""
 
     size: int
     device: str
@@ -86,10 +74,7 @@ def _check_sum(world: World) -> list[MachineFinding]:
 
 
 def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFinding]]:
-    """Send to rank r + `distance` and receive from rank r − `distance`: 21 small messages, then two large messages.
-
-    The first message of each size is not timed.
-    """
+    """Send to rank r + `distance` and receive from rank r − `distance`: small messages, then large messages."""
     axis = world.mesh.names[0]
     to, source = (world.rank + distance) % world.size, (world.rank - distance) % world.size
     streams = streams_of(world.device)

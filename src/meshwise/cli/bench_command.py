@@ -42,8 +42,7 @@ class CollectivesFlags:
     """Time every collective over tensor sizes and group sizes, and a copy in memory for comparison."""
 
     ranks: int | None = None
-    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs one for each core, at most
-    4."""
+    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs the cores, at most 4."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; auto: the GPUs if there are any, else the CPU."""
     collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
@@ -67,10 +66,7 @@ class CollectivesFlags:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark that the first word names, and return the exit status.
-
-    Raises JobError for bad flags before any rank is started, and when no collective could be measured.
-    """
+    """Run the benchmark that the first word names, and return the exit status. Raises JobError for bad flags."""
     if words and words[0] in ("-h", "--help"):
         print(f"usage: meshwise bench {'|'.join(_BENCHMARKS)} [OPTIONS]; each has --help")
         return 0
@@ -136,8 +132,7 @@ class CalibrationFlags:
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
     ranks: int | None = None
-    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs one for each core, at most
-    4."""
+    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs the cores, at most 4."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; auto: the GPUs if there are any, else the CPU."""
     comm: Literal["auto", "local", "gloo"] = "auto"
@@ -179,10 +174,7 @@ def _disturbance(found: CalibrationResult, *, size: int) -> str:
 
 
 def _ranks(flags: CollectivesFlags | CalibrationFlags, *, least: int) -> int:
-    """Return the number of ranks to measure on.
-
-    It is torchrun's number, else `--ranks`, else the number of GPUs, else the number of cores from `least` to 4.
-    """
+    """Return the number of ranks: torchrun's, else `--ranks`, else one per GPU, else one per core (`least` to 4)."""
     if launched := launched_ranks():
         return launched
     gpus = gpu_count() if flags.device != "cpu" else 0

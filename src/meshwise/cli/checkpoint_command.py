@@ -33,10 +33,7 @@ _PIPE_WIDTH = 200
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand that the words name, and return the exit status.
-
-    Raises JobError for a folder without a checkpoint, and for an export without a job.
-    """
+    """Run a subcommand and return the exit status. Raises JobError for a folder without a checkpoint."""
     console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
     for name in ("checkpoint", "one", "other"):

@@ -1,7 +1,4 @@
-"""The command `meshwise doctor`: check that this machine can train and that ranks can communicate, and print findings.
-
-The exit status is 0 without problems, 1 with a problem.
-"""
+"""The command `meshwise doctor`: check that this machine can train and its ranks can communicate, and print why not."""
 
 import os
 import statistics
@@ -34,10 +31,7 @@ class DoctorFlags:
 
 
 def main(words: Sequence[str]) -> int:
-    """Examine the machine, print the findings, and return the exit status. Raises JobError for bad flags.
-
-    Under torchrun every rank calls it. Rank 0 prints the whole report, and the other ranks print only their problems.
-    """
+    """Examine the machine, print the findings, and return 1 if there is a problem, else 0. Raises JobError."""
     flags = parse_flags(words, prog="meshwise doctor", default=DoctorFlags())
     if not flags.seconds > 0:
         raise JobError(f"seconds = {flags.seconds} has to be above 0")

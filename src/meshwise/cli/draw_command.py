@@ -57,10 +57,7 @@ class DrawMeshFlags:
 
 @dataclass(frozen=True)
 class DrawScheduleFlags(DrawingFiles):
-    """Draw when each rank computes which micro-batch, for the schedule of a plan or for a table of your own.
-
-    Times have no unit.
-    """
+    """Draw when each rank computes which micro-batch, for a plan's schedule or your own table. Times have no unit."""
 
     plan: str = ""
     """The plan. Only pp, microbatches, schedule, virtual_stages and zero are read."""
@@ -87,10 +84,7 @@ class DrawTimelineFlags(DrawingFiles):
 
 
 def main(words: Sequence[str]) -> int:
-    """Make the drawing that the first word names, and return the exit status.
-
-    Raises JobError for bad flags and for output files that cannot be written, before it draws.
-    """
+    """Make the drawing that the first word names; return the exit status 0. Raises JobError if it cannot be drawn."""
     names = ", ".join(f"meshwise draw {name}" for name in _DRAWINGS)
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {names}; each has --help")

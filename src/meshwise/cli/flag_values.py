@@ -17,10 +17,9 @@ DEFAULT_RANKS = 4
 
 
 def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
-    """Return the value of `--comm` as `run` expects it: None for `auto`, where MESHWISE_COMM decides.
+    """Return the value of `--comm` as `run` expects it: None for `auto` (MESHWISE_COMM decides) and for `threads`.
 
-    Returns None for `threads` too, whose ranks `run` does not start. Raises JobError for a bad MESHWISE_COMM or
-    MESHWISE_STALL_SECONDS.
+    Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS.
     """
     if comm == "threads":
         return None
@@ -41,10 +40,7 @@ def checked_ranks(ranks: int | None) -> int | None:
 
 
 def launched_ranks() -> int | None:
-    """Return the number of ranks that torchrun has started; None without a launcher.
-
-    Raises JobError when the launcher's environment variables are incomplete or contradict each other.
-    """
+    """Return torchrun's number of ranks; None without torchrun. Raises JobError for a bad environment."""
     try:
         rank = launched()
     except ValueError as error:
@@ -55,8 +51,7 @@ def launched_ranks() -> int | None:
 def local_ranks(job: Job) -> int:
     """Return the number of ranks of a job: torchrun's number, else `job.ranks`, else the number that the plan needs.
 
-    For a plan with `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of the product of the
-    other axes, but at least that product. Raises JobError as `launched_ranks` does.
+    With `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of what the other axes need.
     """
     if launched := launched_ranks():
         return launched

@@ -42,10 +42,7 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
 
 
 def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
-    """Make the folders of `path`, and call `write` with the path that it should write.
-
-    Raises JobError when the file cannot be written or a package is missing; an old file at `path` is then unchanged.
-    """
+    """Make the folders of `path`, and let `write` write the file. Raises JobError; an old file is then unchanged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, write=write)
@@ -97,10 +94,7 @@ def check_drawings(files: DrawingFiles) -> None:
 
 
 def read_step(run: Path) -> MeasuredStep:
-    """Return the measured step of a run; `run` is the folder of the run, or its timeline.json.
-
-    Raises JobError when the file is missing or cannot be read.
-    """
+    """Return the measured step of a run, given its folder or timeline.json. Raises JobError if it cannot be read."""
     path = run / TIMELINE if run.is_dir() else run
     try:
         return MeasuredStep.read(path)

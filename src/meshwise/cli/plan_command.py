@@ -1,7 +1,4 @@
-"""The command `meshwise plan`: search the fastest plans for a job on a cluster, and explain why other plans are slower.
-
-The exit status is 2 (JobError) when no plan fits the memory.
-"""
+"""The command `meshwise plan`: search the fastest plans for a job on a cluster, and say why other plans are slower."""
 
 import contextlib
 import dataclasses
@@ -63,8 +60,7 @@ class PlanJob(StudiedJob, DrawingFiles):
     json: bool = False
     """Print one JSON object in place of tables."""
     write: bool = False
-    """Write the best plan, the blocks at which it cuts the model, and its predicted time and memory into the job's
-    file."""
+    """Write the best plan, its cut of the model, and its predicted time and memory into the job's file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,10 +72,7 @@ class PlanJob(StudiedJob, DrawingFiles):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Search plans for the job that the arguments describe, print them, and return the exit status 0.
-
-    Raises JobError for bad flags, and when no plan divides the job, works for the model or fits the memory.
-    """
+    """Search plans for the job and print them; return the exit status 0. Raises JobError when no plan works or fits."""
     job = read_job(arguments, prog="meshwise plan", kind=PlanJob)
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if job.write and path is None:
@@ -242,7 +235,6 @@ def _closest(survey: SearchResult) -> str:
 
 
 def _write(path: Path, best: Candidate, *, on: str) -> None:
-    """Write the best plan, its cut and its predictions into the job's file."""
     changes: dict[tuple[str, ...], Any] = {
         ("plan",): str(best.plan),
         ("model", "cut_at"): list(best.at) or None,

@@ -53,10 +53,7 @@ class SimulateJob(StudiedJob, DrawingFiles):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Predict the job that the arguments describe, print the tables, and return the exit status 0.
-
-    Raises JobError for bad flags, and JobError or PlanError for a job that could not run.
-    """
+    """Predict the job that the arguments describe; return the exit status 0. Raises JobError or PlanError."""
     job = read_job(arguments, prog="meshwise simulate", kind=SimulateJob)
     cluster = _checked_cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
@@ -119,10 +116,7 @@ def _checked_cluster(job: SimulateJob) -> Cluster | None:
 
 
 def _measure_ranks(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[MeasuredRank]:
-    """Train three steps on local ranks and return the measurement of each rank.
-
-    Sets the environment variables MALLOC, so that the C library of a process returns freed memory at once.
-    """
+    """Train three steps on local ranks, and return their measurements. With MALLOC, processes free memory at once."""
     os.environ.update(MALLOC)
     measured: Sequence[MeasuredRank] = run(size, _measure_rank, args=(job,), comm=comm)[0]
     return measured

@@ -25,10 +25,8 @@ from meshwise.train.resume import checked_run_start
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the job that the arguments describe, and return the exit status 0.
-
-    A bad job raises JobError or PlanError before any rank is started. Raises ShortageError, with a plan that fits, when
-    a rank runs out of memory, and otherwise the error of the first rank that failed.
+    """Train the job that the arguments describe, and return the exit status 0. Raises JobError or PlanError before any
+    rank starts, ShortageError when a rank runs out of memory, and otherwise the error of the first rank that failed.
     """
     job = read_job(arguments, prog="meshwise train", kind=Job)
     size, comm = local_ranks(job), checked_comm(job.comm)

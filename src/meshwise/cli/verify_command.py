@@ -46,11 +46,7 @@ class VerifyJob(StudiedJob):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Verify the job that the arguments describe, print the report, and return the exit status.
-
-    A bad job raises JobError or PlanError before any rank is started. Sets MESHWISE_STALL_SECONDS to an hour unless it
-    is set.
-    """
+    """Verify the job that the arguments describe, and return the exit status. Raises JobError or PlanError."""
     job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
     size, comm = local_ranks(job), checked_comm(job.comm)
     prepared = prepare(job, ranks=size)
