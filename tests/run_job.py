@@ -9,15 +9,15 @@ from rich.console import Console
 from meshwise.comm import World
 from meshwise.testing import run
 from meshwise.train.job import Job
-from meshwise.train.loop import Summary, train
+from meshwise.train.loop import RunSummary, train
 
 
-def run_job(job: Job, *, ranks: int = 2) -> tuple[Summary, str]:
+def run_job(job: Job, *, ranks: int = 2) -> tuple[RunSummary, str]:
     """What rank 0 returned, and what it said."""
 
-    def main(world: World) -> tuple[Summary, str]:
+    def main(world: World) -> tuple[RunSummary, str]:
         out = io.StringIO()
         return train(world, job=job, console=Console(file=out, width=200)), out.getvalue()
 
-    returned: tuple[Summary, str] = run(ranks, main)[0]
+    returned: tuple[RunSummary, str] = run(ranks, main)[0]
     return returned
