@@ -146,7 +146,7 @@ def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
         Candidate(Plan.parse("dp=2 tp=4"), EstimateLevel.REHEARSED, PlanFigures(memory=2), refused="2 heads are fewer")
     )
     survey.note(Candidate(Plan.parse("dp=8"), EstimateLevel.TIMED, PlanFigures(memory=2)))
-    message = "none of the 1 plans that were rehearsed works for this model: 2 heads are fewer\n.* may: --rehearsals 2"
+    message = "none of the 1 plans that were rehearsed works for this model: 2 heads are fewer\n.* work: --rehearsals 2"
     assert re.fullmatch(message, _closest(survey))
 
 

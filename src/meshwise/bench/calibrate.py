@@ -74,7 +74,7 @@ class CalibrationResult:
 
 
 def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> CalibrationResult:
-    """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
+    """Measure this machine with all ranks; every rank calls it. On CPUs the ranks keep freed memory afterwards."""
     keep_freed_memory_of_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]

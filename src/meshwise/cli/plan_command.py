@@ -27,6 +27,7 @@ from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import size_text
+from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import change_file, read_job
 from meshwise.train.prepare_job import prepare

@@ -21,6 +21,7 @@ from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.simulation_tables import memory_table, time_table
+from meshwise.train.console_output import counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare

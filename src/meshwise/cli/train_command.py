@@ -16,6 +16,7 @@ from meshwise.comm.launch.launch import run, torchrun_line
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
+from meshwise.train.console_output import counted, replace_missing_characters
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.job_toml import read_job

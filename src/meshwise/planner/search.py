@@ -39,7 +39,6 @@ from meshwise.simulate.meta_value_errors import ASKED, asks_for_values
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse, schedule_of
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.value_requests import ASKED, asks_for_values
 from meshwise.tensor.detect.find_parts import find_parts
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(

@@ -96,7 +96,7 @@ class Recorder:
         self.note(MemoryChange(*self._sizes[key], fresh=fresh))
 
     def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
-        """Return a tensor in shared memory; it reuses the slab of a freed tensor where one fits."""
+        """Return a meta tensor that counts as shared memory; it reuses the slab of a freed tensor if one fits."""
         with without_modes():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
@@ -208,8 +208,8 @@ class OperationRecorder(TorchDispatchMode):
             self._recorder.record_operation(known.operation, output=made)
             return made[0] if known.single else made
         output = run_on_meta(func, args=args, kwargs=kwargs)
-        cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
-        self._recorder.ran(cost, output=output)
+        cost = None if moves_nothing(func) else count_operation(func, args=args, kwargs=kwargs, output=output)
+        self._recorder.record_operation(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
         if key and isinstance(outputs, list | tuple) and all(t is None or _is_meta(t) for t in outputs):
             described = tuple(None if t is None else (t.size(), t.stride(), t.dtype) for t in outputs)

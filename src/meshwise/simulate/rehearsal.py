@@ -39,8 +39,8 @@ from meshwise.simulate.meta_batch import MetaBatch
 from meshwise.simulate.meta_value_errors import explaining_values, wrap_for_rehearsal
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.rehearsal_world import StageMessages
-from meshwise.simulate.tape import Category, MemoryChange, Tape, TapeSegment
-from meshwise.simulate.value_requests import explaining_values, in_rehearsal
+from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment
+from meshwise.simulate.tape_recording import TapeRecording
 from meshwise.tensor.detect.find_parts import find_parts
 
 

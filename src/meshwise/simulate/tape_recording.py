@@ -155,7 +155,7 @@ def _played(plan: Plan, device: Device) -> Plan:
 
 
 def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
-    """Count what there is before the first step, and follow what grows and shrinks in a step."""
+    """Count the memory that exists before the first step, and watch storages that grow and shrink in a step."""
     for tensor in trainer.tiers.disk_tensors:
         recorder.ignore(tensor)
     staged = functools.partial(recorder.watch, category=Category.STAGING)

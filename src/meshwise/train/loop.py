@@ -39,7 +39,8 @@ from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.plan import Plan
 from meshwise.simulate.memory_shortage import ShortageError
-from meshwise.train.dataset import length, read
+from meshwise.train.console_output import OutputConsole
+from meshwise.train.dataset import length, read_batches
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job, SampleJob, ScheduleJob
 from meshwise.train.prepare_job import Prepared, prepare
