@@ -327,7 +327,7 @@ POSITIONS: Mapping[str, int] = {
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
     "meshwise.base.mesh.even_split": 2,
     "meshwise.testing.agree.agree": 2,
-    "meshwise.testing.difference.difference": 2,
+    "meshwise.testing.relative_difference.difference": 2,
     "meshwise.base.tensor_tree.map_tensors": 2,
     "meshwise.comm.launch.launch.torchrun_line": 2,
     "meshwise.comm.api.flat_parts.split": 2,
@@ -337,7 +337,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.network.nccl_world.nccl": 3,
     "meshwise.data_parallel.data_parallel_engine.discard_gradient": 2,
     "meshwise.model.forward.call_loss": 2,
-    "meshwise.verify.module_outputs.OutputNorms.forward": 2,
+    "meshwise.verify.output_mean_squares.OutputNorms.forward": 2,
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.language_loss.next_token_loss": 2,

@@ -15,7 +15,7 @@ from meshwise.memory.recompute import RecomputedBlock, RecomputeError
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.testing import run
 from meshwise.testing.agree import agree
-from meshwise.testing.training_outcome import Steps, alone, outcome
+from meshwise.testing.train_and_record import Steps, alone, outcome
 from tensor.exact import with_exact_norms
 
 

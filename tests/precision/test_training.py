@@ -18,7 +18,7 @@ from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import Precision
 from meshwise.precision.loss_scale import LossScale
 from meshwise.testing import run
-from meshwise.testing.difference import difference
+from meshwise.testing.relative_difference import difference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STEPS = 2

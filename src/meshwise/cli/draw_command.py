@@ -36,7 +36,7 @@ from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
 from meshwise.view.mesh_picture import mesh_picture
-from meshwise.view.picture import stacked
+from meshwise.view.picture_shapes import stacked
 from meshwise.view.plan_account import PlanAccount, measured
 from meshwise.view.schedule_text import figures, picture, strip
 

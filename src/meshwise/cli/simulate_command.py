@@ -28,6 +28,7 @@ from meshwise.train.prepare_job import prepare
 from meshwise.view.drawings import drawings
 from meshwise.view.plan_account import PlanAccount, predicted
 from meshwise.view.plan_comparison import comparison_table
+from meshwise.view.terminal_drawing import drawings
 
 _PLANS_PER_TABLE = 4
 """Most plans side by side in one table."""

@@ -16,11 +16,11 @@ Together they make a test:
 """
 
 from meshwise.testing.agree import Disagreement, agree
-from meshwise.testing.count import Counts, SavedForBackward, count
-from meshwise.testing.difference import Difference, difference
+from meshwise.testing.count_calls_and_bytes import Counts, SavedForBackward, count
 from meshwise.testing.reference_run import ReferenceRun
+from meshwise.testing.relative_difference import Difference, difference
 from meshwise.testing.run_ranks import RankRunner, run
-from meshwise.testing.training_outcome import alone, outcome
+from meshwise.testing.train_and_record import alone, outcome
 
 __all__ = [
     "Counts",

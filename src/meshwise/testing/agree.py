@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwise.testing.difference import Difference, difference, floor, size
+from meshwise.testing.relative_difference import Difference, difference, floor, size
 
 Outcome: TypeAlias = Any
 _SHOWN = 8

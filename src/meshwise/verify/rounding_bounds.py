@@ -27,6 +27,7 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.reference_run import ReferenceRun, whole
+from meshwise.testing.relative_difference import difference, floor, size
 
 EXACT = 1e-9
 _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2

@@ -19,10 +19,10 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
-from meshwise.verify.both_sides import ReferenceSide, VerificationFigures, on_first
-from meshwise.verify.report import Report
 from meshwise.verify.rounding_bounds import BoundJudge, TrialForward
-from meshwise.verify.verified_subject import VerifiedSubject
+from meshwise.verify.step_comparison import ReferenceSide, VerificationFigures, on_first
+from meshwise.verify.verification_inputs import VerifiedSubject
+from meshwise.verify.verification_report import Report
 
 
 def verify(

@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 from meshwise.base.timeline import AROUND, Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.view.palette import UNSEEN
-from meshwise.view.picture import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape, legend, text_width, ticks
+from meshwise.view.picture_shapes import (
+    Bars,
+    Box,
+    Picture,
+    PicturePath,
+    PictureText,
+    Plot,
+    Shape,
+    legend,
+    text_width,
+    ticks,
+)
 from meshwise.view.schedule_text import label
 from meshwise.view.time_text import time_text
 

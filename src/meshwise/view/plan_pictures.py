@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwise.view.memory_picture import memory_pictures
 from meshwise.view.mesh_picture import mesh_picture
-from meshwise.view.picture import Picture, PictureText, stacked
+from meshwise.view.picture_shapes import Picture, PictureText, stacked
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.plan_comparison import comparison_picture
 from meshwise.view.time_text import time_text

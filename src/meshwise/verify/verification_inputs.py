@@ -16,7 +16,7 @@ from meshwise.model.module_copy import copy_with_hooks
 from meshwise.precision.dtype_policy import Precision
 from meshwise.precision.loss_scale import LossScale
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.verify.module_outputs import OutputNorms
+from meshwise.verify.output_mean_squares import OutputNorms
 from meshwise.verify.rounding_bounds import TrialForward, try_out
 
 Model = nn.Module | Callable[[], nn.Module]

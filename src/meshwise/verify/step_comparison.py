@@ -25,12 +25,12 @@ from torch import Tensor
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.rank_outcome import RankOutcome
 from meshwise.engine.trainer import Trainer
-from meshwise.testing.difference import size
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.verify.module_outputs import OutputNorms, passes_with_data
-from meshwise.verify.report import Divergence, ParameterFigures, StepFigures
+from meshwise.testing.relative_difference import size
+from meshwise.verify.output_mean_squares import OutputNorms, passes_with_data
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, neighbours
-from meshwise.verify.verified_subject import VerifiedSubject
+from meshwise.verify.verification_inputs import VerifiedSubject
+from meshwise.verify.verification_report import Divergence, ParameterFigures, StepFigures
 
 Result = TypeVar("Result")
 _GRADIENT, _VALUE = "the gradient of", "the value of"
