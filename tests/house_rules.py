@@ -337,7 +337,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.network.nccl_world.nccl": 3,
     "meshwise.data_parallel.data_parallel_engine.discard_gradient": 2,
     "meshwise.model.forward.call_loss": 2,
-    "meshwise.verify.output_mean_squares.OutputNorms.forward": 2,
+    "meshwise.verify.output_mean_squares.OutputMeanSquares.forward": 2,
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.language_loss.next_token_loss": 2,

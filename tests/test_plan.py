@@ -15,7 +15,7 @@ from torch import nn
 from meshwise import Mesh, Plan, PlanError, parallelize
 from meshwise.plan import AXES, plan
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
-from meshwise.plan.plan_keys import TIERS, WHAT, Offload
+from meshwise.plan.plan_keys import OFFLOADABLE, TIERS, Offload
 from meshwise.plan.plans_page import plans_page
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -68,7 +68,7 @@ def test_a_plan_has_a_mesh_of_all_five_axes() -> None:
 
 
 def tiers_texts() -> st.SearchStrategy[str]:
-    words = st.dictionaries(st.sampled_from(WHAT), st.sampled_from(TIERS), min_size=1)
+    words = st.dictionaries(st.sampled_from(OFFLOADABLE), st.sampled_from(TIERS), min_size=1)
     return words.map(lambda given: ",".join(f"{what}:{tier}" for what, tier in given.items()))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.mesh import even_split
-from meshwise.base.tensor_tree import BatchDims, map_tensors, reachable, rows, take_rows, tensors
+from meshwise.base.tensor_tree import BatchDims, map_tensors, reachable_tensors, row_count, take_rows, tensors
 
 
 class Pair(NamedTuple):
@@ -37,8 +37,8 @@ def forest() -> list[Any]:
 def test_rows_come_out_of_every_container_in_its_own_type(batch: Any) -> None:
     part = take_rows(batch, start=1, stop=3)
     assert type(part) is type(batch)
-    assert rows(batch) == 4
-    assert rows(part) == 2
+    assert row_count(batch) == 4
+    assert row_count(part) == 2
     for whole, cut in zip(tensors(batch), tensors(part), strict=True):
         assert torch.equal(cut, whole[1:3])
         assert cut.data_ptr() == whole[1:].data_ptr()
@@ -60,7 +60,7 @@ def test_the_parts_of_a_batch_are_the_batch() -> None:
 def test_a_part_may_be_empty() -> None:
     part = take_rows({"x": torch.ones(4, 2)}, start=4, stop=4)
     assert part["x"].shape == (0, 2)
-    assert rows(part) == 0
+    assert row_count(part) == 0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_part_may_be_empty() -> None:
 )
 def test_a_value_that_is_no_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        rows(batch)
+        row_count(batch)
 
 
 @pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 5)])
@@ -88,7 +88,7 @@ def test_tensors_are_found_in_any_object_once_and_not_in_modules() -> None:
             self.kept, self.itself, self.model = {"a": [torch.ones(1)]}, self, nn.Linear(1, 1)
 
     anything = Anything()
-    found = list(reachable((anything, [anything], {torch.zeros(2)}, "text", 3, None)))
+    found = list(reachable_tensors((anything, [anything], {torch.zeros(2)}, "text", 3, None)))
     assert sorted(len(tensor) for tensor in found) == [1, 2]
 
 

@@ -15,7 +15,7 @@ from meshwise.memory.recompute import RecomputedBlock, RecomputeError
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.testing import run
 from meshwise.testing.agree import agree
-from meshwise.testing.train_and_record import Steps, alone, outcome
+from meshwise.testing.train_and_record import RecordedSteps, alone, outcome
 from tensor.exact import with_exact_norms
 
 
@@ -120,7 +120,7 @@ def test_a_decoder_that_keeps_a_cache_is_recomputed(name: str, attention: str) -
         agree(found, one, bound=1e-9)
 
 
-def _recomputed(world: World, *, name: str, attention: str) -> Steps:
+def _recomputed(world: World, *, name: str, attention: str) -> RecordedSteps:
     build = functools.partial(_decoder, name, attention)
     plan = "dp=2 zero=3 recompute=full"
     trainer = parallelize(build, plan, loss=loss, world=world, options=_WITH_CACHE, lr=1e-2)

@@ -11,27 +11,27 @@ from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.plan_account import PlanAccount
-from meshwise.view.schedule_text import picture
+from meshwise.view.schedule_text import draw_in_columns
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)
 
 
 def test_the_text_is_the_table_over_time() -> None:
-    assert picture(clock(ONE), width=80).plain == (
+    assert draw_in_columns(clock(ONE), width=80).plain == (
         "rank 0 │F0 F1 .  .  B0─── F2 B1─── .  B2─── \n"
         "rank 1 │.  F0 B0─── F1 B1─── F2 B2─── .  .  "
     )  # fmt: skip
 
 
 def test_links_show_as_gaps_and_long_actions_as_long() -> None:
-    assert picture(clock(ONE, costs=[ActionCost(2, 1, 1, link=1), ActionCost(1, 1, 1)]), width=80).plain == (
+    assert draw_in_columns(clock(ONE, costs=[ActionCost(2, 1, 1, link=1), ActionCost(1, 1, 1)]), width=80).plain == (
         "rank 0 │F0─── F1─── .  .  .  B0─── F2─── B1─── .  .  .  B2─── \n"
         "rank 1 │.  .  .  F0 B0─── F1 B1─── .  .  .  F2 B2─── .  .  .  "
     )
 
 
 def test_wide_drawings_are_folded_and_stages_named_where_a_rank_has_several() -> None:
-    drawn = picture(clock(make_schedule("interleaved", pp=2, microbatches=2)), width=40).plain
+    drawn = draw_in_columns(clock(make_schedule("interleaved", pp=2, microbatches=2)), width=40).plain
     panels = drawn.split("\n\n")
     assert len(panels) == 2
     assert panels[0].startswith("rank 0 │0F0 0F1 2F0 2F1")
@@ -54,7 +54,7 @@ def drawn_in(ranks: int) -> int:
 
     sys.setprofile(seen)
     try:
-        picture(timeline, width=120)
+        draw_in_columns(timeline, width=120)
     finally:
         sys.setprofile(before)
     return calls

@@ -13,7 +13,7 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Link
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.view.plan_account import predicted
+from meshwise.view.plan_account import predicted_account
 from simulate.subjects import gpt_subject
 from simulate.test_step_times import STEADY
 
@@ -65,7 +65,7 @@ def test_the_bubble_does_not_count_waits_for_reductions(plan: str) -> None:
     shares = {axes: seconds / prediction.seconds for axes, seconds in prediction.exposed.items()}
     assert shares["dp"] > 0.4
     assert prediction.bubble + sum(shares.values()) <= 1
-    account = predicted(prediction)
+    account = predicted_account(prediction)
     assert prediction.bubble == pytest.approx(account.spent["bubble"] / prediction.seconds, abs=0.05)
 
 

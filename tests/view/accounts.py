@@ -5,7 +5,7 @@ from functools import cache
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.view.plan_account import PlanAccount, predicted
+from meshwise.view.plan_account import PlanAccount, predicted_account
 from simulate.subjects import gpt_subject
 
 SPLIT = "pp=2 dp=2 tp=2 microbatches=4 zero=1"
@@ -20,4 +20,4 @@ def prediction(plan: str) -> Prediction:
 
 @cache
 def account(plan: str) -> PlanAccount:
-    return predicted(prediction(plan))
+    return predicted_account(prediction(plan))

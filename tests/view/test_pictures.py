@@ -22,9 +22,9 @@ from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN
 from meshwise.view.picture_shapes import Bars, Picture, PictureText, ticks
-from meshwise.view.plan_account import PlanAccount, predicted
+from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
-from meshwise.view.plan_pictures import pictures, sheet
+from meshwise.view.plan_pictures import picture_sheet, pictures
 from meshwise.view.schedule_text import SHADES
 from meshwise.view.svg import svg_file
 from meshwise.view.terminal_drawing import drawings
@@ -47,7 +47,7 @@ def test_a_plan_fits_the_device_without_the_memory_of_libraries() -> None:
     needed = fullest(made.memory).peak.bytes
     for less, fits in ((0, "yes"), (1, "no")):
         device = dataclasses.replace(made.cluster.device, own=2**30, memory=float(2**30 + needed - less))
-        shown = predicted(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
+        shown = predicted_account(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
         assert shown.facts["fits"] == fits
         assert shown.machine.memory == needed - less
         assert shown.facts["peak memory"] == f"{size_text(needed)} of {size_text(needed - less)}"
@@ -56,10 +56,10 @@ def test_a_plan_fits_the_device_without_the_memory_of_libraries() -> None:
 def test_a_device_without_a_memory_size_has_enough() -> None:
     made = prediction(SHARDED)
     device = Device(peak={"float32": 1e12})
-    shown = predicted(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
+    shown = predicted_account(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
     assert shown.facts["fits"] == "yes"
     assert " of " not in shown.facts["peak memory"]
-    assert "limit" not in [getattr(shape, "paint", "") for shape in sheet([shown]).flat()]
+    assert "limit" not in [getattr(shape, "paint", "") for shape in picture_sheet([shown]).flat()]
 
 
 def test_a_timeline_is_drawn_to_scale_a_row_for_each_rank() -> None:
@@ -125,17 +125,17 @@ def test_plans_are_compared_by_what_differs_and_the_parts_of_a_step_add_up() -> 
 
 
 def test_a_file_of_each_kind_is_written(tmp_path: Path) -> None:
-    picture = sheet(both())
+    picture = picture_sheet(both())
     tree = ET.fromstring(svg_file(picture))
     titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
     assert {"where the step goes, on the mean over the ranks", SHARDED, "8 ranks, 4 to a node"} <= set(titles)
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    write_png(sheet(both()[1:]), path=tmp_path / "a.png")
+    write_png(picture_sheet(both()[1:]), path=tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_paint_has_a_colour() -> None:
-    paints = {shape.paint for shape in sheet(both()).flat()}
+    paints = {shape.paint for shape in picture_sheet(both()).flat()}
     assert paints <= {*COLORS, UNSEEN}
 
 

@@ -47,7 +47,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def reachable(value: Any) -> Iterator[Tensor]:
+def reachable_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a tree and of the attributes of any object in it, except modules, in no particular order."""
     seen = set()
     open_ = [value]
@@ -88,7 +88,7 @@ class BatchDims:
 
         Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
         """
-        sizes = {"rows": rows(tree)} | ({} if tokens is None else {"tokens": tokens})
+        sizes = {"rows": row_count(tree)} | ({} if tokens is None else {"tokens": tokens})
         dims: list[Mapping[str, int]] = []
         for number, tensor in enumerate(tensors(tree)):
             found = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == tokens]
@@ -118,7 +118,7 @@ class BatchDims:
         return map_tensors(cut, tree)
 
 
-def rows(tree: Any) -> int:
+def row_count(tree: Any) -> int:
     """Return the number of samples of a batch: the size of dim 0, the same in all its tensors.
 
     Raises ValueError when it has no tensor, a tensor without dims, or tensors of different sizes.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-AROUND = frozenset({"begin", "exchange", "settle"})
+EDGE_KINDS = frozenset({"begin", "exchange", "settle"})
 """Kinds of events before and after a rank's row of a schedule, and before the update of the parameters."""
 
 
@@ -41,7 +41,7 @@ class Event:
     @property
     def is_background(self) -> bool:
         """True if the rank does something else at the same time."""
-        return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in AROUND | {"update"}
+        return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in EDGE_KINDS | {"update"}
 
     @property
     def exposed(self) -> bool:
@@ -95,7 +95,7 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """Computing time of each rank; waits inside a computation are not counted."""
         pairs = zip(self.computing, self.waiting, strict=True)
-        return tuple(sum(one.seconds for one in row) - within(row, inner=waits) for row, waits in pairs)
+        return tuple(sum(one.seconds for one in row) - time_within(row, inner=waits) for row, waits in pairs)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -120,7 +120,7 @@ class Timeline:
         return tuple(map(tuple, rows))
 
 
-def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
+def time_within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
     """Return the total time of the inner events that lie within an outer one.
 
     The outer events are in order and do not overlap.

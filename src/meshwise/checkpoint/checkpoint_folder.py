@@ -49,15 +49,15 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     return sorted(found, key=lambda item: -item[1].sequence if isinstance(item[1], CheckpointIndex) else 1)
 
 
-def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
-    """Return the newest checkpoint whose index and file sizes are right, without those in `but`.
+def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSearch:
+    """Return the newest checkpoint whose index and file sizes are right, without those in `without`.
 
     Loading it compares its bytes with their checksums.
     """
     damaged = []
     path = None
     for folder, index in checkpoints(root):
-        if folder in but:
+        if folder in without:
             continue
         if isinstance(index, DamageError):
             damaged.append((folder, index.damages))

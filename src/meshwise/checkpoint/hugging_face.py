@@ -80,7 +80,7 @@ def _files(folder: Path) -> list[str]:
         raise DamageError([Damage(str(folder / PARTS), "a weight_map", str(error))]) from error
 
 
-def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
+def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
     """Return the same tensors under the names that a model has for them.
 
     `names` maps each first name to all names of the parameter. A folder of the model without its head names
@@ -96,7 +96,7 @@ def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], b
     return CheckpointIndex(index.folder, index.sequence, index.files, tensors, index.aliases, index.extra)
 
 
-def unused(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
+def unused_entries(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
     """Return the entries of a folder whose names the model does not have."""
     known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
     entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
@@ -175,14 +175,14 @@ class ExportError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Result of an export: the written files, and the largest difference between the logits of both models."""
 
     files: Sequence[Path]
     difference: float
 
 
-def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Exported:
+def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> ExportResult:
     """Write the model of a checkpoint into a new folder, read it back and compare the logits of both.
 
     `build` makes the module that was trained. One of transformers leaves its `config.json` too, and is read back by
@@ -207,7 +207,7 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
         raise ExportError(
             f"the logits of {into} and {folder} differ by up to {difference:.3g} on random tokens; delete the export"
         )
-    return Exported(files, difference)
+    return ExportResult(files, difference)
 
 
 def _fill(module: nn.Module, reader: CheckpointReader) -> None:
@@ -227,7 +227,7 @@ def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -
         return model.eval()
     module = build().eval()
     names = {name: (name,) for name, _ in module.named_parameters()}
-    _fill(module, CheckpointReader(under_names(read_pretrained(folder), names=names)))
+    _fill(module, CheckpointReader(with_model_names(read_pretrained(folder), names=names)))
     return module
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex, StoredRectangle, StoredTensor, read_index
-from meshwise.checkpoint.read_rectangles import ByteSpan, SourceFile, read, spans
+from meshwise.checkpoint.read_rectangles import ByteSpan, SourceFile, read_spans, spans
 from meshwise.checkpoint.safetensors_format import read_header
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
@@ -33,7 +33,7 @@ class CheckpointReader:
         Raises DamageError for altered bytes. Raises ValueError for a tensor that the checkpoint lacks, has in another
         shape, or has in a dtype whose values the wanted dtype cannot hold. OSError.
         """
-        read([span for holding in holdings for span in self._spans(holding)])
+        read_spans([span for holding in holdings for span in self._spans(holding)])
 
     def pieces(self, key: str) -> Iterator[Tensor]:
         """Yield the elements of a logical tensor in order, as flat tensors of at most 2²⁰. Raises as `fill` does."""

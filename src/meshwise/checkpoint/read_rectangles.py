@@ -23,8 +23,8 @@ from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
 from meshwise.checkpoint.safetensors_format import TensorEntry
 from meshwise.layout.rectangles import Rectangle
 
-WINDOW = 8 * BLOCK
-_SPAN = WINDOW - 2 * BLOCK
+WINDOW_BYTES = 8 * BLOCK
+_SPAN = WINDOW_BYTES - 2 * BLOCK
 """The most bytes between the first and the last element of a span: it fits a window wherever its first block begins."""
 
 
@@ -71,9 +71,9 @@ def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tenso
         yield from spans(source, entry=entry, rectangle=Rectangle(offsets, sizes), target=part)
 
 
-def read(wanted: Iterable[ByteSpan]) -> None:
+def read_spans(wanted: Iterable[ByteSpan]) -> None:
     """Read all spans. Raises DamageError for bytes that are not as they were written, OSError."""
-    buffer = torch.empty(WINDOW, dtype=torch.uint8)
+    buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda span: (span.source.path, span.start))
     for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):
         with source.path.open("rb") as file:
@@ -116,7 +116,7 @@ def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, i
     start = stop = 0
     for span in ordered:
         end = min(size, -(-span.stop // BLOCK) * BLOCK)
-        if group and (span.start > stop or max(stop, end) - start > WINDOW):
+        if group and (span.start > stop or max(stop, end) - start > WINDOW_BYTES):
             yield start, stop, group
             group = []
         if not group:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex
-from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, under_names, unused
+from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unused_entries, with_model_names
 from meshwise.checkpoint.load_state import fill, load, on_all_ranks
 from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
@@ -140,7 +140,9 @@ class TrainingState:
         names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
         names |= {buffer.name: (buffer.name,) for buffer in buffers(engine.modules)}
         base = str(getattr(engine.module, "base_model_prefix", ""))
-        index = on_all_ranks(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
+        index = on_all_ranks(
+            lambda: with_model_names(read_pretrained(folder), names=names, base=base), world=engine.world
+        )
 
         def look_up() -> tuple[CheckpointRefill, list[StoredSlice]]:
             found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
@@ -155,12 +157,12 @@ class TrainingState:
         refill.finish()
         self._update.mark_loaded()
         engine.publish()
-        return unused(index, names=names, base=base)
+        return unused_entries(index, names=names, base=base)
 
     def _search(self, root: Path, tried: set[Path]) -> CheckpointSearch:
         """Return the checkpoint that the first rank finds, on every rank."""
         world = self._engine.world
-        found = on_all_ranks(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
+        found = on_all_ranks(lambda: newest_valid(root, without=tried) if world.rank == 0 else None, world=world)
         search = world.exchange(found)[0]
         assert isinstance(search, CheckpointSearch)
         return search

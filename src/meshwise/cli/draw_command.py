@@ -37,8 +37,8 @@ from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.picture_shapes import stacked
-from meshwise.view.plan_account import PlanAccount, measured
-from meshwise.view.schedule_text import figures, picture, strip
+from meshwise.view.plan_account import PlanAccount, measured_accounts
+from meshwise.view.schedule_text import draw_in_columns, draw_to_scale, rank_table
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def _draw_schedule(words: Sequence[str]) -> None:
     console = drawing_console()
     costs = ActionCost(flags.forward, flags.input, flags.weight, link=flags.link)
     timeline = clock(lowered, costs=costs)
-    console.show(picture(timeline, width=console.width))
+    console.show(draw_in_columns(timeline, width=console.width))
     console.print()
-    console.show(figures(timeline, peaks=peaks(lowered, costs=costs)))
+    console.show(rank_table(timeline, peaks=peaks(lowered, costs=costs)))
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
     write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)
@@ -160,11 +160,11 @@ def _draw_timeline(words: Sequence[str]) -> None:
     check_drawings(flags)
     run = read_step(flags.run)
     console = drawing_console()
-    accounts = measured(run)
+    accounts = measured_accounts(run)
     longest = max(account.timeline.seconds for account in accounts)
     for account in accounts[:2]:
         console.print(f"{account.title}: {account.timeline.seconds:.4g} s", highlight=False)
-        console.show(strip(account.timeline, width=console.width, seconds=longest))
+        console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest))
         console.print()
     console.print(str(run), highlight=False, soft_wrap=True)
     write_drawings(accounts, files=flags, title=f"a step of {flags.run}")

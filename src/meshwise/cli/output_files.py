@@ -24,7 +24,7 @@ from meshwise.view.palette import COLORS, UNSEEN, style
 from meshwise.view.picture_shapes import Bars, Picture, PictureText, Shape
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
-from meshwise.view.plan_pictures import pictures, sheet
+from meshwise.view.plan_pictures import picture_sheet, pictures
 from meshwise.view.svg import svg, svg_file
 
 _WIDTH = 120
@@ -109,7 +109,7 @@ def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, titl
     write_and_say(files.html, write=lambda path: write_page(accounts, path=path, title=title))
     write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
-        write_picture(sheet(accounts), png=files.png, svg=files.svg)
+        write_picture(picture_sheet(accounts), png=files.png, svg=files.svg)
 
 
 def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:

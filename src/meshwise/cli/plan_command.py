@@ -19,7 +19,7 @@ from meshwise.cli.output_files import DrawingFiles, check_drawings, check_output
 from meshwise.comm.launch.cores import cores
 from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
-from meshwise.plan.plan_keys import in_words, read_size
+from meshwise.plan.plan_keys import plan_notation, read_size
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
 from meshwise.planner.search_tables import best_table, lost_table, search_record
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     if job.wanted:
         shown = best[:_MOST_DRAWN]
         predictions = [prediction_of(subject, candidate=one, cluster=cluster) for one in shown]
-        accounts = [predicted(each, title=str(one.plan)) for each, one in zip(predictions, shown, strict=True)]
+        accounts = [predicted_account(each, title=str(one.plan)) for each, one in zip(predictions, shown, strict=True)]
         with contextlib.redirect_stdout(sys.stderr if job.json else sys.stdout):
             write_drawings(accounts, files=job, title=f"the best plans on {job.on}")
     return 0
@@ -191,7 +191,7 @@ class _SearchHeading:
         yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
         yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
         if self.fixed_keys:
-            yield f"fixed     {' '.join(f'{key}={in_words(value)}' for key, value in self.fixed_keys.items())}"
+            yield f"fixed     {' '.join(f'{key}={plan_notation(value)}' for key, value in self.fixed_keys.items())}"
 
 
 def _parameters(subject: RehearsalSubject) -> int:

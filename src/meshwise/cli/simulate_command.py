@@ -90,7 +90,7 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
     if len(predictions) == 1 and not (job.draw or job.wanted or step):
         console.show(text_table(time_table(predictions[0])))
         return
-    accounts = [predicted(prediction) for prediction in predictions]
+    accounts = [predicted_account(prediction) for prediction in predictions]
     if step:
         accounts.append(PlanAccount(f"measured in {job.run}", step.step))
     rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])

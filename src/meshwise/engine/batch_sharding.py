@@ -79,7 +79,7 @@ class BatchSharder:
         """Return this rank's `parts` micro-batches of a batch. `local`: `batch` is its own part of `total` rows (None:
         all have as many). Raises ValueError when it is not.
         """
-        rows = tree.rows(batch)
+        rows = tree.row_count(batch)
         if not local:
             return micro_batches(batch, shards=self.shards(rows), parts=parts, lockstep=self.lockstep)
         shards = self.shards(rows * self.ranks if total is None else total)
@@ -95,10 +95,10 @@ def spare_row(batch: Any, *, world: World) -> Any:
 
     Every rank calls it.
     """
-    rows = world.exchange(tree.rows(batch))
+    rows = world.exchange(tree.row_count(batch))
     if min(rows) or not max(rows):
         return None
-    found = world.exchange(tree.take_rows(batch, start=0, stop=1) if tree.rows(batch) else None)
+    found = world.exchange(tree.take_rows(batch, start=0, stop=1) if tree.row_count(batch) else None)
     return next(row for row in found if row is not None)
 
 
@@ -113,7 +113,7 @@ def micro_batches(
     """
     if not lockstep:
         spare = None
-    elif tree.rows(batch):
+    elif tree.row_count(batch):
         spare = tree.take_rows(batch, start=0, stop=1)
     elif spare is None:
         spare = batch

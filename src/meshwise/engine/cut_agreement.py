@@ -67,10 +67,10 @@ def cut_source(
         raise PlanError(
             f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
         )
-    if not tree.rows(example.batch):
+    if not tree.row_count(example.batch):
         raise PlanError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
     shares = plan.microbatches * math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
-    rows = max(1, tree.rows(example.batch) // shares)
+    rows = max(1, tree.row_count(example.batch) // shares)
     device = device if source.deferred else next(source.module.parameters()).device
     micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(example.batch, start=0, stop=rows))
 

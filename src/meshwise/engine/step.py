@@ -112,7 +112,7 @@ class TrainingSteps:
             sums = self._runner.train(parts, scale=self._factor, counted=self._counted)
             self._runner.finish()
             self._world.flight_recorder.doing = StepPhase.EXCHANGE
-            totals = self._exchange(sums, StepInputs(given, tree.rows(batch), tuple(called)))
+            totals = self._exchange(sums, StepInputs(given, tree.row_count(batch), tuple(called)))
         check_count(totals.count)
         self._compared = True
         self._world.flight_recorder.doing = StepPhase.UPDATE

@@ -16,14 +16,14 @@ from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations
 from meshwise.plan.plan_keys import (
-    MOST,
+    LARGEST_COUNT,
     Offload,
     PlanError,
     byte_count,
-    in_words,
     keys_of,
     offload,
     one_of,
+    plan_notation,
     whole_number,
 )
 from meshwise.plan.plan_text import check_keys, read_words
@@ -124,7 +124,7 @@ class Plan:
     def __str__(self) -> str:
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         shown = {key: value for key, value in self.to_toml().items() if getattr(self, key) != defaults[key]}
-        words = [f"{key}={in_words(value)}" for key, value in shown.items()]
+        words = [f"{key}={plan_notation(value)}" for key, value in shown.items()]
         return " ".join(words) or "dp=1"
 
     def check(self) -> None:
@@ -132,8 +132,8 @@ class Plan:
         keys = keys_of(self)
         for key, value in self._items():
             keys[key].check(value, name=key)
-        if math.prod(self._degrees().values()) > MOST:
-            raise PlanError(f"the plan '{self}' needs more ranks than {MOST}; take smaller degrees")
+        if math.prod(self._degrees().values()) > LARGEST_COUNT:
+            raise PlanError(f"the plan '{self}' needs more ranks than {LARGEST_COUNT}; take smaller degrees")
         self._grid()
         nearest, reasons = self._working()
         if reasons:

@@ -19,7 +19,7 @@ class PlanError(ValueError):
     """A plan that cannot work; the message names the conflict and the nearest plan that works."""
 
 
-MOST = 2**20
+LARGEST_COUNT = 2**20
 """The largest number of ranks, and of anything else that a plan counts."""
 
 _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -36,7 +36,7 @@ def read_size(written: str) -> int | None:
 class Key:
     """Meaning and values of a plan key: whole numbers between two bounds, or one of a few words.
 
-    | least, most   the bounds of a whole number; None: `MOST`
+    | least, most   the bounds of a whole number; None: `LARGEST_COUNT`
     | words         the words; empty for a whole number
     | auto          whether `auto` is a value: None in Python, and the world fills it in
     | size          whether it is a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
@@ -94,8 +94,10 @@ class Key:
             raise PlanError(
                 f"{name}={given}: {name} is a whole number, {self.range()}; write it as in '{name}={example}'"
             )
-        if value > MOST and self.most is None and not self.size:
-            raise PlanError(f"{name}={value}: {name} is at most {MOST}. Nearest that works: '{name}={MOST}'")
+        if value > LARGEST_COUNT and self.most is None and not self.size:
+            raise PlanError(
+                f"{name}={value}: {name} is at most {LARGEST_COUNT}. Nearest that works: '{name}={LARGEST_COUNT}'"
+            )
         nearest = max(self.least, value if self.most is None else min(value, self.most))
         if value != nearest:
             raise PlanError(f"{name}={value}: {name} is {self.range()}. Nearest that works: '{name}={nearest}'")
@@ -126,7 +128,7 @@ _APART = re.compile(r" |[,;](?:$|[-\w]+=)")
 """Characters that end a word in the text of a plan."""
 
 
-def in_words(value: int | str) -> str:
+def plan_notation(value: int | str) -> str:
     """Return a value in the notation of a plan's text, in quotes where needed."""
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
@@ -142,7 +144,7 @@ def _keys_of(kind: type) -> Mapping[str, Key]:
 
 
 TIERS = ("device", "cpu", "disk")
-NONE = "none"
+NO_OFFLOAD = "none"
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,12 @@ class Offload:
     def parse(cls, text: str) -> "Offload":
         """Read `none` or `what:tier` joined by commas. Raises PlanError."""
         given: dict[str, str] = {}
-        for word in text.split(",") if text != NONE else ():
+        for word in text.split(",") if text != NO_OFFLOAD else ():
             what, colon, tier = word.partition(":")
-            if what not in WHAT or not colon or tier not in TIERS:
-                near = _near(what, WHAT), _near(tier, TIERS[1:])
+            if what not in OFFLOADABLE or not colon or tier not in TIERS:
+                near = _near(what, OFFLOADABLE), _near(tier, TIERS[1:])
                 raise PlanError(
-                    f"offload={text}: {word!r} is not what:tier, of {' '.join(WHAT)} and {' '.join(TIERS)}. "
+                    f"offload={text}: {word!r} is not what:tier, of {' '.join(OFFLOADABLE)} and {' '.join(TIERS)}. "
                     f"Nearest that works: 'offload={near[0]}:{near[1]}'"
                 )
             if what in given:
@@ -181,14 +183,14 @@ class Offload:
 
     def __str__(self) -> str:
         given: dict[str, str] = {}
-        for what in WHAT:
+        for what in OFFLOADABLE:
             if getattr(self, what) != _followed(given)[what]:
                 given[what] = getattr(self, what)
         for what in [what for what in given if len(given) > 1]:
             less = {other: tier for other, tier in given.items() if other != what}
             if _followed(less) == dataclasses.asdict(self):
                 given = less
-        return ",".join(f"{what}:{tier}" for what, tier in given.items()) or NONE
+        return ",".join(f"{what}:{tier}" for what, tier in given.items()) or NO_OFFLOAD
 
     @property
     def state_tiers(self) -> set[str]:
@@ -206,7 +208,7 @@ class Offload:
         return "disk" in (self.optimizer, self.masters, self.gradients, self.params)
 
 
-WHAT = tuple(item.name for item in dataclasses.fields(Offload))
+OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class OffloadKey(Key):
 
     def range(self) -> str:
         """Return the values in words, as markdown."""
-        return f"`none`, or `what:tier` joined by commas: {', '.join(WHAT)}; {', '.join(TIERS[1:])}"
+        return f"`none`, or `what:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
 
     def check(self, value: Any, *, name: str) -> None:
         """Raise PlanError for anything but a text of `Offload`."""
@@ -233,12 +235,12 @@ class OffloadKey(Key):
 
 def offload(means: str) -> Any:
     """Return a field that takes texts of `Offload`, none by default."""
-    return field(default=NONE, metadata={"key": OffloadKey(means, words=(NONE,))})
+    return field(default=NO_OFFLOAD, metadata={"key": OffloadKey(means, words=(NO_OFFLOAD,))})
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:
     """Return all tiers: the given ones, and those that follow from them."""
-    tiers = dict.fromkeys(WHAT, "device") | given
+    tiers = dict.fromkeys(OFFLOADABLE, "device") | given
     if "optimizer" not in given and (tiers["masters"], tiers["params"]) != ("device", "device"):
         tiers["optimizer"] = "cpu"
     if "masters" not in given:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwise.plan.plan_keys import MOST, is_path
+from meshwise.plan.plan_keys import LARGEST_COUNT, is_path
 
 T = TypeVar("T")
 
@@ -246,8 +246,10 @@ def parse_cluster(text: str) -> Cluster:
     cluster = load(name)
     ranks = int(each) if each else cluster.ranks_per_node
     count = int(nodes) if nodes else 1 if each else cluster.nodes
-    if ranks * count > MOST:
-        raise ClusterError(f"{text!r} has more ranks than {MOST}; write nodes x ranks and a name, as in '64x8 h100'")
+    if ranks * count > LARGEST_COUNT:
+        raise ClusterError(
+            f"{text!r} has more ranks than {LARGEST_COUNT}; write nodes x ranks and a name, as in '64x8 h100'"
+        )
     if not ranks or not count:
         raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
     return dataclasses.replace(cluster, nodes=count, ranks_per_node=ranks)

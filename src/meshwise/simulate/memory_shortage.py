@@ -109,7 +109,7 @@ class MemoryNeeds:
     def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
         """`shared`: all ranks are processes of one host; if it has no GPU, they share memory."""
         self.device: Device = "cuda" if gpu_count() else "cpu"
-        self.rows = tree.rows(subject.batch)
+        self.rows = tree.row_count(subject.batch)
         self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
         self._known: dict[Plan, Mapping[str, int]] = {}
 

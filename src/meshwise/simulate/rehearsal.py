@@ -153,7 +153,7 @@ def rehearse(
     """
     plan = Plan.of(plan)
     plan = plan.resolve(ranks)
-    rows = tree.rows(subject.batch)
+    rows = tree.row_count(subject.batch)
     if not rows:
         raise ValueError("the batch has no rows; rehearse with a batch of one row or more")
     schedule = schedule_of(plan)
@@ -182,7 +182,7 @@ def _counting(loss: Loss, *, counts: list[float]) -> Loss:
     def run(output: Any, batch: Any) -> Any:
         result = loss(output, batch)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Real):
-            counts.append(float(result[1]) / tree.rows(batch))
+            counts.append(float(result[1]) / tree.row_count(batch))
         return result
 
     return run
@@ -192,7 +192,7 @@ def _tokens(batch: Any) -> int:
     """Return the elements of the batch's first integer tensor, or its rows: the count if the loss returns no number."""
     given = (one for one in tree.tensors(batch) if not (one.is_floating_point() or one.is_complex()))
     found = next((one for one in given if one.dtype is not torch.bool), None)
-    return tree.rows(batch) if found is None else found.numel()
+    return tree.row_count(batch) if found is None else found.numel()
 
 
 def _kinds(
@@ -203,7 +203,7 @@ def _kinds(
         return (0,), options
     forward = wrap_for_rehearsal(options.forward or default_forward, constants=constants)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes) * plan.microbatches
-    micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
+    micro = tree.take_rows(options.example, start=0, stop=tree.row_count(options.example) // shares)
     try:
         parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     except ValueError:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwise.testing.relative_difference import Difference, difference, floor, size
+from meshwise.testing.relative_difference import Difference, difference, largest_magnitude, rounding_floor
 
 Outcome: TypeAlias = Any
 _SHOWN = 8
@@ -39,10 +39,10 @@ def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
         shapes = tuple(ours[name][1].shape), tuple(tensor.shape)
         if shapes[0] != shapes[1]:
             raise Disagreement(f"{name} has shape {shapes[0]} in parallel and {shapes[1]} alone")
-        families[family] = max(families.get(family, 0.0), size(tensor))
+        families[family] = max(families.get(family, 0.0), largest_magnitude(tensor))
     found: list[tuple[str, Difference]] = []
     for name, (family, tensor) in theirs.items():
-        least = floor(families[family], bound=bound, dtype=tensor.dtype)
+        least = rounding_floor(families[family], bound=bound, dtype=tensor.dtype)
         apart = difference(ours[name][1], tensor, floor=least)
         if apart.relative > bound:
             found.append((name, apart))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.tensor_tree import map_tensors, rows
+from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
@@ -137,4 +137,4 @@ def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module
 
 
 def _all_of(batch: Any) -> SampleRows:
-    return SampleRows(0, rows(batch))
+    return SampleRows(0, row_count(batch))

@@ -54,13 +54,13 @@ def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Differ
     if not furthest.isfinite():
         apart = torch.where(ours == theirs, torch.zeros_like(theirs), (ours - theirs).abs())
         furthest, at = apart.nan_to_num_(nan=math.inf, posinf=math.inf).max(dim=0)
-    largest, scale = float(furthest), max(size(theirs), floor)
+    largest, scale = float(furthest), max(largest_magnitude(theirs), floor)
     relative = 0.0 if largest == 0 else largest / scale if 0 < scale < math.inf else math.inf
     index = tuple(map(int, np.unravel_index(int(at), tuple(expected.shape))))
     return Difference(relative, index, float(ours[at]), float(theirs[at]))
 
 
-def size(tensor: Tensor) -> float:
+def largest_magnitude(tensor: Tensor) -> float:
     """Return the largest absolute value of a tensor: 0 when it is empty, infinity when it holds a NaN."""
     if not tensor.numel():
         return 0.0
@@ -68,7 +68,7 @@ def size(tensor: Tensor) -> float:
     return math.inf if math.isnan(largest) else largest
 
 
-def floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
+def rounding_floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
     """Return the magnitude below which values are rounding, in a family whose largest absolute value is `largest`."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return largest * min(1.0, _ROUNDINGS * eps / bound) if bound > 0 and largest < math.inf else 0.0

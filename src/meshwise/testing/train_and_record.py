@@ -9,10 +9,10 @@ from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.testing.reference_run import ReferenceRun
 
-Steps: TypeAlias = list[dict[str, Any]]
+RecordedSteps: TypeAlias = list[dict[str, Any]]
 
 
-def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> Steps:
+def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
     """Train on global batches, and return per step the loss, the norm, the tokens, and every gradient and parameter.
 
     Every rank calls it and gets all figures. Gradients are the averaged ones, before clipping.
@@ -32,7 +32,9 @@ def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> Steps:
     return steps
 
 
-def alone(model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any) -> Steps:
+def alone(
+    model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any
+) -> RecordedSteps:
     """Train on one process with a `ReferenceRun`, and return the same figures as `outcome`.
 
     `training`: the optimizer, its arguments and the options, as `parallelize` takes them.

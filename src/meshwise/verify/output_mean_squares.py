@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.mesh import even_split
-from meshwise.base.tensor_tree import rows, tensors
+from meshwise.base.tensor_tree import row_count, tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Forward
 
 
-class OutputNorms:
+class OutputMeanSquares:
     """Mean squares of the outputs of all modules of a model, measured by hooks in its forward passes."""
 
     def __init__(self, forward: Forward) -> None:
@@ -79,7 +79,7 @@ def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
 
     Passes after those have none: they take part in collectives only.
     """
-    start, stop = trainer.share(rows(batch))
+    start, stop = trainer.share(row_count(batch))
     return len(trainer.modules) * sum(
         first < last for first, last in even_split(stop - start, trainer.plan.microbatches)
     )

@@ -27,9 +27,9 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.reference_run import ReferenceRun, whole
-from meshwise.testing.relative_difference import difference, floor, size
+from meshwise.testing.relative_difference import difference, largest_magnitude, rounding_floor
 
-EXACT = 1e-9
+FLOAT64_BOUND = 1e-9
 _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 
 
@@ -133,7 +133,7 @@ class BoundJudge:
 
     def floor(self, largest: float) -> float:
         """Return the smallest value that is distinguishable from rounding in a tensor with this largest element."""
-        return floor(largest, bound=EXACT, dtype=self.precision) if self.exact else 0.0
+        return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
 
     def measure(
         self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
@@ -141,7 +141,7 @@ class BoundJudge:
         """Return the relative difference of `value`, with a bound from the largest difference of the neighbours."""
         found = difference(value, expected, floor=least).relative
         if self.exact:
-            return BoundedDifference(found, EXACT, step)
+            return BoundedDifference(found, FLOAT64_BOUND, step)
         spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
         return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
@@ -152,16 +152,16 @@ class BoundJudge:
         whole step for such an element. Its parameter is not compared from then on; its gradient still is.
         """
         if self.exact:
-            rounding, nonzero = gradient.abs() <= self.floor(largest) * EXACT, gradient != 0
+            rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0
             if not rounding.all():
                 rounding &= nonzero  # a zero among larger gradients is exact
             return rounding if rounding.any() and nonzero.any() else None
-        spread = max(size(neighbour - gradient) for neighbour in neighbours)
+        spread = max(largest_magnitude(neighbour - gradient) for neighbour in neighbours)
         return gradient.abs() < _MARGIN * spread
 
     def __str__(self) -> str:
         if self.exact:
-            return f"bound {EXACT:g}"
+            return f"bound {FLOAT64_BOUND:g}"
         eps = torch.finfo(self.precision).eps
         name = str(self.precision).removeprefix("torch.")
         return f"bound max({_ROUNDINGS} eps, {_MARGIN} x what one eps in the parameters does), eps {eps:.1e} of {name}"

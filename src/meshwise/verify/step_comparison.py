@@ -26,10 +26,10 @@ from meshwise.comm.api.world import World
 from meshwise.comm.launch.rank_outcome import RankOutcome
 from meshwise.engine.trainer import Trainer
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.testing.relative_difference import size
-from meshwise.verify.output_mean_squares import OutputNorms, passes_with_data
+from meshwise.testing.relative_difference import largest_magnitude
+from meshwise.verify.output_mean_squares import OutputMeanSquares, passes_with_data
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, neighbours
-from meshwise.verify.verification_inputs import VerifiedSubject
+from meshwise.verify.verification_inputs import VerificationInputs
 from meshwise.verify.verification_report import Divergence, ParameterFigures, StepFigures
 
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ class ReferenceSide:
     bounds (see `rounding_bounds`).
     """
 
-    def __init__(self, subject: VerifiedSubject, *, judge: BoundJudge, device: torch.device) -> None:
+    def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
         if not judge.exact:
             models += neighbours(models[0], seed=subject.options.seed, precision=judge.precision)
@@ -64,7 +64,7 @@ class ReferenceSide:
             outputs.begin()
         losses = [run.backward(batch) for run in self.runs]
         trusted, *others = self.gradients()
-        largest = max((size(gradient) for gradient in trusted.values()), default=0.0)
+        largest = max((largest_magnitude(gradient) for gradient in trusted.values()), default=0.0)
         for name, gradient in trusted.items():
             neighbours = [other[name] for other in others]
             undecided = self._judge.undecided(gradient, neighbours=neighbours, largest=largest)
@@ -92,7 +92,7 @@ class ReferenceSide:
         return [dict(run.parameters()) | dict(_floating(run.model.named_buffers())) for run in self.runs]
 
 
-def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
+def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
     """Return the result of `call` on the first rank, None on the others. Its exception is raised on every rank."""
     result, problem = None, None
     if world.rank == 0:
@@ -108,11 +108,11 @@ def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
     return result
 
 
-class VerificationFigures:
+class StepComparison:
     """Figures of a verification, collected step by step on the first rank, which has the reference side."""
 
     def __init__(
-        self, trainer: Trainer, *, outputs: OutputNorms, judge: BoundJudge, reference: ReferenceSide | None
+        self, trainer: Trainer, *, outputs: OutputMeanSquares, judge: BoundJudge, reference: ReferenceSide | None
     ) -> None:
         self._trainer = trainer
         self._outputs = outputs
@@ -134,7 +134,7 @@ class VerificationFigures:
         trainer, reference = self._trainer, self._reference
         self._outputs.begin(passes_with_data(trainer, batch=batch))
         result = trainer.step(batch)
-        losses = on_first(trainer.world, call=lambda: [] if reference is None else reference.backward(batch))
+        losses = on_first_rank(trainer.world, call=lambda: [] if reference is None else reference.backward(batch))
         mean_squares = self._outputs.mean_squares(trainer.world)
         gradients = self._compare(_GRADIENT, trainer.full_gradients(), number)
         norms = reference.update() if reference else []
@@ -205,7 +205,7 @@ class VerificationFigures:
                 pass
             return figures
         theirs = self._reference.gradients() if kind == _GRADIENT else self._reference.values()
-        least = self._judge.floor(max((size(tensor) for tensor in theirs[0].values()), default=0.0))
+        least = self._judge.floor(max((largest_magnitude(tensor) for tensor in theirs[0].values()), default=0.0))
         for name, value in ours:
             expected, *neighbours = (side[name] for side in theirs)
             if kind == _VALUE:
@@ -268,8 +268,8 @@ def _factor(value: Tensor, expected: Tensor) -> float | None:
     ours, theirs = value.detach().double().flatten(), expected.detach().to(value.device).double().flatten()
     square = float(theirs @ theirs)
     factor = float(ours @ theirs) / square if 0 < square < math.inf else math.nan
-    remainder = size(ours - factor * theirs)
-    return factor if remainder <= _COLLINEAR * size(theirs) else None
+    remainder = largest_magnitude(ours - factor * theirs)
+    return factor if remainder <= _COLLINEAR * largest_magnitude(theirs) else None
 
 
 def _floating(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -20,8 +20,8 @@ from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
 from meshwise.verify.rounding_bounds import BoundJudge, TrialForward
-from meshwise.verify.step_comparison import ReferenceSide, VerificationFigures, on_first
-from meshwise.verify.verification_inputs import VerifiedSubject
+from meshwise.verify.step_comparison import ReferenceSide, StepComparison, on_first_rank
+from meshwise.verify.verification_inputs import VerificationInputs
 from meshwise.verify.verification_report import Report
 
 
@@ -53,7 +53,7 @@ def verify(
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
     dtype = dtype if precision.computes is None else None
-    subject = VerifiedSubject(
+    subject = VerificationInputs(
         model,
         loss,
         list(batches),
@@ -72,15 +72,15 @@ def verify(
     return _verify(world, subject, plan)
 
 
-def _verify(world: World, subject: VerifiedSubject, plan: Plan) -> Report:
-    trial: TrialForward = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
+def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
+    trial: TrialForward = world.exchange(on_first_rank(world, call=lambda: subject.try_out(world.device)))[0]
     subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
     judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
-    reference = on_first(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
-    comparison = VerificationFigures(trainer, outputs=outputs, judge=judge, reference=reference)
+    reference = on_first_rank(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
+    comparison = StepComparison(trainer, outputs=outputs, judge=judge, reference=reference)
     comparison.start()
     for number, batch in enumerate(subject.converted(), start=1):
         comparison.step(number, batch=batch)

@@ -16,14 +16,14 @@ from meshwise.model.module_copy import copy_with_hooks
 from meshwise.precision.dtype_policy import Precision
 from meshwise.precision.loss_scale import LossScale
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.verify.output_mean_squares import OutputNorms
+from meshwise.verify.output_mean_squares import OutputMeanSquares
 from meshwise.verify.rounding_bounds import TrialForward, try_out
 
 Model = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class VerifiedSubject:
+class VerificationInputs:
     """The arguments of `verify`: a model and its training.
 
     | dtype          dtype that model and batches are converted to; None leaves them as they are
@@ -67,15 +67,15 @@ class VerifiedSubject:
         for batch in self.batches:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
-    def arguments(self, outputs: OutputNorms) -> dict[str, Any]:
+    def arguments(self, outputs: OutputMeanSquares) -> dict[str, Any]:
         """Return the keywords of `parallelize` and `ReferenceRun`; the forward runs through `outputs`."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
 
-    def listener(self) -> OutputNorms:
-        """Return an `OutputNorms` for this model's forward."""
-        return OutputNorms(self.options.forward or default_forward)
+    def listener(self) -> OutputMeanSquares:
+        """Return an `OutputMeanSquares` for this model's forward."""
+        return OutputMeanSquares(self.options.forward or default_forward)
 
     def try_out(self, device: torch.device) -> TrialForward:
         """Run the first batch forward on one process, on `device`.

@@ -69,7 +69,7 @@ class PlanAccount:
         return {what: seconds / self.timeline.ranks for what, seconds in total.items()}
 
 
-def predicted(prediction: Prediction, *, title: str = "") -> PlanAccount:
+def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount:
     """Return the account of a prediction."""
     plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, PredictionReplay(prediction)
     along = len(prediction.rehearsal.tapes)
@@ -95,7 +95,7 @@ def predicted(prediction: Prediction, *, title: str = "") -> PlanAccount:
     )
 
 
-def measured(run: MeasuredStep) -> tuple[PlanAccount, ...]:
+def measured_accounts(run: MeasuredStep) -> tuple[PlanAccount, ...]:
     """Return a step of a run, and the same computations by the clock."""
     timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
     return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())

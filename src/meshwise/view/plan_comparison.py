@@ -27,7 +27,7 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
     differing = (key for key in keys if len({plan[key] for plan in plans if plan}) > 1)
     rows += ((key, *(str(plan.get(key, "")) for plan in plans)) for key in differing)
     rows.append(("step", *(time_text(account.timeline.seconds, unit=account.unit) for account in accounts)))
-    for what in uses(accounts):
+    for what in activities(accounts):
         rows.append((what, *(_part(account, what) for account in accounts)))
     for fact in dict.fromkeys(fact for account in accounts for fact in account.facts):
         rows.append((fact, *(account.facts.get(fact, "") for account in accounts)))
@@ -37,7 +37,7 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
     return rows
 
 
-def uses(accounts: Sequence[PlanAccount]) -> list[str]:
+def activities(accounts: Sequence[PlanAccount]) -> list[str]:
     """Return the activities of all steps: computing first, the bubble last."""
     found = dict.fromkeys(what for account in accounts for what in account.spent)
     waits = sorted(what for what in found if what not in _PAINTS)
@@ -112,7 +112,7 @@ class _Chart:
 
 
 def _times(accounts: Sequence[PlanAccount]) -> _Chart:
-    names = uses(accounts)
+    names = activities(accounts)
     waits = [name for name in names if name not in _PAINTS]
     paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
     bars = []

@@ -24,7 +24,7 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
         yield drawn
 
 
-def sheet(accounts: Sequence[PlanAccount]) -> Picture:
+def picture_sheet(accounts: Sequence[PlanAccount]) -> Picture:
     """Return all of them as one picture."""
     parts = [comparison_picture(accounts)] if len(accounts) > 1 or accounts[0].peak else []
     for account, drawn in zip(accounts, pictures(accounts), strict=True):

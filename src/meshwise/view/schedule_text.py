@@ -36,7 +36,7 @@ SHADES: Mapping[str, str] = {
 """What a letter or a shade of a drawing to scale stands for, in the words of other pictures."""
 
 
-def picture(timeline: Timeline, *, width: int) -> Text:
+def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
     """Return the drawing, folded into panels of at most `width` characters."""
     unit = min(event.seconds for row in timeline.computing for event in row)
     names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
@@ -52,7 +52,7 @@ def picture(timeline: Timeline, *, width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
+def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
     """Return the drawing to scale with a legend, a row per rank; `seconds` fill `width` characters.
 
     Events shorter than a character are not shown. `rows`: names of the ranks.
@@ -118,7 +118,7 @@ def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event,
         yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 
 
-def figures(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
+def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
     """Return a table of each rank: its stages, how long it computes and waits, and its peak."""
     table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
     for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):

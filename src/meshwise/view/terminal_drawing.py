@@ -9,7 +9,7 @@ from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.plan_account import PlanAccount
-from meshwise.view.schedule_text import strip
+from meshwise.view.schedule_text import draw_to_scale
 from meshwise.view.time_text import time_text
 
 LETTERS: Mapping[Category, tuple[str, str]] = {
@@ -68,6 +68,6 @@ def drawings(accounts: Sequence[PlanAccount], *, width: int) -> Iterator[Text]:
         yield Text(f"{account.title}: step {time_text(account.timeline.seconds, unit=account.unit)}", "bold")
         if account.mesh is not None:
             yield Text(account.mesh.picture())
-        yield strip(account.timeline, width=width, seconds=seconds, rows=account.names)
+        yield draw_to_scale(account.timeline, width=width, seconds=seconds, rows=account.names)
         for history in account.histories:
             yield memory_text(history, width=width, seconds=seconds, name=account.names[history.index])

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.base.timeline import AROUND, Event, Timeline, TimelineRow
+from meshwise.base.timeline import EDGE_KINDS, Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.view.palette import UNSEEN
 from meshwise.view.picture_shapes import (
@@ -153,7 +153,7 @@ class _Drawing:
             return _BESIDE[event.stream]
         if event.stream is TimelineRow.WAIT:
             return "wait" if event.exposed else UNSEEN
-        return "between" if event.kind in AROUND else "update"
+        return "between" if event.kind in EDGE_KINDS else "update"
 
 
 def _event_name(event: Event) -> str:

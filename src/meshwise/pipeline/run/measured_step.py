@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 
 from meshwise.base.mesh import Mesh
-from meshwise.base.timeline import Event, Timeline, TimelineRow, within
+from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Schedule
@@ -137,7 +137,9 @@ class MeasuredStep:
         computing, waits = run.computing[rank], run.waiting[rank]
         receives = sum(event.seconds for event in waits if event.stage is not None)
         around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
-        collectives = within(computing, inner=waits) + sum(e.seconds for e in own if e.stream is TimelineRow.COLLECTIVE)
+        collectives = time_within(computing, inner=waits) + sum(
+            e.seconds for e in own if e.stream is TimelineRow.COLLECTIVE
+        )
         ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
         other = run.seconds - run.busy[rank] - receives - around - collectives
         idle = receives + around
@@ -151,7 +153,7 @@ class MeasuredStep:
         for rank, (row, waits) in enumerate(zip(self.run.computing, self.run.waiting, strict=True)):
             for event in row:
                 assert event.stage is not None
-                seconds = event.seconds - within((event,), inner=waits)
+                seconds = event.seconds - time_within((event,), inner=waits)
                 taken.setdefault((rank, event.stage, ActionKind(event.kind)), []).append(seconds)
         return [
             [

@@ -9,7 +9,7 @@ from meshwise.pipeline.schedules.in_order import gpipe, interleaved, looped, nai
 from meshwise.pipeline.schedules.passes import send_first
 from meshwise.pipeline.schedules.validate import validate
 from meshwise.pipeline.schedules.zero_bubble import dualpipev, zb_h1, zb_h2, zb_v
-from meshwise.plan.plan_keys import in_words, is_path
+from meshwise.plan.plan_keys import is_path, plan_notation
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | N
         raise ScheduleError(
             f"the table in {path} is not for pp={pp} microbatches={microbatches} virtual_stages={given[2]}. Nearest "
             f"that works: 'pp={schedule.ranks} microbatches={schedule.microbatches} virtual_stages={virtual} "
-            f"schedule={in_words(path)}'"
+            f"schedule={plan_notation(path)}'"
         )
     return schedule
 
