@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.mesh import even_split
-from meshwise.base.tensor_tree import BatchDims, map_tensors, reachable_tensors, row_count, take_rows, tensors
+from meshwise.base.tensor_tree import BatchDims, all_tensors, map_tensors, row_count, take_rows, tensors
 
 
 class Pair(NamedTuple):
@@ -88,7 +88,7 @@ def test_tensors_are_found_in_any_object_once_and_not_in_modules() -> None:
             self.kept, self.itself, self.model = {"a": [torch.ones(1)]}, self, nn.Linear(1, 1)
 
     anything = Anything()
-    found = list(reachable_tensors((anything, [anything], {torch.zeros(2)}, "text", 3, None)))
+    found = list(all_tensors((anything, [anything], {torch.zeros(2)}, "text", 3, None)))
     assert sorted(len(tensor) for tensor in found) == [1, 2]
 
 

@@ -21,11 +21,11 @@ from meshwise.simulate.simulation_tables import size_text
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN
-from meshwise.view.picture_shapes import Bars, Picture, PictureText, ticks
 from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.plan_pictures import picture_sheet, pictures
 from meshwise.view.schedule_text import SHADES
+from meshwise.view.shapes import Bars, Picture, PictureText, ticks
 from meshwise.view.svg import svg_file
 from meshwise.view.terminal_drawing import drawings
 from meshwise.view.timeline_picture import timeline_picture

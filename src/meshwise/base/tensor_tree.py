@@ -47,7 +47,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def reachable_tensors(value: Any) -> Iterator[Tensor]:
+def all_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a tree and of the attributes of any object in it, except modules, in no particular order."""
     seen = set()
     open_ = [value]

@@ -36,9 +36,9 @@ from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
 from meshwise.view.mesh_picture import mesh_picture
-from meshwise.view.picture_shapes import stacked
 from meshwise.view.plan_account import PlanAccount, measured_accounts
 from meshwise.view.schedule_text import draw_in_columns, draw_to_scale, rank_table
+from meshwise.view.shapes import stacked
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from meshwise.train.job import JobError
 from meshwise.train.run_folder import TIMELINE
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.palette import COLORS, UNSEEN, style
-from meshwise.view.picture_shapes import Bars, Picture, PictureText, Shape
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
 from meshwise.view.plan_pictures import picture_sheet, pictures
+from meshwise.view.shapes import Bars, Picture, PictureText, Shape
 from meshwise.view.svg import svg, svg_file
 
 _WIDTH = 120

@@ -28,7 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.base.tensor_tree import reachable_tensors
+from meshwise.base.tensor_tree import all_tensors
 from meshwise.data_parallel.live_unit import LiveUnit
 
 _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
@@ -105,9 +105,7 @@ class ParameterGatherer:
         passed: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = []
 
         def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            passed.append(
-                {id(x): (weakref.ref(x), x._version) for x in reachable_tensors((args, given)) if x.requires_grad}
-            )
+            passed.append({id(x): (weakref.ref(x), x._version) for x in all_tensors((args, given)) if x.requires_grad})
             for outer in self._open:
                 if outer is not unit:
                     outer.stays_gathered = True

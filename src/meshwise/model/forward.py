@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.tensor_tree import reachable_tensors
+from meshwise.base.tensor_tree import all_tensors
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 """Function of a model and a batch (any tree of tensors) that returns the model's output."""
@@ -101,7 +101,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def _attached(total: Tensor, output: Any) -> Tensor:
     """Return the loss; without a graph, connect it to `output` with gradient zero: every rank must run a backward."""
     if torch.is_grad_enabled() and not total.requires_grad:
-        for tensor in reachable_tensors(output):
+        for tensor in all_tensors(output):
             if tensor.requires_grad:
                 total = total + tensor.reshape(-1)[:0].real.sum().to(total.dtype)
     return total

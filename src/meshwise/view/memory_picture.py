@@ -9,7 +9,7 @@ from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.palette import UNSEEN
-from meshwise.view.picture_shapes import Bars, Picture, PicturePath, PictureText, Plot, Shape, legend, ticks
+from meshwise.view.shapes import Bars, Picture, PicturePath, PictureText, Plot, Shape, legend, ticks
 from meshwise.view.timeline_picture import LEFT, RIGHT, WIDTH, time_axis
 
 _TITLE, _HEIGHT, _AXIS, _LEGEND = 24.0, 110.0, 24.0, 24.0

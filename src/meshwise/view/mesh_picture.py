@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.base.mesh import Mesh
-from meshwise.view.picture_shapes import Bars, Box, Picture, PictureText, Point, Shape, text_width
+from meshwise.view.shapes import Bars, Box, Picture, PictureText, Point, Shape, text_width
 
 _MOST = (16, 8, 8, 4)
 """Most indices that are shown: across a grid, down a grid, grids in a row, rows of grids."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from meshwise.view.palette import style
-from meshwise.view.picture_shapes import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape
+from meshwise.view.shapes import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape
 
 _LEGIBLE = 720.0
 """Pixels of a page below which a wide picture is not drawn smaller."""
