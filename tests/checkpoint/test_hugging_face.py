@@ -206,7 +206,7 @@ class Pictures(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "build, why", [(Shop, "of tokens alone it makes TypeError: .*'dense'"), (Pictures, "it has no embedding")]
+    "build, why", [(Shop, "given only tokens, it raises TypeError: .*'dense'"), (Pictures, "it has no embedding")]
 )
 def test_a_model_whose_export_cannot_be_checked_is_refused_and_nothing_is_written(
     build: Callable[[], nn.Module], why: str, tmp_path: Path

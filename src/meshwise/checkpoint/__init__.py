@@ -1,17 +1,18 @@
-"""Checkpoints: logical tensors by name, saved as rectangles under one plan and loaded under any other.
+"""Save the state of a training under one plan, and load it under any other plan.
 
-A checkpoint is a folder of safetensors files and one index (docs/checkpoints.md has the format).
+A checkpoint holds logical tensors by name, each as rectangles. It is a folder of safetensors files and one index
+(docs/checkpoints.md has the format).
 
     | runs/demo/checkpoints/                 a root: the checkpoints of one run
-    |     latest                             the name of the newest one
+    |     latest                             a file with the name of the newest one
     |     step-100/                          complete, with a checksum for every MiB
     |         checkpoint.json                the index
     |         rank-00000.safetensors …       the data
     |     step-200.partial-3f2a…/            a save under way, or left by a failed save
 
-Every rank calls `save` and `PendingSave.wait`, and `load`. One process calls `newest_valid`, `read_index`, `damages`
-(compare every byte with its checksum), `differences` of two checkpoints, and `prune`. A trainer offers save, load and
-restore (`TrainingState`); each succeeds, or raises the same error, on every rank.
+Every rank calls `save`, `PendingSave.wait`, `load`, and save, load and restore of `TrainingState`. Each of them
+succeeds on every rank, or raises an error on every rank. One process alone calls `newest_valid`, `read_index`,
+`damages` (which compares every byte with its checksum), `differences` (of two checkpoints) and `prune`.
 """
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError

@@ -1,4 +1,4 @@
-"""Errors of checkpoints and the damage that they report."""
+"""Errors of checkpoints (`DamageError`, `SaveError`), and one place of damage (`Damage`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged place: its file, its tensors, the expected and the found value."""
+    """One damaged place of a checkpoint: the path of its file, and the expected and found content in words.
+
+    `tensors`: names of the tensors that lie there; empty if unknown.
+    """
 
     file: str
     expected: str
@@ -23,7 +26,7 @@ _SHOWN = 3
 
 
 class DamageError(RuntimeError):
-    """A checkpoint is truncated, altered or not a checkpoint; see `damages`."""
+    """Error for a checkpoint that is cut off, altered or no checkpoint. Its `damages` are all damaged places."""
 
     def __init__(self, damages: Sequence[Damage]) -> None:
         self.damages = tuple(damages)
@@ -31,9 +34,9 @@ class DamageError(RuntimeError):
         super().__init__("damaged checkpoint:\n  " + "\n  ".join(map(str, self.damages[:_SHOWN])) + rest)
 
     def __reduce__(self) -> "tuple[type[DamageError], tuple[tuple[Damage, ...]]]":
-        """Pickle the damages, from which the message is made again."""
+        """Pickle only the damages: the message is made again from them."""
         return DamageError, (self.damages,)
 
 
 class SaveError(RuntimeError):
-    """A checkpoint was not written; older ones are unchanged. The message says which ranks failed and why."""
+    """Error for a checkpoint that was not written; older ones are unchanged. It says which ranks failed, and why."""

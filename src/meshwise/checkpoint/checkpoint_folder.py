@@ -1,12 +1,12 @@
-"""Folders of checkpoints: find the newest, make one appear whole or not at all, remove old ones.
+"""Find, replace and remove the folders of checkpoints; a new checkpoint appears whole or not at all.
 
     step-200.partial-3f2a9c01/     a save writes here, and flushes every file to the disk
             │  one rename (`move_into_place`)
             ▼
     step-200/                      only then `latest` names step-200
 
-A crash leaves the new checkpoint, or a folder whose name says that it is partial. A save under an existing name first
-renames the old checkpoint, which stays valid under its other name until the new one is in place.
+A crash leaves the new checkpoint, or a folder whose name says that it is partial. If a checkpoint of the same name
+exists, it is renamed first, to `step-200.replaced-…`. It stays valid under that name, and is removed last.
 """
 
 import errno
@@ -23,6 +23,7 @@ from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_in
 from meshwise.checkpoint.damage_check import is_valid
 
 LATEST = "latest"
+"""File of a root that holds the name of the newest checkpoint."""
 DATA = "rank-*.safetensors"
 """Pattern of the data files of a checkpoint."""
 
@@ -31,14 +32,21 @@ _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 @dataclass(frozen=True)
 class CheckpointSearch:
-    """Result of a search in a root: the newest valid checkpoint, if any, and the problems of newer ones."""
+    """Result of a search in a root.
+
+    | path      the newest checkpoint with a valid index, or None
+    | damaged   every checkpoint with a damaged index, and its damages; such a checkpoint may be newer or older
+    """
 
     path: Path | None
     damaged: tuple[tuple[Path, tuple[Damage, ...]], ...]
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
-    """Return the checkpoints of a root with their indexes, newest first; those with a damaged index last."""
+    """Return the checkpoints of a root, newest first, each with its index.
+
+    Checkpoints with a damaged index come last, each with the DamageError. A root that is no folder has none.
+    """
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
     folders = filter(is_checkpoint, root.iterdir()) if root.is_dir() else ()
     for path in sorted(folders, reverse=True):
@@ -50,9 +58,9 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
 
 
 def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSearch:
-    """Return the newest checkpoint whose index and file sizes are right, without those in `without`.
+    """Search a root for its newest checkpoint whose index and file sizes are right. Folders in `without` are skipped.
 
-    Loading it compares its bytes with their checksums.
+    The data is not read here: loading compares it with the checksums.
     """
     damaged = []
     path = None
@@ -67,9 +75,10 @@ def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSea
 
 
 def make_partial_folder(folder: Path) -> Path:
-    """Return a new folder to write into, in the same root as `folder`.
+    """Create a partial folder for the checkpoint `folder`, in the same root, and return its path.
 
-    Raises OSError, FileExistsError too when `folder` is neither a checkpoint nor an empty folder.
+    Raises FileExistsError if `folder` is named `latest`, or exists and is neither a checkpoint nor an empty folder.
+    Raises OSError.
     """
     if folder.name == LATEST:
         raise FileExistsError(errno.EEXIST, "this name is reserved for the newest checkpoint's name", str(folder))
@@ -83,7 +92,10 @@ def make_partial_folder(folder: Path) -> Path:
 
 
 def move_into_place(partial: Path, *, folder: Path) -> None:
-    """Rename a complete partial folder to its final name, then point `latest` to it. Raises OSError."""
+    """Rename a complete partial folder to `folder`, then write its name into `latest`. Raises OSError.
+
+    A checkpoint that was at `folder` is removed at the end.
+    """
     flush(partial)
     replaced = None
     if folder.exists():
@@ -98,7 +110,10 @@ def move_into_place(partial: Path, *, folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or what a failed save has left. A first rename prevents that half of it is ever loaded."""
+    """Remove a checkpoint, the folder of a failed save, or a single file or link. Raises OSError.
+
+    A checkpoint is first renamed to a partial folder, so that its remaining half is never loaded after a crash.
+    """
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return
@@ -108,7 +123,7 @@ def remove(path: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the path is a checkpoint, also one that has lost its index."""
+    """Return whether the path is a folder with an index or with data files, and not a partial folder."""
     return path.is_dir() and _PARTIAL not in path.name and ((path / INDEX).exists() or any(path.glob(DATA)))
 
 
@@ -119,10 +134,12 @@ def next_sequence(root: Path) -> int:
 
 
 def prune(root: Path, *, keep_last: int) -> list[Path]:
-    """Remove checkpoints that are older than the `keep_last` newest valid ones, and return the removed folders.
+    """Remove the checkpoints after the `keep_last` newest valid ones, and return the removed paths.
 
-    Only a checkpoint whose every byte matches its checksum counts as valid. Damaged ones newer than those stay. Folders
-    of failed saves are removed once a newer checkpoint exists. Raises ValueError for keep_last below 1, OSError.
+    A checkpoint is valid if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a
+    damaged index count as the oldest. Partial folders older than the newest valid checkpoint are removed too.
+
+    Raises ValueError for `keep_last` below 1. Raises OSError.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")

@@ -1,4 +1,4 @@
-"""The index of a checkpoint (`checkpoint.json`): its tensors, where their rectangles lie, and every file's checksums.
+"""The index of a checkpoint (`checkpoint.json`): its tensors, the place of each rectangle, and checksums of its files.
 
     {"format": "meshwise checkpoint 1",
      "sequence": 7,                                      counts the checkpoints of a root; the newest has the largest
@@ -7,7 +7,7 @@
           {"file": "rank-00000.safetensors", "entry": "parameter/head.weight@0,0", "offsets": [0, 0], "sizes": [9, 9]},
           …]}},
      "aliases": {"embed.weight": "head.weight"},          other names of tied parameters
-     "extra": {…},                                       whatever else was saved, as JSON
+     "extra": {…},                                       other saved values, as JSON
      "checksum": "5d41402a"}                             crc32 of the text before this key
 
 The index is the last file that a save writes: a folder with an index is complete. A crc32 finds torn and altered bytes;
@@ -32,9 +32,11 @@ from meshwise.checkpoint.safetensors_format import DTYPES
 from meshwise.layout.rectangles import Rectangle
 
 INDEX = "checkpoint.json"
+"""Name of the index file."""
 FORMAT = "meshwise checkpoint 1"
+"""Value of the key `format`; an index with another value is refused."""
 BLOCK = 1 << 20
-"""Bytes of a file under one checksum."""
+"""Bytes of a file that have one checksum; the last block of a file may be shorter."""
 
 _CHECKSUM = ', "checksum": "'
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -42,7 +44,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class StoredRectangle:
-    """A rectangle of a logical tensor, and the entry of the safetensors file that holds it."""
+    """A rectangle of a logical tensor, and the place of its elements: the name of a file, and of an entry in it."""
 
     file: str
     entry: str
@@ -51,7 +53,7 @@ class StoredRectangle:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor in a checkpoint."""
+    """A logical tensor in a checkpoint: its dtype, its full shape, and the rectangles that make it up."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,13 +61,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A data file as it was written: its size in bytes and the crc32 of every block (empty: none were computed)."""
+    """A data file as it was written: its size in bytes, and the crc32 of every block (empty if not known)."""
 
     size: int
     checksums: tuple[int, ...]
@@ -73,7 +75,14 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Contents of a checkpoint."""
+    """Contents of a checkpoint.
+
+    | sequence   number of the save in its root; the newest checkpoint has the largest
+    | files      data files by name
+    | tensors    logical tensors by slot and name, as in `parameter/head.weight`
+    | aliases    first name of a tied parameter, by each of its other names
+    | extra      other saved values, as JSON
+    """
 
     folder: Path
     sequence: int
@@ -89,15 +98,15 @@ class CheckpointIndex:
 
 
 def index_text(body: Mapping[str, Any]) -> str:
-    """Return the text of an index file: `body`, and its checksum."""
+    """Return the text of an index file: `body` as JSON, with its checksum as the last key."""
     text = json.dumps(body, allow_nan=False)[:-1]
     return f'{text}{_CHECKSUM}{zlib.crc32(text.encode()):08x}"}}\n'
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """Return the index of a checkpoint, compared with its own checksum and with the sizes of the files it names.
+    """Read the index of a checkpoint, and compare it with its own checksum and with the sizes of the data files.
 
-    Raises DamageError that names the file, what was expected and what was found.
+    Raises DamageError, with the file, the expected and the found value.
     """
     path = folder / INDEX
     try:
@@ -121,7 +130,10 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
-    """Return the index from parsed JSON. Raises ValueError, KeyError or TypeError for malformed JSON."""
+    """Return the index from parsed JSON.
+
+    Raises ValueError, KeyError, TypeError or AttributeError if a value is missing, of a wrong type or out of range.
+    """
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
     files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
@@ -130,7 +142,7 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
 
 
 def plain_name(name: str) -> str:
-    """Return `name`. Raises ValueError for a name that could lead out of the folder."""
+    """Return `name`, a file name without a path. Raises ValueError if it could lead out of the folder."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name
@@ -170,7 +182,7 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
 
 
 def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
-    """Yield damage of files that are missing, are not plain files, or have another size than was written."""
+    """Yield the damage of each file that is missing, is not a plain file, or does not have its written size."""
     for name, file in index.files.items():
         path = index.folder / name
         try:

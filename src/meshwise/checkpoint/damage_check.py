@@ -10,14 +10,18 @@ import torch
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointIndex, read_index
 from meshwise.checkpoint.load_state import CheckpointReader
-from meshwise.checkpoint.read_rectangles import SourceFile, read_verified
+from meshwise.checkpoint.read_rectangles import SourceFile, read_blocks
 from meshwise.checkpoint.safetensors_format import TensorEntry, read_header
 
 _VERIFIED = "verified"
+"""Empty file in a checkpoint whose bytes have all been compared once."""
 
 
 def damages(folder: Path) -> Iterator[Damage]:
-    """Yield every damage of a checkpoint; none when every byte is as it was written."""
+    """Read a whole checkpoint and yield every damage: nothing if every byte is as it was written.
+
+    With a damaged index only that damage is yielded, because the checksums are in the index.
+    """
     try:
         index = read_index(folder)
     except DamageError as error:
@@ -38,7 +42,7 @@ def damages(folder: Path) -> Iterator[Damage]:
 def is_valid(folder: Path) -> bool:
     """Return whether every byte of a checkpoint is as it was written.
 
-    The file `verified` marks a folder that was found valid, and the next call does not read its data again.
+    A valid folder gets the file `verified`: later calls compare only its index and its file sizes. Raises OSError.
     """
     try:
         read_index(folder)
@@ -56,7 +60,8 @@ class CheckpointDifference:
     """Difference of one logical tensor between two checkpoints.
 
     | description   in words
-    | elements      number of elements that differ, by at most `largest` (NaN if one of the two is NaN)
+    | elements      number of elements that differ; 0 if the tensors cannot be compared element by element
+    | largest       largest absolute difference; NaN if a differing element is NaN
     """
 
     name: str
@@ -66,9 +71,9 @@ class CheckpointDifference:
 
 
 def differences(first: CheckpointIndex, *, second: CheckpointIndex) -> Iterator[CheckpointDifference]:
-    """Yield the logical tensors that are not bit for bit the same in two checkpoints, of whatever plans.
+    """Yield a difference for each logical tensor that is not bit for bit equal in both; the plans may differ.
 
-    Raises DamageError as loading does.
+    Raises DamageError or OSError, as loading does.
     """
     readers = CheckpointReader(first), CheckpointReader(second)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
@@ -82,7 +87,7 @@ def differences(first: CheckpointIndex, *, second: CheckpointIndex) -> Iterator[
 
 
 def _compare(name: str, readers: Sequence[CheckpointReader]) -> CheckpointDifference | None:
-    """Return the difference of a tensor that has one dtype and shape in both checkpoints; None if it has none."""
+    """Return the difference of a tensor with the same dtype and shape in both checkpoints; None if there is none."""
     stored = readers[0].index.tensors[name]
     elements, largest = 0, 0.0
     for a, b in zip(*(reader.pieces(name) for reader in readers), strict=True):
@@ -103,6 +108,6 @@ def _altered_blocks(source: SourceFile) -> Iterator[Damage]:
         for start in range(0, source.expected.size, BLOCK):
             try:
                 width = min(BLOCK, source.expected.size - start)
-                read_verified(source, descriptor=file.fileno(), start=start, into=buffer[:width])
+                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[:width])
             except DamageError as error:
                 yield from error.damages

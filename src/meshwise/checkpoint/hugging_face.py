@@ -1,13 +1,13 @@
-"""Read folders of Hugging Face as checkpoints, and write them from checkpoints.
+"""Load a model from a folder in the layout of Hugging Face, and export a checkpoint to such a folder.
 
-    config.json
+    config.json                                    of transformers models; written, never read here
     model.safetensors                              or, in parts:
     model-00001-of-00003.safetensors …
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
-`read_pretrained` reads such a folder as an index of whole tensors, so each rank loads only its rectangles, under any
-plan. It has no checksums. Names stay as in the model: nothing is renamed, transposed or fused. `write_pretrained`
-writes a folder; `export` also compares the logits of the written and the saved model on random tokens.
+`read_pretrained` returns an index of the full tensors in the files. So each rank loads only its rectangles, under any
+plan. There are no checksums. Tensors keep the names of the model: nothing is renamed, transposed or fused.
+`write_pretrained` writes a folder. `export` also compares the logits of the written and the saved model.
 """
 
 import contextlib
@@ -37,14 +37,17 @@ from meshwise.data_parallel.stored_slices import StoredSlice, buffers
 from meshwise.layout.rectangles import Rectangle
 
 PARTS = "model.safetensors.index.json"
+"""File that names the file of each tensor, for a model in several files."""
 WHOLE = "model.safetensors"
+"""File of a model in one file."""
 _PART_BYTES = 5 * 10**9
-"""Bytes of a part; a tensor is never divided."""
+"""Most bytes of a file; a larger tensor has its own file, because no tensor is divided."""
 
 
 def read_pretrained(folder: Path) -> CheckpointIndex:
-    """Return the tensors of a folder of safetensors files, each whole, under both slots `parameter` and `buffer`.
+    """Return an index of the tensors in a folder of safetensors files, each as one rectangle.
 
+    Each tensor is listed twice, in the slots `parameter` and `buffer`, because the files do not say which it is.
     Raises DamageError for a folder without such files, and for files that contradict their headers.
     """
     tensors: dict[str, StoredTensor] = {}
@@ -65,9 +68,9 @@ def read_pretrained(folder: Path) -> CheckpointIndex:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the files that hold the tensors.
+    """Return the names of the files that hold the tensors, in alphabetical order.
 
-    Raises DamageError when the folder does not name them, or names a file outside of it.
+    Raises DamageError if the folder has neither of the two files, or lists a file outside of the folder.
     """
     if not (folder / PARTS).is_file():
         if not (folder / WHOLE).is_file():
@@ -81,10 +84,11 @@ def _files(folder: Path) -> list[str]:
 
 
 def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
-    """Return the same tensors under the names that a model has for them.
+    """Return the index with each tensor of the model listed under its first name too.
 
-    `names` maps each first name to all names of the parameter. A folder of the model without its head names
-    `transformer.h.0` just `h.0`. `base` is that prefix; it is added or removed where a name is not found unchanged.
+    | names   all names of each parameter or buffer of the model, by its first name
+    | base    prefix of the base model, such as `transformer`: a folder of the model without its head has `h.0` for
+    |         `transformer.h.0`. A name that is not found is looked up without and with this prefix; "" for no prefix
     """
     tensors = dict(index.tensors)
     for first, all_of_them in names.items():
@@ -97,14 +101,14 @@ def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str
 
 
 def unused_entries(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
-    """Return the entries of a folder whose names the model does not have."""
+    """Return the names of tensors in the files that the model does not have, sorted. Arguments as above."""
     known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
     entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
     return sorted(entries - known)
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Return whether a folder holds a model in the layout of Hugging Face, and no checkpoint."""
+    """Return whether a folder holds a model in the layout of Hugging Face, and is not a checkpoint."""
     return not (folder / INDEX).exists() and any((folder / name).is_file() for name in (WHOLE, PARTS))
 
 
@@ -113,11 +117,12 @@ def _variants(name: str, base: str) -> tuple[str, ...]:
 
 
 def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
-    """Write the parameters and buffers of a checkpoint into a new folder, in the layout and under the names of a model.
+    """Write the parameters and buffers of a checkpoint as safetensors files into a folder, and return their paths.
 
-    `dtypes`: dtypes of parameters whose dtype in the model differs from the checkpoint. A few MB at a time are in
-    memory. Returns the files. Raises DamageError, or OSError (FileExistsError: the folder holds a model already);
-    partly written files are removed.
+    `dtypes`: dtypes by name, for parameters that are written in another dtype than the checkpoint has. At most a few MB
+    of tensors are in memory. The folder is created if it does not exist.
+
+    Raises FileExistsError if the folder holds a model already. Raises DamageError or OSError; the files are removed.
     """
     split = {key: key.partition("/") for key in reader.index.tensors}
     stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
@@ -149,7 +154,7 @@ def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[st
 
 
 def _divide(specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
-    """Return the tensors of each file by its name, in the order given; a file has at most `_PART_BYTES`."""
+    """Return the tensors of each file by the file's name, in the given order. Files have at most `_PART_BYTES`."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -165,37 +170,37 @@ def _divide(specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
 
 
 _TOKENS = (4, 8)
-"""Rows and length of the random tokens that an export is checked with."""
+"""Shape (batch, tokens) of the random tokens that check an export."""
 _BOUND = 1e-5
 """The largest difference of logits that reordered sums can explain, relative to the largest logit."""
 
 
 class ExportError(RuntimeError):
-    """The exported model differs from the saved one; the message says how far apart their logits are."""
+    """Error for an exported model that computes other logits than the saved model."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Result of an export: the written files, and the largest difference between the logits of both models."""
+    """Result of an export: the written files, and the largest absolute difference between both models' logits."""
 
     files: Sequence[Path]
     difference: float
 
 
 def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> ExportResult:
-    """Write the model of a checkpoint into a new folder, read it back and compare the logits of both.
+    """Write the model of a checkpoint into a folder, read it back, and compare the logits of both models.
 
-    `build` makes the module that was trained. One of transformers leaves its `config.json` too, and is read back by
-    transformers itself. Both models run on the same random tokens, whole, on the CPU.
+    `build` makes the module that was trained. For a transformers model, `config.json` is written too, and
+    `from_pretrained` reads the folder. Both models run on the same random tokens, unsplit, on the CPU.
 
-    Raises ValueError, and has written nothing, when `build` makes another model, or one that does not make logits of
-    tokens alone; ExportError when the logits differ; DamageError, OSError.
+    Raises ValueError before writing, if `build` makes another model, or a model that does not compute logits from
+    tokens alone. Raises ExportError if the logits differ; the files stay. Raises DamageError, OSError.
     """
     reader = CheckpointReader(read_index(folder))
     saved = build().eval()
     _fill(saved, reader)
     tokens, expected = _random_test(saved)
-    # Parameters whose masters are wider: TrainingState has noted their own dtypes.
+    # The checkpoint has the fp32 masters of narrower parameters; TrainingState puts the parameters' dtypes into extra.
     dtypes = {name: DTYPES[word] for name, word in reader.index.extra.get("dtypes", {}).items()}
     files = write_pretrained(reader, into=into, dtypes=dtypes)
     config = getattr(saved, "config", None)
@@ -211,7 +216,7 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
 
 
 def _fill(module: nn.Module, reader: CheckpointReader) -> None:
-    """Give a whole module the values of a checkpoint. Raises ValueError when they are of another model."""
+    """Load a checkpoint into an unsplit module. Raises ValueError if the checkpoint is of another model."""
     parameters = [
         StoredSlice.of_full(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
@@ -220,7 +225,7 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> None:
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that is in a folder: read by transformers, if its class comes from there."""
+    """Return the model of a folder. If its class is from transformers, `from_pretrained` reads it."""
     if _is_transformers(saved):
         dtype = next(saved.parameters()).dtype
         model: nn.Module = type(saved).from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
@@ -236,7 +241,7 @@ def _is_transformers(module: nn.Module) -> bool:
 
 
 def _random_test(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return random tokens and the logits of a model for them. Raises ValueError when tokens alone give no logits."""
+    """Return random tokens and a model's logits for them. Raises ValueError if it needs more than tokens."""
     why = "it has no embedding, so it takes no tokens"
     embedding = next((part for part in module.modules() if isinstance(part, nn.Embedding)), None)
     if embedding is not None:
@@ -244,15 +249,15 @@ def _random_test(module: nn.Module) -> tuple[Tensor, Tensor]:
         try:
             return tokens, _logits(module, tokens)
         except Exception as error:  # noqa: BLE001 - a user's model may fail in any way
-            why = f"of tokens alone it makes {type(error).__name__}: {error}"
+            why = f"given only tokens, it raises {type(error).__name__}: {error}"
     raise ValueError(
-        f"the export of {type(module).__name__} could not be checked, so nothing was written: {why}. Its parameters "
-        "are in parameters.safetensors of the run, under its own names"
+        f"the export of {type(module).__name__} could not be checked, so nothing was written: {why}. Use the file "
+        "parameters.safetensors of the run: it has the parameters, under the names of the module"
     )
 
 
 def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits of a model for `tokens`; an encoder-decoder gets them on both sides."""
+    """Return the logits of a model for `tokens`, in float64. An encoder-decoder gets the tokens as both inputs."""
     decodes = _is_transformers(module) and getattr(module.config, "is_encoder_decoder", False)
     given = {"decoder_input_ids": tokens} if decodes else {}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Load a checkpoint: every rank reads the rectangles it needs, under any plan (`load`, `fill`, `CheckpointReader`)."""
+"""Load a checkpoint under any plan: every rank reads the blocks with its rectangles (`load`, `CheckpointReader`)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,22 +21,25 @@ _T = TypeVar("_T")
 
 
 class CheckpointReader:
-    """Reader of the logical tensors of one checkpoint; it reads each file's header once."""
+    """Reader of the logical tensors of one checkpoint, for one process. It reads the header of each file once."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self.index = index
         self._sources: dict[str, SourceFile] = {}
 
     def fill(self, holdings: Iterable[StoredSlice]) -> None:
-        """Fill the tensors of `holdings`. A tied parameter is found under any of its names.
+        """Copy saved elements into the tensor of each slice. A tied parameter is found under any of its names.
 
-        Raises DamageError for altered bytes. Raises ValueError for a tensor that the checkpoint lacks, has in another
-        shape, or has in a dtype whose values the wanted dtype cannot hold. OSError.
+        Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has in a dtype whose values
+        the wanted dtype cannot hold. Raises DamageError for altered bytes. Raises OSError.
         """
         read_spans([span for holding in holdings for span in self._spans(holding)])
 
     def pieces(self, key: str) -> Iterator[Tensor]:
-        """Yield the elements of a logical tensor in order, as flat tensors of at most 2²⁰. Raises as `fill` does."""
+        """Yield the elements of the logical tensor `key` in row-major order, as flat tensors of at most 2²⁰ elements.
+
+        `key` is as in `CheckpointIndex.tensors`. Raises KeyError for an unknown key, and the errors of `fill`.
+        """
         stored = self.index.tensors[key]
         slot, _, name = key.partition("/")
         size = math.prod(stored.shape)
@@ -47,7 +50,7 @@ class CheckpointReader:
                 yield piece.reshape(-1)
 
     def stored(self, holding: StoredSlice) -> StoredTensor:
-        """Return the stored tensor that `holding` is a slice of. Raises ValueError as `fill` does."""
+        """Return the stored tensor that `holding` is a slice of. Raises the ValueError of `fill`."""
         tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
         stored = tensors.get(holding.key) or tensors.get(f"{holding.slot}/{first}")
         if stored is None:
@@ -69,7 +72,7 @@ class CheckpointReader:
                 yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
 
     def _source(self, part: StoredRectangle) -> SourceFile:
-        """Return the file of a part; its header is compared with the index."""
+        """Return the file of a part. Raises DamageError if its header contradicts the index."""
         if part.file not in self._sources:
             path = self.index.folder / part.file
             expected = self.index.files[part.file]
@@ -84,10 +87,10 @@ class CheckpointReader:
 
 
 def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSlice]], world: World) -> CheckpointIndex:
-    """Fill the slices that `needed(index)` returns for this rank; every rank calls it. Return the index.
+    """Fill the slices that `needed(index)` returns for this rank, and return the index. Every rank calls it.
 
-    All slices are looked up before the first byte is copied. Raises ValueError on every rank if one rank has a slice
-    that the checkpoint lacks. Raises DamageError on every rank for damage; some slices may then be filled.
+    Raises ValueError on every rank if one rank has a slice that cannot be loaded; then no slice is filled. Raises
+    DamageError on every rank for damage or an OSError; some slices may then be filled.
     """
     index = on_all_ranks(lambda: read_index(folder), world=world)
     fill(index, needed=on_all_ranks(lambda: list(needed(index)), world=world), world=world)
@@ -95,14 +98,18 @@ def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSli
 
 
 def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
-    """Fill the slices that this rank needs; every rank calls it. Raises as `load` does."""
+    """Fill the slices that this rank needs from a checkpoint. Every rank calls it. Raises the errors of `load`."""
     reader = CheckpointReader(index)
     on_all_ranks(lambda: [reader.stored(holding) for holding in needed], world=world)
     on_all_ranks(lambda: reader.fill(needed), world=world)
 
 
 def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
-    """Return the result of `act` on this rank; a DamageError, OSError or ValueError of one rank is raised on all."""
+    """Return the result of `act` on this rank. Every rank calls it; if `act` fails on one rank, every rank raises.
+
+    Raises DamageError, with the damage of all ranks, for a DamageError or an OSError of `act`. Otherwise raises the
+    first rank's ValueError. Any other error is raised on its own rank alone.
+    """
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
     problem = ""
@@ -123,7 +130,7 @@ def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
 
 
 def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
-    """Return whether values of a dtype can be loaded: exactly, or fp32 masters into narrower parameters."""
+    """Return whether a slice can take values of a dtype: without rounding, or fp32 masters for a narrower parameter."""
     wanted = holding.tensor.dtype
     rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)
     return stored == wanted or rounded or torch.promote_types(stored, wanted) == wanted

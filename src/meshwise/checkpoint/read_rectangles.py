@@ -1,11 +1,12 @@
-"""Read rectangles of logical tensors from safetensors files: only the bytes needed, each block against its checksum.
+"""Read rectangles of logical tensors from safetensors files, in whole blocks, and compare each block's checksum.
 
-    wanted rectangles ∩ stored parts ──► spans of bytes, in the order of the files
-                                             │  neighbours together, in whole blocks, at most a window
-                                             ▼
-    pread ──► the window ──► crc32 of every block ──► copied to where they belong
+    wanted rectangles ∩ stored rectangles ──► spans of bytes, in the order of the files
+                                                  │  adjacent spans together, in whole blocks, at most a window
+                                                  ▼
+         pread into the window ──► crc32 of every block ──► elements copied to their tensors
 
-The window is the only buffer. Files are read with pread, not mapped: truncating a mapped file kills the process.
+The window is the only buffer. Files of other programs have no checksums and are not compared. Files are read with
+pread, not mapped, because a process that reads a truncated mapped file is killed.
 """
 
 import itertools
@@ -24,13 +25,17 @@ from meshwise.checkpoint.safetensors_format import TensorEntry
 from meshwise.layout.rectangles import Rectangle
 
 WINDOW_BYTES = 8 * BLOCK
+"""Bytes of the buffer, and the most bytes that are read together."""
 _SPAN = WINDOW_BYTES - 2 * BLOCK
-"""The most bytes between the first and the last element of a span: it fits a window wherever its first block begins."""
+"""Most bytes of a span. With the rest of its first and last block, such a span fits the window."""
 
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A file to read: its size and checksums, if known, and the entries of its header."""
+    """A safetensors file to read: its path, its header's entries by name, and its written size and checksums.
+
+    `expected` is None for a file without checksums, such as a file of Hugging Face.
+    """
 
     path: Path
     expected: CheckpointFile | None
@@ -39,7 +44,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ByteSpan:
-    """Elements of an entry, within bytes `start` to `stop` of the file, and the tensor that they are copied to."""
+    """A rectangle of an entry that is read at once: its bytes in the file, and its target.
+
+    | start, stop   bytes of the file from the first element to the end of the last; other elements may lie between
+    | sizes         sizes of the rectangle
+    | target        tensor of these sizes that the elements are copied to
+    """
 
     source: SourceFile
     start: int
@@ -50,7 +60,10 @@ class ByteSpan:
 
 
 def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
-    """Yield the byte ranges to read for a rectangle of an entry (in the entry's coordinates) into `target`."""
+    """Yield spans that fill `target` from a rectangle of an entry; each fits the window.
+
+    The offsets of `rectangle` count from the beginning of the entry. `target` has the sizes of the rectangle.
+    """
     found = source.entries[entry]
     strides = _strides(found.shape)
     first = sum(map(int.__mul__, rectangle.offsets, strides))
@@ -72,13 +85,16 @@ def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tenso
 
 
 def read_spans(wanted: Iterable[ByteSpan]) -> None:
-    """Read all spans. Raises DamageError for bytes that are not as they were written, OSError."""
+    """Copy the elements of all spans to their targets. Raises DamageError for altered bytes, if there are checksums.
+
+    Raises OSError.
+    """
     buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda span: (span.source.path, span.start))
     for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):
         with source.path.open("rb") as file:
             for start, stop, group in _windows(list(of_file), size=os.fstat(file.fileno()).st_size):
-                read_verified(source, descriptor=file.fileno(), start=start, into=buffer[: stop - start])
+                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[: stop - start])
                 for span in group:
                     data = buffer[span.start - start : span.stop - start]
                     if data.storage_offset() % span.entry.dtype.itemsize:
@@ -86,8 +102,13 @@ def read_spans(wanted: Iterable[ByteSpan]) -> None:
                     span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, _strides(span.entry.shape)))
 
 
-def read_verified(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
-    """Read whole blocks of a file and compare them with their checksums. Raises DamageError, OSError."""
+def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
+    """Fill `into` (bytes) from byte `start` of an open file, and compare each block with its checksum, if known.
+
+    `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Without checksums
+    (`source.expected` is None) the bytes are returned as they are. Raises DamageError for missing or altered bytes.
+    Raises OSError.
+    """
     view = into.numpy().data
     position = 0
     while position < len(view):
@@ -111,7 +132,7 @@ def _damage(source: SourceFile, at: tuple[int, int], expected: str, found: str) 
 
 
 def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, int, list[ByteSpan]]]:
-    """Yield neighbouring spans that are read together: their first byte and last, in whole blocks, and the spans."""
+    """Yield (start, stop, spans) of each group of spans that is read at once: bytes `start` to `stop`, whole blocks."""
     group: list[ByteSpan] = []
     start = stop = 0
     for span in ordered:

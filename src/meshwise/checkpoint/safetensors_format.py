@@ -1,9 +1,9 @@
-"""The safetensors format: dtypes by name (`DTYPES`, `dtype_name`), headers written (`header`) and read (`read_header`).
+"""Write (`header`) and read (`read_header`) the headers of safetensors files; names of dtypes (`DTYPES`, `dtype_name`).
 
-The safetensors library writes all tensors of a file at once, which doubles the memory of a rank's share. It gives no
-offsets of tensors in the file. The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the
-length of the header, a JSON table of dtypes, shapes and offsets, then the bytes. So headers are written here, before
-any tensor is available. The library checks the headers that are read.
+The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the length of the header, a JSON table
+of dtypes, shapes and offsets, then the bytes of the tensors. The safetensors library writes all tensors of a file at
+once, which doubles the memory of a rank's share, and does not give their offsets in a file. So headers are made here,
+before any tensor is available. The library only checks the headers of files that are read.
 """
 
 import json
@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 
 LENGTH_BYTES = 8
+"""Bytes at the beginning of a file that hold the length of its header; the header's size is a multiple of it."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file: `start` and `stop` are bytes from the beginning of the file."""
+    """A tensor in a file. Its bytes are `start` to `stop` (excluded), counted from the beginning of the file."""
 
     name: str
     dtype: torch.dtype
@@ -34,7 +35,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is to be written."""
+    """A tensor to write: all that the header needs, without its elements."""
 
     name: str
     dtype: torch.dtype
@@ -47,9 +48,9 @@ class TensorSpec:
 
 
 def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes that come before the first tensor; the tensors follow in the order of `specs`, without gaps.
+    """Return the bytes of a file before its first tensor. The tensors follow in the order of `specs`, without gaps.
 
-    Raises ValueError for a dtype that the format does not have.
+    `metadata`: further texts for the header's key `__metadata__`. Raises ValueError for a dtype without a name.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -64,9 +65,9 @@ def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file, by name.
+    """Return the entries of a safetensors file, by the name of the tensor.
 
-    Raises DamageError for a file that is not safetensors or contradicts its header; OSError.
+    Raises DamageError for a file that is not safetensors or contradicts its header. Raises OSError.
     """
     with path.open("rb") as file:
         try:
@@ -104,12 +105,12 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
-
+"""Dtypes by their names in the format."""
 _NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the safetensors format. Raises ValueError for one that it does not have."""
+    """Return the name of a dtype in the format. Raises ValueError for a dtype that the format does not have."""
     if dtype not in _NAMES:
         raise ValueError(f"safetensors has no {dtype}; it has {', '.join(str(known) for known in _NAMES)}")
     return _NAMES[dtype]

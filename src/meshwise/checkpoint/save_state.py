@@ -1,10 +1,10 @@
-"""Save a checkpoint: every rank writes its file, rank 0 moves the folder into place, and training continues meanwhile.
+"""Save a checkpoint in the background: every rank writes its own file, then rank 0 moves the folder into place.
 
     | every rank   stages and writes rank-N.safetensors, flushes it, then writes rank-N.json: its rows of the index
     | rank 0       when all rank-N.json exist: writes checkpoint.json, flushes, renames the folder, writes `latest`
 
-While training runs, the ranks wait for each other's files in the folder: collectives belong to the training. Only
-`save` and `PendingSave.wait` use collectives, so that every rank learns the result.
+Training continues meanwhile, and only training may use collectives then. So rank 0 waits until the other ranks' files
+appear in the folder. `save` and `PendingSave.wait` use collectives, so that every rank learns the result.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ from meshwise.data_parallel.stored_slices import StoredSlice
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.001, 0.05
 _GRACE_SECONDS = 20.0
-"""Time that rank 0 waits for the others' files after the program has ended or detached."""
+"""Seconds that rank 0 waits for the other ranks' files after `detach`, or after the end of its main thread."""
 
 
 @dataclass(frozen=True)
 class SaveContent:
-    """Content that this rank saves.
+    """Content of a checkpoint that this rank gives to `save`.
 
-    | holdings   this rank's slices; over all ranks, every element of every logical tensor once
-    | aliases    other names of tied parameters
-    | extra      JSON values; only the values of the first rank are saved
+    | holdings   this rank's slices; the slices of all ranks have every element of every logical tensor once
+    | aliases    first name of a tied parameter, by each of its other names; those of the first rank are saved
+    | extra      JSON values; those of the first rank are saved
     | staging    bytes of the staging buffer
     """
 
@@ -56,10 +56,13 @@ class SaveContent:
 
 
 def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
-    """Begin to save; every rank calls it. With `keep_last`, older checkpoints of its root are removed afterwards.
+    """Begin to save a checkpoint in the background. Every rank calls it.
 
-    Returns when all tensors that may change before the next optimizer step are staged. Raises SaveError on every rank
-    if one rank cannot begin: the folder cannot be made, or content has a value that a checkpoint cannot store.
+    Returns when all tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
+    checkpoints that stay in the root after this save, see `prune`; None removes none.
+
+    Raises SaveError on every rank if one rank cannot begin: the folder cannot be created, or content has a value that a
+    checkpoint cannot store.
     """
     partial, rank_file, problem = "", None, None
     try:
@@ -81,12 +84,12 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
 
 @dataclass(frozen=True)
 class RankFile:
-    """The data file that this rank writes.
+    """The data file that this rank writes, described before it is written.
 
-    | head       the header in bytes
+    | head       bytes of the header
     | tensors    the tensors in the order of the file
-    | blocking   whether `save` has to wait until all tensors are staged
-    | rows       the rank's rows of the index
+    | blocking   whether `save` waits until all tensors are staged
+    | rows       the rank's part of the index: dtype, shape and rectangles, by logical tensor
     """
 
     name: str
@@ -97,7 +100,10 @@ class RankFile:
 
     @classmethod
     def of(cls, content: SaveContent, *, name: str) -> "RankFile":
-        """Return the file for `content`. Raises ValueError for values that a checkpoint cannot store."""
+        """Return the file for `content`. Raises ValueError for values that a checkpoint cannot store.
+
+        Tensors that may change before the next optimizer step are cloned, or the file is blocking if they are large.
+        """
         try:
             json.dumps(content.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -112,9 +118,10 @@ class RankFile:
 
 
 class PendingSave:
-    """A save under way on this rank.
+    """A save that runs in the background on this rank.
 
-    | finished   whether `wait` has returned or raised
+    | folder     final path of the checkpoint
+    | finished   whether `wait` has returned, or raised SaveError
     """
 
     def __init__(
@@ -147,16 +154,16 @@ class PendingSave:
             self.wait_staged()
 
     def wait_staged(self) -> None:
-        """Return when the tensors that are being saved may change."""
+        """Wait until all tensors are staged; from then on, they may change."""
         self._writer.wait_staged()
 
     @property
     def done(self) -> bool:
-        """True if this rank has nothing left to do but `wait`."""
+        """True if this rank's work has ended or failed, so that `wait` only waits for other ranks."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Return the folder when the checkpoint is complete. Every rank calls it, and may call it again.
+        """Wait until the checkpoint is complete, and return its folder. Every rank calls it, and may call it again.
 
         Raises SaveError on every rank if the save failed; older checkpoints are then unchanged.
         """
@@ -178,11 +185,17 @@ class PendingSave:
         return self.folder
 
     def detach(self) -> None:
-        """Leave the save to its thread, which waits 20 s for the other ranks' files. One rank alone may call it."""
+        """Let the save end in its thread, without `wait`. Rank 0 waits 20 s more for the other ranks' files.
+
+        One rank alone may call it.
+        """
         self._detached.set()
 
     def cancel(self) -> None:
-        """Stop waiting for other ranks' files: an incomplete save fails. One rank alone may call it."""
+        """Stop waiting for other ranks' files, and wait for the thread to end. A save that still misses files fails.
+
+        One rank alone may call it.
+        """
         self._cancelled.set()
         self._thread.join()
 
@@ -215,7 +228,7 @@ class PendingSave:
     def _publish(self) -> None:
         rows = [self._row(rank) for rank in range(self._world.size)]
         if not self._all_written(rows):
-            self._outcome = "a rank did not write its part"
+            self._outcome = "a rank did not write its file"
             return
         body = {
             "format": FORMAT,
@@ -235,7 +248,7 @@ class PendingSave:
                 prune(self.folder.parent, keep_last=self._keep_last)
 
     def _all_written(self, rows: Sequence[Path]) -> bool:
-        """Wait for files of other ranks; return False when the wait has been given up."""
+        """Wait for the files of all ranks. Return False after `cancel`, or after the time that follows `detach`."""
         left = [row for row in rows if not row.exists()]
         nap, deadline = _SHORTEST_NAP, math.inf
         while left:
@@ -252,7 +265,7 @@ class PendingSave:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that appears whole, when the disk has it. Raises OSError."""
+    """Write a file that appears only when all of it is on the disk. Raises OSError."""
     write_whole(path, write=lambda place: place.write_text(text, encoding="utf-8"))
 
 

@@ -4,8 +4,9 @@
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-Training may change the tensors as soon as the last of them is in a chunk: at once, if the rank's file fits the buffer.
-A larger file has to be written first, except for what the buffer takes. A full copy would need twice the memory.
+Training may change the tensors when the last of them is in a chunk. That takes no time for writing if the rank's file
+fits the buffer. Of a larger file, the part that exceeds the buffer is written first. A full copy would need twice the
+memory.
 """
 
 import os
@@ -22,14 +23,16 @@ from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
 from meshwise.comm.api.streams import streams_of
 
 CHUNK = 8 * BLOCK
+"""Bytes of a chunk, in whole blocks, because each block has its own checksum."""
 STAGING = 8 * CHUNK
-"""Bytes of the staging buffer."""
+"""Bytes of the staging buffer by default."""
 
 
 class StagedWriter:
-    """Writes `head`, then the elements of `tensors` in order, to a new file at `path`, with two threads.
+    """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
-    | staging   size of the buffer in bytes; at least two chunks and no more than the file needs are used
+    Its own thread copies tensors to chunks at once; the thread that calls `write` writes them. `staging`: bytes of the
+    buffer; at least two chunks are used, and otherwise no more than the file needs.
     """
 
     def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING) -> None:
@@ -49,11 +52,14 @@ class StagedWriter:
         self._copier.start()
 
     def wait_staged(self) -> None:
-        """Return when the tensors will not be read again."""
+        """Wait until all tensors are copied to chunks, or copying has failed; they are not read again."""
         self._staged.wait()
 
     def write(self) -> CheckpointFile:
-        """Write the file on the calling thread, and return its size and checksums. Raises OSError."""
+        """Write the file on the calling thread, and return its size and checksums. It is called once.
+
+        Raises OSError, FileExistsError too, and any error of the copying thread.
+        """
         checksums: list[int] = []
         size = 0
         try:
@@ -102,4 +108,4 @@ class StagedWriter:
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         for tensor in self._tensors:
-            yield tensor.detach().reshape(-1).view(torch.uint8)  # a tensor with gaps is copied
+            yield tensor.detach().reshape(-1).view(torch.uint8)  # reshape copies a tensor that is not contiguous

@@ -1,6 +1,6 @@
-"""Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
+"""Save and load the state of a training (`TrainingState`): everything that the next step depends on, except the batch.
 
-parameter, optimizer, scalar, number, reduction, buffer     logical tensors (data_parallel.stored_slices)
+parameter, optimizer, scalar, number, reduction, buffer     slots of logical tensors (data_parallel.stored_slices)
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
                                                  on the same number of ranks
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
@@ -34,7 +34,12 @@ from meshwise.plan import Plan
 
 @dataclass(frozen=True)
 class RestoredState:
-    """Result of a restore: the checkpoint, its `extra`, and the newer checkpoints that were skipped as damaged."""
+    """Result of a restore.
+
+    | path      the loaded checkpoint
+    | extra     its JSON values
+    | damaged   damage of the checkpoints that were skipped, and of those with a damaged index
+    """
 
     path: Path
     extra: Mapping[str, Any]
@@ -42,7 +47,10 @@ class RestoredState:
 
 
 class TrainingState:
-    """Saves and loads the state of an engine and its optimizer. One save is under way at a time."""
+    """Saved and loaded state of an engine and its optimizer. At most one save is under way at a time.
+
+    `update` has the optimizer. `plan` is the resolved plan, which is saved.
+    """
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
@@ -53,12 +61,16 @@ class TrainingState:
         self._hook: RemovableHandle | None = None
 
     def wait_staged(self) -> None:
-        """Return when a save under way, if any, has staged its tensors, so that they may change."""
+        """Wait until the save under way, if any, has copied its tensors, so that they may change."""
         if self._saving is not None:
             self._saving.wait_staged()
 
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
-        """Begin to save after the previous save has ended; every rank calls it. Raises SaveError for either save."""
+        """Wait for the previous save, then begin to save in the background. Every rank calls it.
+
+        `extra`: JSON values, saved beside the values of this class. `keep_last` is as in `save_state.save`.
+        Raises SaveError if the previous save failed or this one cannot begin. Raises TierError after a failed update.
+        """
         if self._saving is not None:
             saving, self._saving = self._saving, None
             if not saving.finished:
@@ -83,10 +95,11 @@ class TrainingState:
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Load the state of a checkpoint and return its `extra`. Every rank calls it.
 
-        From a Hugging Face folder load the parameters, and return under `unused` the names of unused tensors.
+        From a Hugging Face folder it loads the parameters and resets the optimizer's state. It then returns steps and
+        skips of 0, and the names of unused tensors at `["user"]["unused"]`.
 
         Raises ValueError, before any change, for a checkpoint of another model or optimizer. Raises DamageError on
-        every rank for a damaged one; the state is then partly overwritten until another load succeeds.
+        every rank for a damaged checkpoint; the state may then be partly overwritten until another load succeeds.
         """
         self.wait_staged()
         self._update.abandon()
@@ -112,10 +125,10 @@ class TrainingState:
         return index.extra
 
     def restore(self, root: Path) -> RestoredState | None:
-        """Load the newest valid checkpoint of a root, and return what was restored; None without any checkpoint.
+        """Load the newest valid checkpoint of a root. Return None, and change nothing, if the root has no checkpoint.
 
-        Every rank calls it. A checkpoint that proves damaged during loading is skipped. Raises DamageError if there are
-        checkpoints but no valid one.
+        Every rank calls it. If a checkpoint turns out to be damaged, the checkpoint before it is loaded. Raises
+        DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does.
         """
         passed: list[Damage] = []
         tried: set[Path] = set()
@@ -160,7 +173,7 @@ class TrainingState:
         return unused_entries(index, names=names, base=base)
 
     def _search(self, root: Path, tried: set[Path]) -> CheckpointSearch:
-        """Return the checkpoint that the first rank finds, on every rank."""
+        """Return the result of the first rank's search, on every rank. Folders in `tried` are skipped."""
         world = self._engine.world
         found = on_all_ranks(lambda: newest_valid(root, without=tried) if world.rank == 0 else None, world=world)
         search = world.exchange(found)[0]
@@ -168,7 +181,7 @@ class TrainingState:
         return search
 
     def close(self) -> None:
-        """Release the optimizer and abandon an unfinished save."""
+        """Remove the hook from the optimizer, and let an unfinished save end in its thread (`PendingSave.detach`)."""
         if self._hook is not None:
             self._hook.remove()
         if self._saving is not None:
@@ -191,11 +204,14 @@ class TrainingState:
         ]
 
     def _saved_groups(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
-        """Return the saved hyperparameters of each group. Raises ValueError if they differ within a group."""
+        """Return the saved hyperparameters of each of this optimizer's groups.
+
+        Raises ValueError if the saved hyperparameters of one group's parameters differ.
+        """
         return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
 
     def _generators(self) -> list[StoredSlice]:
-        """Return the states of this rank's random generators, as copies."""
+        """Return copies of the states of this rank's random generators: the CPU's, and the device's under CUDA."""
         world = self._engine.world
         states: dict[str, Tensor] = {"random": torch.get_rng_state()}
         if world.device.type == "cuda":
@@ -212,7 +228,7 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
-    """Return the slots to load by parameter name of this model, whichever parameters were tied when saved."""
+    """Return the slots to load, by the names of this model's parameters; other parameters may be tied in the file."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
