@@ -171,14 +171,14 @@ def test_without_a_fault_the_report_is_ok(world: type[Faulty] | None, plan: str)
 def test_a_gradient_that_is_reduced_twice() -> None:
     found = first(check(ReducedTwice, "dp=2"))
     assert (found.what, found.step) == ("the gradient of embedding.weight", 1)
-    assert found.detail == "it is 2 times the expected one"
+    assert found.detail == "it is 2 times the expected value"
     assert found.module == "embedding"
 
 
 def test_a_norm_that_is_counted_twice() -> None:
     found = first(check(NormCountedTwice, "dp=2"))
     assert (found.what, found.step, found.module) == ("the gradient norm", 1, None)
-    assert "(1.41421 times that)" in found.detail
+    assert "(1.41421 times as much)" in found.detail
 
 
 def test_a_rank_whose_gradients_are_left_out() -> None:
@@ -192,7 +192,7 @@ def test_a_tied_parameter_that_is_counted_twice() -> None:
     report = check(TiedCountedTwice, "dp=2")
     found = first(report)
     assert (found.what, found.step) == ("the gradient of embedding.weight", 1)
-    assert found.detail == "it is 2 times the expected one"
+    assert found.detail == "it is 2 times the expected value"
 
 
 def test_a_parameter_that_is_stale_on_one_rank() -> None:
@@ -232,7 +232,7 @@ def rows_for_tokens(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def test_a_mean_of_means_that_counts_micro_batches() -> None:
     found = first(check(None, "dp=2", loss=mean_and_one))
     assert (found.what, found.step) == ("the count of the loss", 1)
-    assert found.detail == "it is 2 (2 times that) where 1 is expected"
+    assert found.detail == "it is 2, expected is 1 (2 times as much)"
 
 
 def test_a_mean_of_means_over_ragged_rows() -> None:

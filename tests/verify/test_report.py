@@ -26,7 +26,7 @@ REPORT = Report(
         ParameterFigures("positions.weight", None, figure(0.0, 1)),
     ),
     first=Divergence(
-        "the gradient of embedding.weight", 2, figure(1.0, 2), "embedding", "it is 2 times the expected one"
+        "the gradient of embedding.weight", 2, figure(1.0, 2), "embedding", "it is 2 times the expected value"
     ),
 )
 
@@ -34,7 +34,7 @@ DRAWN = """\
 dp=2 zero=1 is NOT the same model as one process (1 of 2 parameters differ)
 2 x cpu, 2 steps, bound 1e-09
 note: something to know
-first to differ: the gradient of embedding.weight, in step 2: relative difference 1.0e+00, bound 1.0e-09; it is 2 times the expected one
+first to differ: the gradient of embedding.weight, in step 2: relative difference 1.0e+00, bound 1.0e-09; it is 2 times the expected value
 first module that diverges: embedding
 
 step  loss  difference  gradient norm  difference
@@ -64,7 +64,7 @@ def test_a_report_without_a_difference_is_ok_and_gives_the_figure_nearest_its_bo
 def test_a_loose_bound_adds_a_warning_to_the_verdict() -> None:
     rough = ParameterFigures("head.weight", BoundedDifference(0.25, 3.7, 1), BoundedDifference(1e-4, 1e-2, 1))
     report = dataclasses.replace(REPORT, first=None, steps=(), parameters=(rough,))
-    assert "2.5e-01 apart where 3.7e+00 is allowed; rounding allows for so much" in report.verdict
+    assert "2.5e-01 apart where 3.7e+00 is allowed; with so wide a bound this proves little" in report.verdict
     assert "precision=fp32, or in float64" in report.verdict
 
 

@@ -158,7 +158,7 @@ def test_batch_norms_are_compared_and_with_micro_batches_in_eval_mode() -> None:
     assert not report.notes
     report = verify(normed, squares, rows, "dp=2 microbatches=2", lr=1e-2)
     assert report.ok, str(report)
-    assert "note: 1 takes statistics over a micro-batch, and the plan makes 2 of a batch" in report.notes[0]
+    assert "note: 1 computes statistics of each micro-batch, and the plan cuts a batch into 2" in report.notes[0]
 
 
 class KeyBias(nn.Module):

@@ -22,12 +22,7 @@ from torch import Tensor
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.checkpoint.checkpoint_errors import SaveError
-from meshwise.checkpoint.checkpoint_folder import (
-    make_partial_folder,
-    move_into_place,
-    next_sequence,
-    prune,
-)
+from meshwise.checkpoint.checkpoint_folder import make_partial_folder, move_into_place, next_sequence, prune
 from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, index_text, parse_index
 from meshwise.checkpoint.safetensors_format import TensorSpec, dtype_name, header
 from meshwise.checkpoint.staged_write import CHUNK, STAGING, StagedWriter

@@ -1,12 +1,12 @@
-"""Tools to test split models, which this project uses for its own tests.
+"""Test split models: run ranks, train under a plan and on one process, compare the figures, count the collectives.
 
 - `run` calls a function on N ranks, as threads or as processes
-- `agree` checks that two outcomes are the same, up to a bound
+- `outcome` trains under a plan, `alone` trains on one process in plain torch (`ReferenceRun`); both return all figures
+- `agree` raises `Disagreement` unless two such outcomes are equal up to a bound; `difference` compares two tensors
 - `count` counts the collectives of a block of code, to compare with a formula
 - `SavedForBackward` measures the bytes that a forward saves for its backward
-- `outcome` and `alone` train under a plan and on one process (`ReferenceRun`, in plain torch), and return the figures
 
-Together they make a test:
+A whole test:
 
     def main(world):
         trainer = parallelize(build, "dp=4 zero=3", loss=loss, world=world, lr=1e-3)

@@ -1,12 +1,12 @@
-"""Check that a split model and a whole one have computed the same (`agree`).
+"""Check that a training under a plan and the same training on one process have equal figures (`agree`).
 
 An outcome holds the figures to compare, by name: tensors and numbers in nested mappings and sequences.
 
     {"loss": 2.31, "grad_norm": 0.8, "gradients": {"embed.weight": Tensor, …}, "parameters": {…}}
 
-Two outcomes agree when they hold the same names and every pair of tensors has a relative difference (see
-`difference`) of at most the bound. The tensors of one mapping or sequence are a family: the largest of them sets the
-size below which a difference is rounding. A number is compared on its own.
+Two outcomes agree when they hold the same names, and the relative difference of every pair of tensors (see
+`difference`) is at most the bound. The tensors of one mapping or sequence are a family. The largest element of a family
+sets the scale below which a value is only rounding. Each number is its own family.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +18,19 @@ from torch import Tensor
 from meshwise.testing.relative_difference import Difference, difference, largest_magnitude, rounding_floor
 
 Outcome: TypeAlias = Any
+"""Tensors and numbers in nested mappings and sequences; names are joined by ` · `."""
 _SHOWN = 8
 
 
 class Disagreement(AssertionError):
-    """Two outcomes differ by more than the bound; the message names the first tensor that differs, and its index."""
+    """Error for two outcomes that differ by more than the bound, or do not hold the same names and shapes."""
 
 
 def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
-    """Check that `parallel` equals `single`, the trusted side, up to `bound` (a relative difference, such as 1e-9).
+    """Check that `parallel` equals `single`, the trusted side, up to the relative difference `bound`, such as 1e-9.
 
-    Raises Disagreement, naming the first tensor over the bound in the order of `single`, its relative difference and
-    the index of the largest one. Or it lists the names and shapes that only one side has.
+    Raises Disagreement: its message has the first tensor over the bound, in the order of `single`, with the index of
+    its largest difference. Or it lists the names that only one side has. Raises TypeError for other values.
     """
     ours, theirs = dict(_leaves(parallel)), dict(_leaves(single))
     if ours.keys() != theirs.keys():

@@ -1,18 +1,18 @@
-"""Count the collectives of a block of code, and the bytes that it saves for the backward, to compare with formulas.
+"""Count the collectives of a block of code, and the bytes that autograd saves in it, to compare with formulas.
 
     with world.record() as records:
         trainer.step(batch)
     count(records).check({"reduce_scatter[dp]": (2, 8 * psi), "all_gather[dp]": (2, 8 * psi), …})
 
-A row is named as a call record prints, `kind[axis·axis]`. It has (calls, bytes): the payload of the whole collective as
-one rank sees it.
+The name of a row is the kind and the axes, as a call record prints: `kind[axis·axis]`. Its value is (calls, bytes). The
+bytes are the payload of the whole collective as one rank sees it.
 
     with SavedForBackward(model) as saved:
         model(batch)
     assert saved.bytes == layers * bytes_per_layer
 
-Peak memory of a process mixes activations with parameters, buffers and whatever the allocator keeps. The saved bytes
-are exact and the same on every machine.
+Peak memory of a process mixes activations with parameters, buffers and the allocator's cache. The saved bytes are exact
+and equal on every machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,14 +26,14 @@ from meshwise.comm.api.flight_recorder import CallRecord
 
 
 class Counts(dict[str, tuple[int, int]]):
-    """Numbers of collectives: (calls, bytes) by `kind[axes]`. Prints as a table."""
+    """Collectives of one rank: (calls, bytes) by `kind[axes]`. Prints as a table."""
 
     def __repr__(self) -> str:
         rows = [(name, f"{calls:,}", f"{size:,}") for name, (calls, size) in self.items()]
         return align_columns([("", "calls", "bytes"), *rows])
 
     def check(self, expected: Mapping[str, tuple[int, int]]) -> None:
-        """Raise AssertionError, with both tables side by side, unless the rows are exactly the expected ones."""
+        """Raise AssertionError, with both tables side by side, unless the rows equal `expected`."""
         if self == expected:
             return
         lines = [("", "calls", "expected", "bytes", "expected", "")]
@@ -45,7 +45,10 @@ class Counts(dict[str, tuple[int, int]]):
 
 
 def count(records: Iterable[CallRecord]) -> Counts:
-    """Return the collectives of a recording, summed by kind and axes, in alphabetical order."""
+    """Return the calls and bytes of recorded collectives, by kind and axes in alphabetical order.
+
+    `records`: from `World.record()`, on one rank.
+    """
     rows: dict[str, tuple[int, int]] = {}
     for record in records:
         name = f"{record.kind}[{'·'.join(record.axes)}]"
@@ -55,7 +58,7 @@ def count(records: Iterable[CallRecord]) -> Counts:
 
 
 class SavedForBackward:
-    """Context that counts the storages that autograd saves in it, except the parameters of `model`."""
+    """Context manager that measures the bytes that autograd saves inside it, without the parameters of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -64,7 +67,7 @@ class SavedForBackward:
 
     @property
     def bytes(self) -> int:
-        """Bytes saved so far: the sizes of all distinct storages."""
+        """Bytes saved so far: the sum of the sizes of all storages, each counted once."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
     def __enter__(self) -> "SavedForBackward":

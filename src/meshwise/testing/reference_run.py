@@ -1,16 +1,16 @@
-"""The reference run: the same training on one process, in plain torch.
+"""Train an unsplit model on one process, in plain torch, to compare a plan with it (`ReferenceRun`).
 
-The engine on one rank would share the engine's mistakes. This is the loop that one would write by hand:
+The project's own engine on one rank could make the same mistakes as on many. So this is the usual loop:
 
     | output = model(batch)
     | total, count = loss(output, batch)          # over the whole global batch
     | (total / count).backward()
     | norm = clip_grad_norm_(parameters, …)       # torch's own
-    | optimizer.step()                            # torch's own, over the whole tensors
+    | optimizer.step()                            # torch's own, over the full tensors
 
-Three rules of the engine are repeated here. A parameter that the loss did not reach has the gradient zero (torch's
-optimizers would skip it, and its weight decay). A parameter narrower than its master is updated in the master and
-rounded. Dropout is the same function of seed, step, sample and place.
+Three rules are the same as in the engine. A parameter that the loss did not reach has the gradient zero (torch's
+optimizers would skip it, and its weight decay). A parameter with a wider master is updated in the master, then rounded.
+Dropout is the same function of seed, step, sample and place.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ from meshwise.precision.dtype_policy import Precision
 
 
 class ReferenceRun:
-    """One process that trains a whole model, on the CPU or on `device`. Other arguments are as in `parallelize`.
+    """Training of an unsplit model on one process, on the CPU or on `device`. Other arguments are as in `parallelize`.
 
-    A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
+    A function as `model` gives the same initial parameters as under every plan with the same seed. A module is copied.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ReferenceRun:
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
-        """Run forward and backward of a global batch, and return the mean loss and its count.
+        """Run forward and backward of a global batch, and return the mean loss and its count. It replaces gradients.
 
         Raises ValueError when `loss` does not return (sum, count), or counts nothing.
         """
@@ -82,7 +82,7 @@ class ReferenceRun:
         return float(total.detach()) / counted, counted
 
     def evaluate(self, batch: Any) -> float:
-        """Return the loss of a global batch, without training. Raises as `backward` does."""
+        """Return the mean loss of a global batch, without gradients. Raises the errors of `backward`."""
         with torch.no_grad():
             total, counted = self._run(batch)
         return float(total) / counted
@@ -101,12 +101,12 @@ class ReferenceRun:
         return total, float(count)
 
     def _master(self, parameter: nn.Parameter, unrounded: Tensor) -> nn.Parameter:
-        """Return the parameter itself, or its master, which is updated."""
+        """Return the parameter that the optimizer updates: a new master, or `parameter` itself if dtypes are equal."""
         dtype = self._precision.master_of(parameter.dtype)
         return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient) of the trained parameters: as computed before `update`, clipped after it."""
+        """Yield (name, gradient) of the trained parameters: unclipped before `update`, clipped after it."""
         for name, parameter in self._updated.items():
             assert parameter.grad is not None
             yield name, parameter.grad
@@ -122,7 +122,7 @@ class ReferenceRun:
         return float(norm)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, value) of every parameter, also of frozen ones, under its first name."""
+        """Yield (name, value) of every parameter, frozen or not; a tied parameter once, under its first name."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 

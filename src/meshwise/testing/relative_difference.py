@@ -1,13 +1,13 @@
-"""Relative difference of two tensors, as `agree` and `verify` define it.
+"""Compute the relative difference of two tensors, as `agree` and `verify` define it.
 
     relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
 
-b is the trusted side. The whole tensor has one scale. An element that is small by cancellation carries the rounding of
-its large terms, and an element-wise ratio would report that rounding as disagreement.
+b is the trusted side. The full tensor has one scale. An element that is small by cancellation has the rounding error of
+its large terms, and an element-wise ratio would report this error as a difference.
 
-The floor does the same for a tensor that is small as a whole. Softmax does not depend on the bias of an attention's
-keys, so that bias has the gradient zero. Its computed gradient, under any plan, is rounding: about 1e-18 where
-others are 1e-2. Its family (the gradients of the model) gives the scale below which a tensor is rounding:
+The floor is for tensors in which every element is small. An example is the bias of an attention's keys: softmax does
+not depend on it, so its gradient is zero. The computed gradient is only rounding, under any plan: about 1e-18 where
+other gradients are 1e-2. A family of tensors, such as all gradients, gives the scale below which a tensor is rounding:
 
     floor  =  max |b| of the family  ·  128 eps / bound
 
@@ -26,7 +26,7 @@ _ROUNDINGS = 128
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of two tensors: relative, its index and the two values there."""
+    """Largest difference of two tensors, relative as above, its index in the tensor, and both values there."""
 
     relative: float = 0.0
     index: tuple[int, ...] = ()
@@ -41,8 +41,8 @@ class Difference:
 def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
     """Return the relative difference of two tensors of the same shape, computed in float64.
 
-    A NaN on either side, an infinity that the other side does not have, or anything but zero where `expected` and
-    `floor` are all zero differ infinitely. Raises ValueError when the shapes differ.
+    It is infinite for a NaN on either side, for an infinity on one side only, and for a value other than zero when
+    `expected` and `floor` are zero. Raises ValueError when the shapes differ.
     """
     if value.shape != expected.shape:
         raise ValueError(f"shape {tuple(value.shape)} cannot be compared with {tuple(expected.shape)}")
@@ -69,6 +69,6 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def rounding_floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
-    """Return the magnitude below which values are rounding, in a family whose largest absolute value is `largest`."""
+    """Return the scale below which a tensor is only rounding, in a family whose largest absolute value is `largest`."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return largest * min(1.0, _ROUNDINGS * eps / bound) if bound > 0 and largest < math.inf else 0.0

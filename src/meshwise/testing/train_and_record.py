@@ -1,4 +1,4 @@
-"""Train a few steps, under a plan (`outcome`) or on one process (`alone`), and return all figures, for `agree`."""
+"""Train a few steps, under a plan (`outcome`) or on one process (`alone`), and record all figures for `agree`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -10,12 +10,14 @@ from meshwise.model.forward import Loss
 from meshwise.testing.reference_run import ReferenceRun
 
 RecordedSteps: TypeAlias = list[dict[str, Any]]
+"""Figures of each step: `loss` (mean), `grad_norm` (before clipping), `tokens` (count of the loss), and `gradients` and
+`parameters` (full tensors by name, copied to the CPU)."""
 
 
 def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
-    """Train on global batches, and return per step the loss, the norm, the tokens, and every gradient and parameter.
+    """Train one step on each global batch under a plan, and return the figures of every step, equal on every rank.
 
-    Every rank calls it and gets all figures. Gradients are the averaged ones, before clipping.
+    Every rank calls it. Gradients are those of the mean loss, unclipped.
     """
     steps = []
     for batch in batches:
@@ -35,9 +37,9 @@ def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
 def alone(
     model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any
 ) -> RecordedSteps:
-    """Train on one process with a `ReferenceRun`, and return the same figures as `outcome`.
+    """Train one step on each global batch with a `ReferenceRun`, and return the figures that `outcome` returns.
 
-    `training`: the optimizer, its arguments and the options, as `parallelize` takes them.
+    `training`: the optimizer, its arguments and the options, as in `parallelize`. Gradients are unclipped.
     """
     single = ReferenceRun(model, loss=loss, **training)
     steps = []

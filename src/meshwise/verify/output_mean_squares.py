@@ -1,8 +1,8 @@
-"""Measure the size of every module's output in a step, to find where two forwards differ first.
+"""Measure the mean square of every module's output in a step, to find the first module where two forwards differ.
 
-A split model's outputs lie in pieces, per rank and micro-batch, so their tensors cannot be compared. The mean square
-over all pieces can. It does not depend on how the rows of a batch are split, also for an output without a batch dim,
-such as a position embedding.
+Each rank and micro-batch has a part of a split model's output, so the output tensors cannot be compared. Their mean
+square over all parts can be compared. It does not depend on the split of the batch's rows, even for an output without
+a batch dim, such as a position embedding.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from meshwise.model.forward import Forward
 
 
 class OutputMeanSquares:
-    """Mean squares of the outputs of all modules of a model, measured by hooks in its forward passes."""
+    """Mean squares of the outputs of all modules, measured by hooks. The model runs through its method `forward`."""
 
     def __init__(self, forward: Forward) -> None:
         self._inner = forward
@@ -30,13 +30,13 @@ class OutputMeanSquares:
         self._left = 0
 
     def listen(self, *models: nn.Module) -> None:
-        """Register hooks on every module of the models."""
+        """Register a hook on every module of the models, such as the stages of this rank."""
         self._names = {module: name for model in models for name, module in model.named_modules()}
         for module, name in self._names.items():
             module.register_forward_hook(partial(self._add, name))
 
     def begin(self, passes: int = 1) -> None:
-        """Forget the last step. In the next one, measure the first `passes` forward passes."""
+        """Start a new step: discard all measurements, then measure the first `passes` forward passes only."""
         self._squares, self._elements, self._left = {}, {}, passes
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -48,11 +48,14 @@ class OutputMeanSquares:
 
     @property
     def order(self) -> list[str]:
-        """The modules that ran, in the order in which they first finished: inner ones before outer ones."""
+        """Names of the modules that ran, in the order in which they first finished: inner modules before outer ones."""
         return list(self._elements)
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """Return the mean square of every module's output, by name; with a world, over all its ranks with data."""
+        """Return the mean square of every module's output by name, on this rank, or over all ranks of `world`.
+
+        With a world, every rank calls it.
+        """
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
@@ -75,9 +78,9 @@ class OutputMeanSquares:
 
 
 def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
-    """Return the number of this rank's forward passes in a step that have rows of the batch.
+    """Return how many of this rank's forward passes in a step have rows of the batch.
 
-    Passes after those have none: they take part in collectives only.
+    Later passes have a spare row instead of data: they only take part in collectives.
     """
     start, stop = trainer.share(row_count(batch))
     return len(trainer.modules) * sum(

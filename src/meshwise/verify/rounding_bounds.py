@@ -1,17 +1,17 @@
-"""Bounds for the difference between two runs of the same model: 1e-9 in float64, and otherwise the effect of rounding.
+"""Bounds for the difference between two runs of the same model: 1e-9 in float64, otherwise measured from rounding.
 
-In a narrower precision no constant serves. The growth of a rounding error depends on the model. An optimizer that
-divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a whole step. So the
-growth is measured. Two neighbours train the same model on one process, from parameters that are each moved by one unit
-in the last place. By backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1), reordered
-sums are exact results for such neighbours. Rounding explains their difference from the reference run, and the plan may
-differ as much:
+In a narrower precision no constant bound is right, because the growth of a rounding error depends on the model. An
+optimizer that divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a full
+update. So the growth is measured. Two neighbours train the same model on one process; each of their initial parameters
+is moved by one unit in the last place. By backward error analysis (Higham, Accuracy and Stability of Numerical
+Algorithms, ch. 1), reordered sums are exact results for such neighbours. Rounding explains the difference between a
+neighbour and the reference run, so the plan may differ as much:
 
-    bound = max(16 eps, 16 · the larger difference)        eps of the narrowest dtype that the forward computes in
+    bound = max(16 eps, 16 · the larger difference of both neighbours)      eps of the narrowest dtype in the forward
 
-An element of a parameter is not compared once its gradient was smaller than 16 times that difference, or, in float64,
-than the rounding of the largest gradient. Then rounding may have chosen its direction. An example is the bias of an
-attention's keys: its gradient is zero in exact arithmetic.
+Rounding may choose the direction of an update if the gradient is small: smaller than 16 times the difference of the
+neighbours, or, in float64, than the rounding of the largest gradient. After such an update that element of the
+parameter is not compared. An example is the bias of an attention's keys: its exact gradient is zero.
 """
 
 import math
@@ -30,19 +30,20 @@ from meshwise.testing.reference_run import ReferenceRun, whole
 from meshwise.testing.relative_difference import difference, largest_magnitude, rounding_floor
 
 FLOAT64_BOUND = 1e-9
+"""Bound of every relative difference in float64."""
 _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 
 
 @dataclass(frozen=True)
 class TrialForward:
-    """Observations in a forward pass on one process before the comparison.
+    """Facts found by forward passes on one process, before the comparison.
 
     | precision   the narrowest floating dtype that the forward computed in
-    | where       the operation that first gave this dtype
-    | random      whether the same batch gave two losses, or could
+    | where       name of the first operation with a result of this dtype
+    | random      whether two passes of one batch gave different losses, or some draws depend on the plan
     | drew        whether the model drew random numbers of any kind
-    | unknown     operations whose draws depend on the plan
-    | pooled      a module that takes statistics over a micro-batch, which the plan divides otherwise; empty: none
+    | unknown     operations whose random numbers depend on the plan
+    | pooled      name of a module whose statistics over the batch depend on the micro-batches; empty if there is none
     """
 
     precision: torch.dtype
@@ -54,7 +55,7 @@ class TrialForward:
 
 
 def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
-    """Run a batch forward twice, and restore the buffers. Raises any error of the model and the loss."""
+    """Run a batch forward twice, restore the buffers, and return the facts. Raises any error of model and loss."""
     kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
     with _Narrowest(single.model) as seen:
         first = single.evaluate(batch)
@@ -67,9 +68,9 @@ def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Mode that records the narrowest floating dtype of the tensors that are computed from the parameters.
+    """Dispatch mode that records the narrowest floating dtype of the tensors that are computed from parameters.
 
-    Other tensors, such as a count of tokens or a mask, are the same on both sides.
+    Other tensors, such as a count of tokens or a mask, are equal on both sides.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,7 +91,7 @@ class _Narrowest(TorchDispatchMode):
 
 
 def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> Iterator[nn.Module]:
-    """Yield the whole model twice, each time with every parameter's elements moved by one unit in the last place."""
+    """Yield two copies of the model, with each element of a parameter moved up or down by eps of `precision`."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(_NEIGHBOURS):
         module = whole(model, seed=seed)
@@ -103,7 +104,7 @@ def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precisi
 
 @dataclass(frozen=True)
 class BoundedDifference:
-    """A measured relative difference, its bound, and its step, counted from 1."""
+    """A measured relative difference, its bound, and its step, counted from 1; 0 is before the first step."""
 
     difference: float
     bound: float
@@ -122,7 +123,7 @@ class BoundedDifference:
 
 @dataclass(frozen=True)
 class BoundJudge:
-    """Measures differences and their bounds, in a precision."""
+    """Rules for differences and their bounds. `precision`: the dtype with the largest rounding error of both sides."""
 
     precision: torch.dtype
 
@@ -132,13 +133,19 @@ class BoundJudge:
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
-        """Return the smallest value that is distinguishable from rounding in a tensor with this largest element."""
+        """Return the scale below which a tensor counts as rounding; 0 unless `exact`.
+
+        `largest`: largest magnitude of all tensors of the same kind, such as all gradients.
+        """
         return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
 
     def measure(
         self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
     ) -> BoundedDifference:
-        """Return the relative difference of `value`, with a bound from the largest difference of the neighbours."""
+        """Return the relative difference of `value` from `expected`, with the bound that the neighbours give.
+
+        `neighbours`: the same tensor in their runs; unused if `exact`. `least`: the scale from `floor`.
+        """
         found = difference(value, expected, floor=least).relative
         if self.exact:
             return BoundedDifference(found, FLOAT64_BOUND, step)
@@ -146,10 +153,11 @@ class BoundJudge:
         return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
     def undecided(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
-        """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None: no element.
+        """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None for no mask.
 
-        `largest`: the largest element of all gradients. An optimizer that divides by the size of the gradient takes a
-        whole step for such an element. Its parameter is not compared from then on; its gradient still is.
+        `neighbours`: the gradient in their runs. `largest`: largest magnitude of all gradients. An optimizer that
+        divides by the size of the gradient makes a full update for such an element. The caller no longer compares this
+        element of the parameter, but still compares its gradient.
         """
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0
@@ -164,4 +172,4 @@ class BoundJudge:
             return f"bound {FLOAT64_BOUND:g}"
         eps = torch.finfo(self.precision).eps
         name = str(self.precision).removeprefix("torch.")
-        return f"bound max({_ROUNDINGS} eps, {_MARGIN} x what one eps in the parameters does), eps {eps:.1e} of {name}"
+        return f"bound max({_ROUNDINGS} eps, {_MARGIN} x effect of one eps in the parameters), eps {eps:.1e} of {name}"

@@ -1,4 +1,4 @@
-"""Run both sides of a verification, step by step, and compare every figure.
+"""Train under a plan and on one process, step by step, and compare every figure of both sides.
 
     one process (rank 0)      │ under the plan (every rank)     compared, by this name in the report
     ──────────────────────────┼──────────────────────────────────────────────────────────────────────
@@ -9,8 +9,8 @@
     optimizer                 │ optimizer on shards             the value of …
                               │ rank against rank               the value of … on rank r
 
-The order follows the computation, so the first figure over its bound shows the place of the fault, or a place just
-after it. Tensors are compared one at a time: every rank but the first has its share and one whole parameter in memory.
+The order follows the computation, so the first figure over its bound is at the fault or just after it. Tensors are
+compared one at a time: every rank except the first holds its shards and one full parameter.
 """
 
 import dataclasses
@@ -35,14 +35,15 @@ from meshwise.verify.verification_report import Divergence, ParameterFigures, St
 Result = TypeVar("Result")
 _GRADIENT, _VALUE = "the gradient of", "the value of"
 _COLLINEAR = 1e-6
-"""Two tensors count as multiples of each other when the remainder, relative to the tensor, is at most this."""
+"""A tensor counts as a multiple of another one if the largest remainder is at most this part of the largest element."""
 _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of each element size: their sum is a digest of a tensor's bits, equal on equal ranks."""
+"""Integer dtype by element size: the sum of a tensor's bits as integers is the digest that ranks compare."""
 
 
 class ReferenceSide:
-    """Reference runs on one process: the first one is the trusted side. Others, if any, are the neighbours that measure
-    bounds (see `rounding_bounds`).
+    """The side of a verification on one process: a trusted reference run, then the runs of its neighbours.
+
+    There are no neighbours in float64; otherwise they measure the bounds (see `rounding_bounds`).
     """
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
@@ -59,7 +60,10 @@ class ReferenceSide:
         self._undecided: dict[str, Tensor] = {}
 
     def backward(self, batch: Any) -> list[tuple[float, float]]:
-        """Run forward and backward in every run, and return the (loss, count) of each."""
+        """Run forward and backward in every run, and return (mean loss, count) of each.
+
+        It also notes the elements of gradients so small that rounding may decide their update.
+        """
         for outputs in self.outputs:
             outputs.begin()
         losses = [run.backward(batch) for run in self.runs]
@@ -73,7 +77,7 @@ class ReferenceSide:
         return losses
 
     def comparable(self, name: str, *, value: Tensor) -> Tensor:
-        """Return a parameter's value, with the expected elements where rounding may have decided an update."""
+        """Return the value of a parameter, with expected elements where rounding may have decided an update so far."""
         if name not in self._undecided:
             return value
         expected = self.runs[0].model.get_parameter(name).detach()
@@ -84,16 +88,19 @@ class ReferenceSide:
         return [run.update() for run in self.runs]
 
     def gradients(self) -> list[dict[str, Tensor]]:
-        """Return the gradients of each run: before clipping until `update` is called."""
+        """Return the gradients of each run by name: unclipped before `update`, clipped after it."""
         return [dict(run.gradients()) for run in self.runs]
 
     def values(self) -> list[dict[str, Tensor]]:
-        """Return the parameters and buffers of each run."""
+        """Return the parameters and the floating-point buffers of each run, by name."""
         return [dict(run.parameters()) | dict(_floating(run.model.named_buffers())) for run in self.runs]
 
 
 def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
-    """Return the result of `call` on the first rank, None on the others. Its exception is raised on every rank."""
+    """Return the result of `call` on the first rank, and None on the other ranks, which do not call it.
+
+    Every rank calls this function. An exception of `call` is raised on every rank.
+    """
     result, problem = None, None
     if world.rank == 0:
         try:
@@ -109,7 +116,11 @@ def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
 
 
 class StepComparison:
-    """Figures of a verification, collected step by step on the first rank, which has the reference side."""
+    """Comparison of both sides, step by step. Every rank calls its methods; only the first rank has results.
+
+    | steps   figures of each step
+    | first   the first figure over its bound; None so far, and on the other ranks
+    """
 
     def __init__(
         self, trainer: Trainer, *, outputs: OutputMeanSquares, judge: BoundJudge, reference: ReferenceSide | None
@@ -125,12 +136,12 @@ class StepComparison:
         self.first: Divergence | None = None
 
     def start(self) -> None:
-        """Compare the initial parameters of both sides."""
+        """Compare the initial parameters and buffers of both sides."""
         values, replicas = self._compare_values(0)
         self._keep_first(itertools.chain(self._as_divergences(_VALUE, values), replicas))
 
     def step(self, number: int, *, batch: Any) -> None:
-        """Take one step on both sides and compare all figures."""
+        """Train one step on a global batch on both sides, and compare all figures. `number` counts from 1."""
         trainer, reference = self._trainer, self._reference
         self._outputs.begin(passes_with_data(trainer, batch=batch))
         result = trainer.step(batch)
@@ -162,13 +173,13 @@ class StepComparison:
         )
 
     def parameters(self) -> list[ParameterFigures]:
-        """Return the largest differences of every parameter and buffer."""
+        """Return the largest differences of every parameter and buffer, over all steps so far."""
         return [ParameterFigures(name, self._gradients.get(name), value) for name, value in self._values.items()]
 
     # ---- measuring ---------------------------------------------------------------------------------------------
 
     def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
-        """Return the figures of all values, and a divergence for every value that is not the same on all ranks."""
+        """Return the differences by name, and a divergence for each full value that differs between two ranks."""
         digests: dict[str, int] = {}
 
         def values() -> Iterator[tuple[str, Tensor]]:
@@ -198,7 +209,7 @@ class StepComparison:
         return figures, others
 
     def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, BoundedDifference]:
-        """Return figures by name on the first rank. The others only take part in the collectives of `ours`."""
+        """Return differences by name on the first rank. Other ranks only take part in the collectives of `ours`."""
         figures: dict[str, BoundedDifference] = {}
         if self._reference is None:
             for _ in ours:
@@ -224,7 +235,7 @@ class StepComparison:
     # ---- judging -----------------------------------------------------------------------------------------------
 
     def _keep_first(self, figures: Iterable[Divergence], *, forward: str | None = None) -> None:
-        """Keep the first figure over its bound, with `forward`, the first module whose output differs, if any."""
+        """Keep the first figure over its bound. `forward`: the first module whose output differs, if any."""
         over = next((found for found in figures if found.figure.over), None)
         if self.first is None and over is not None:
             self.first = over if forward is None else dataclasses.replace(over, module=forward)
@@ -232,18 +243,18 @@ class StepComparison:
     def _as_divergences(self, kind: str, figures: Mapping[str, BoundedDifference]) -> Iterator[Divergence]:
         for name, figure in figures.items():
             factor = self._factors.get(f"{kind} {name}")
-            detail = "" if factor is None else f"it is {factor:.6g} times the expected one"
+            detail = "" if factor is None else f"it is {factor:.6g} times the expected value"
             yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
 
     def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
-        """Return the figures of gradients, beginning with the forward's last module."""
+        """Return the figures of gradients in the order of the backward: the last module of the forward first."""
         assert self._reference is not None
         place = {module: number for number, module in enumerate(self._reference.outputs[0].order)}
         names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))
         return {name: figures[name] for name in names}
 
     def _first_output(self, ours: Mapping[str, float], step: int) -> str | None:
-        """Return the first module of the forward whose output differs in size."""
+        """Return the first module of the forward whose output has a different mean square; None if there is none."""
         assert self._reference is not None
         sides = [outputs.mean_squares() for outputs in self._reference.outputs]
         for module in self._reference.outputs[0].order:
@@ -259,8 +270,8 @@ def _keep_worst(worst: dict[str, BoundedDifference], figures: Mapping[str, Bound
 
 
 def _scalar(what: str, figure: BoundedDifference, value: float, expected: float) -> Divergence:
-    factor = f" ({value / expected:.6g} times that)" if expected else ""
-    return Divergence(what, figure.step, figure, detail=f"it is {value:.8g}{factor} where {expected:.8g} is expected")
+    factor = f" ({value / expected:.6g} times as much)" if expected else ""
+    return Divergence(what, figure.step, figure, detail=f"it is {value:.8g}, expected is {expected:.8g}{factor}")
 
 
 def _factor(value: Tensor, expected: Tensor) -> float | None:

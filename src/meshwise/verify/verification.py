@@ -1,8 +1,8 @@
-"""Verify that a split model is the same model as on one process (`verify`).
+"""Verify that a model under a plan computes the same as on one process (`verify`).
 
-Every way of splitting a model can go wrong by a factor, a rank or a micro-batch, and still train: the loss falls, only
-less well. So `verify` takes a few steps of the user's own model, loss and batches before a costly run. It takes them
-under the plan and on one process, and compares every figure.
+A wrongly split model may still train: after an error by a factor, a rank or a micro-batch, the loss only falls more
+slowly. So `verify` trains the user's model for a few steps before a costly run, under the plan and on one process. It
+compares the loss, every gradient and every parameter.
 """
 
 import dataclasses
@@ -37,15 +37,16 @@ def verify(
 ) -> Report:
     """Train a model for a few steps under a plan and on one process, and return a report on all differences.
 
-    `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`.
-    `batches` are global batches, the same on every rank, one for each step. Model and batches are converted to `dtype`
-    (None: they stay as they are). Under a plan with another precision than fp32 both sides compute in that precision.
+    `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`. A module
+    is copied first. `batches` are global batches, equal on every rank, one for each step. Model and batches are
+    converted to `dtype`, unless it is None. A plan with `precision=bf16` or `fp16` keeps them as they are, and both
+    sides compute in this precision.
 
-    Every rank of `world` calls it and gets the report. Without a world, `connect()` gives one. If that has one rank and
-    the plan needs more, the ranks are threads of this process.
+    Every rank of `world` calls it and gets the report. Without a world, it calls `connect()`. If the world has one rank
+    and the plan needs more, the ranks are threads of this process.
 
-    Dropout and other draws with torch are the same under every plan, and are compared. With `random=local` in the plan,
-    or numbers drawn in other ways, the model is compared in eval mode; the report says so.
+    Dropout and other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or
+    random numbers that depend on the plan, the model is compared in eval mode, and the report says so.
 
     Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
     return (sum, count), and when one batch gives two different losses. Raises any error of model and loss.

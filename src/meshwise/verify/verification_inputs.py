@@ -1,4 +1,4 @@
-"""Prepare the user's model, loss and batches for a comparison."""
+"""Prepare the user's model, loss and batches for a verification (`VerificationInputs`)."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +20,18 @@ from meshwise.verify.output_mean_squares import OutputMeanSquares
 from meshwise.verify.rounding_bounds import TrialForward, try_out
 
 Model = nn.Module | Callable[[], nn.Module]
+"""A module, or a function that makes one."""
 
 
 @dataclass(frozen=True)
 class VerificationInputs:
-    """The arguments of `verify`: a model and its training.
+    """The model, loss, batches and settings of one call of `verify`, used by both sides.
 
     | dtype          dtype that model and batches are converted to; None leaves them as they are
     | training       keywords of `parallelize`: the optimizer, its arguments, the options
-    | precision      the dtypes of both sides
+    | precision      dtypes of computation, masters and gradients on both sides
     | local          whether every rank draws its own random numbers (`random=local`)
-    | microbatches   micro-batches of each batch under the plan; the reference run has one
+    | microbatches   micro-batches of each rank's rows under the plan; the reference run has one
     | evaluating     whether the model is compared in eval mode
     """
 
@@ -46,12 +47,12 @@ class VerificationInputs:
 
     @property
     def options(self) -> Options:
-        """The options of the training. A step that is not finite raises, so the loss scale is small."""
+        """Options of both sides. Gradients that are not finite raise an error, so the loss scale is only 256."""
         options = self.training.get("options") or Options()
         return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=LossScale(256.0))
 
     def prepared(self) -> Model:
-        """Return the model in the dtype and mode of the comparison; a module is copied, since training changes it."""
+        """Return the model in the dtype and mode of the comparison: a copied module, or a function that makes one."""
 
         def build() -> nn.Module:
             module = copy_with_hooks(self.model) if isinstance(self.model, nn.Module) else self.model()
@@ -68,19 +69,19 @@ class VerificationInputs:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
     def arguments(self, outputs: OutputMeanSquares) -> dict[str, Any]:
-        """Return the keywords of `parallelize` and `ReferenceRun`; the forward runs through `outputs`."""
+        """Return keywords of `parallelize` and `ReferenceRun`: loss, optimizer, options. `outputs` runs the forward."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
 
     def listener(self) -> OutputMeanSquares:
-        """Return an `OutputMeanSquares` for this model's forward."""
+        """Return a new `OutputMeanSquares` for this model's forward."""
         return OutputMeanSquares(self.options.forward or default_forward)
 
     def try_out(self, device: torch.device) -> TrialForward:
-        """Run the first batch forward on one process, on `device`.
+        """Run the first batch forward twice on one process, on `device`; again in eval mode if training mode is random.
 
-        Raises ValueError when it gives two losses, in eval mode too. Raises any error of the model and the loss.
+        Raises ValueError if the losses differ in eval mode too. Raises any error of the model and the loss.
         """
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
@@ -98,23 +99,23 @@ class VerificationInputs:
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
 
     def coarsest(self, trial: TrialForward) -> torch.dtype:
-        """Return the dtype that rounds most: of the forward, or of the gradients' reduction or accumulation."""
+        """Return the dtype with the largest rounding error: of the forward, or of summing or accumulating gradients."""
         dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
     def notes(self, trial: TrialForward) -> Iterator[str]:
-        """Yield the notes of the report."""
+        """Yield the notes of the report, such as the reason for eval mode."""
         if trial.pooled:
             yield (
-                f"note: {trial.pooled} takes statistics over a micro-batch, and the plan makes {self.microbatches} of "
-                "a batch, which are other statistics; the model was compared in eval mode, without them"
+                f"note: {trial.pooled} computes statistics of each micro-batch, and the plan cuts a batch into "
+                f"{self.microbatches}; the model was compared in eval mode, without these statistics"
             )
         elif self.evaluating:
-            whose = "with random=local every rank draws its own" if self.local else "those depend on the plan"
+            whose = "with random=local every rank draws its own" if self.local else "these depend on the plan"
             names = f" ({', '.join(trial.unknown)})" if trial.unknown else ""
             yield (
-                f"note: the model draws random numbers while it trains{names}, and {whose}, so that plans differ in "
-                "them; it was compared in eval mode, without them"
+                f"note: the model draws random numbers in training{names}, and {whose}; it was compared in eval mode, "
+                "without random numbers"
             )
         if self.dtype is not None and trial.precision != self.dtype:
             name = str(trial.precision).removeprefix("torch.")

@@ -7,6 +7,7 @@ from meshwise.base.align_columns import align_columns
 from meshwise.verify.rounding_bounds import BoundedDifference
 
 Row = tuple[str, ...]
+"""Texts of the cells of a table's row."""
 
 _LOOSE = 0.05
 """A relative bound above this one may hide errors that matter."""
@@ -14,7 +15,7 @@ _LOOSE = 0.05
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one optimizer step: loss and gradient norm of the reference run, and the plan's differences."""
+    """Mean loss and gradient norm of the reference run in one step, and the relative differences of the plan's."""
 
     loss: float
     grad_norm: float
@@ -24,7 +25,10 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class ParameterFigures:
-    """Largest differences of one parameter or buffer over all steps: of its gradient (None: it has none) and value."""
+    """Largest differences of one parameter or buffer over all steps, in gradient and value.
+
+    `gradient` is None for a frozen parameter or a buffer.
+    """
 
     name: str
     gradient: BoundedDifference | None
@@ -32,7 +36,7 @@ class ParameterFigures:
 
     @property
     def over(self) -> bool:
-        """True if either is over its bound."""
+        """True if the gradient or the value is over its bound."""
         return self.value.over or (self.gradient is not None and self.gradient.over)
 
     @property
@@ -46,9 +50,9 @@ class Divergence:
     """A figure over its bound: the first one in the order of computation.
 
     | what      name of the figure, such as `the gradient of head.weight`
-    | step      counted from 1; 0 is before the first
-    | module    the first module that diverges: of the forward when its output differs, otherwise of the backward
-    | detail    the factor between the two values, or the ranks that differ, in words
+    | step      counted from 1; 0 is before the first step
+    | module    name of the first module whose output differs; else of the figure's own module; None if it has none
+    | detail    the factor between both values, or a difference between ranks, in words
     """
 
     what: str
@@ -68,14 +72,14 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `verify`, the same on every rank. Prints as text.
+    """Result of `verify`, equal on every rank. Prints as text.
 
-    | plan          as resolved
+    | plan          text of the plan, with dp resolved
     | setting       ranks, device, steps and bound, in words
     | notes         changes that the comparison needed, and the dtype that set the bound
     | steps         figures of every optimizer step
     | parameters    figures of every parameter, in the order of the table, then of the buffers
-    | first         the first difference; None when the plan is the same model
+    | first         the first figure over its bound; None when the plan is the same model
     """
 
     plan: str
@@ -98,13 +102,13 @@ class Report:
             found = f"at most {worst.difference:.1e} apart where {worst.bound:.1e} is allowed"
             loosest = max(figure.bound for figure in self._figures())
             advice = "this proves little: verify with precision=fp32, or in float64"
-            warning = "" if loosest <= _LOOSE else f"; rounding allows for so much that {advice}"
+            warning = "" if loosest <= _LOOSE else f"; with so wide a bound {advice}"
             return f"{self.plan} is the same model as one process ({found}{warning})"
         over = sum(line.over for line in self.parameters)
         return f"{self.plan} is NOT the same model as one process ({over} of {len(self.parameters)} parameters differ)"
 
     def step_rows(self) -> list[Row]:
-        """Return the table of steps, header first."""
+        """Return the table of steps, header first: loss and gradient norm, each with its difference."""
         header = ("step", "loss", "difference", "gradient norm", "difference")
         return [
             header,
@@ -115,7 +119,7 @@ class Report:
         ]
 
     def parameter_rows(self, lines: Iterable[ParameterFigures] | None = None) -> list[Row]:
-        """Return the table of parameters (or of `lines`), header first: largest differences, and their steps."""
+        """Return the table of `lines`, by default all parameters, header first: largest differences and their steps."""
         header = ("parameter", "gradient", "step", "value", "step")
         return [
             header,
