@@ -120,7 +120,7 @@ def test_auto_fills_what_the_other_axes_leave() -> None:
 
 
 REFUSED_TEXT = [
-    ("offload=optimiser:dsk", "'optimiser:dsk' is not what:tier", ),
+    ("offload=optimiser:dsk", "'optimiser:dsk' is not state:tier", ),
     ("offload=optimizer:cpu,optimizer:disk", "optimizer is given twice. Nearest that works: 'offload=optimizer:disk'"),
     (
         "zero=3 offload=optimizer:device,params:cpu",

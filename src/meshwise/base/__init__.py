@@ -1,1 +1,1 @@
-"""Values and files that all parts use: meshes, trees of tensors, timelines, text tables, files replaced whole."""
+"""Types and functions that all other folders use: meshes, batches, timelines, text tables, atomic files."""

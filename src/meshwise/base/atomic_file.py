@@ -1,15 +1,15 @@
-"""Replace a file whole or not at all (`write_whole`).
+"""Replace a file atomically (`write_whole`): readers find the old file or the complete new file.
 
-Opening a file for writing empties it. If the disk is full then, the old content is lost, and the new one is not there.
-So a new file is written in the same folder, and renamed when all of it is on the disk.
+Opening a file for writing empties it. If the disk is full then, the old and the new content are both lost. So a new
+file is written in the same folder, and renamed when all of it is on the disk.
 
-    | at the path                              after `write_whole`
-    | nothing                                  a new file
-    | a file                                   replaced; the new one has its mode and, where allowed, its owner
-    | a link                                   the link's target is replaced
-    | a read-only file                         unchanged: PermissionError
-    | a file in a folder that takes no others  overwritten in place
-    | a device or a pipe                       written directly
+    | at the path                       after `write_whole`
+    | nothing                           a new file
+    | a file                            replaced; the new file has its mode and, where allowed, its owner
+    | a link                            the link's target is replaced
+    | a read-only file                  unchanged: PermissionError
+    | a file in a read-only folder      overwritten in place, not atomically
+    | a device or a pipe                written directly
 """
 
 import contextlib
@@ -27,10 +27,10 @@ def is_read_only(path: Path) -> bool:
 
 
 def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | None = None) -> None:
-    """Replace the file at `path` by the file that `write(temporary_path)` writes. Raises OSError; the old file stays.
+    """Replace the file at `path` by the file that `write(temporary_path)` writes. After an OSError the old file stays.
 
-    aside: the temporary path, by default a fresh name in the same folder. The only writer of a large file gives a fixed
-    one, so that the next writer overwrites the part that a killed writer has left.
+    aside: the temporary path, by default a new name in the same folder. Give a fixed path for a large file with one
+    writer at a time: then the next writer overwrites the part that a killed writer has left.
     """
     if is_read_only(path):
         raise PermissionError(errno.EACCES, "it is read-only", str(path))
@@ -49,7 +49,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
             partial.chmod(stat.S_IMODE(old.st_mode))
         partial.replace(target)
     except OSError as error:
-        if error.filename in (None, str(partial)):  # a write that fails names no file
+        if error.filename in (None, str(partial)):  # None: a failed write() does not know the file's name
             error.filename = str(path)
         raise
     finally:
@@ -57,7 +57,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
 
 
 def flush(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk. Raises OSError, as when a disk is full."""
+    """Wait until a file, or a folder's list of names, is on the disk (fsync). Raises OSError, as for a full disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Base classes of torch's norms with statistics over batches, under public names.
+"""Public names for torch's private base classes of batch norms (`BatchNorm`), and of batch and instance norms
+(`RunningNorm`, which may keep running statistics).
 
-All batch norms and instance norms derive from them: of every dimension, synchronised and lazy ones too. A list of the
-public classes would miss some.
+`isinstance` with a base class also finds lazy and synchronised norms, of every dimension.
 """
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm

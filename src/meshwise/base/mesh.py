@@ -1,8 +1,9 @@
-"""Named axes over ranks (`Mesh`), and even splits of a number of things over ranks (`even_split`).
+"""Named axes over ranks (`Mesh`), and even splits of a number of elements (`even_split`).
 
-Every scheme splits something over a group of ranks, such as the ranks with the same parameters. With process groups
-that takes globals and a pair of getters for each new combination. Here it is arithmetic on one frozen value. A rank is
-a number, and its coordinate is that number in a mixed base. The ranks of a group differ in some digits only.
+Every kind of parallelism splits something over a group of ranks, such as the ranks with the same parameters. With
+process groups, each new combination of axes needs a global variable and its getters. Here a group is computed from one
+frozen value. The coordinate of a rank has one index per axis: the digits of its number, with the degrees as bases. The
+ranks of a group differ only in the indices of the group's axes.
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
 
@@ -29,8 +30,8 @@ _Item = TypeVar("_Item")
 class Mesh:
     """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
 
-    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, a name that is not an
-    identifier or a degree that is not a positive integer.
+    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
+    that is not a positive integer.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -54,7 +55,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, outermost first."""
+        """Names of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
     @property
@@ -93,9 +94,9 @@ class Mesh:
         return rank
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along `axes` only, `rank` among them.
+        """Return `rank` and all ranks whose coordinates differ from it only along `axes`.
 
-        Their order is row-major in the mesh, whatever the order of `axes`, so it is the same on all of them.
+        They are in ascending order, for any order of `axes`, so every rank of the group gets the same tuple.
         Raises ValueError for an unknown axis or rank.
         """
         self._require(axes)
@@ -105,7 +106,7 @@ class Mesh:
         return tuple(first + offset for offset in self._offsets(axes))
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return all groups along `axes`, in the order of their first ranks: every rank is in exactly one of them.
+        """Return all groups along `axes`, in the order of their first ranks. Every rank is in exactly one group.
 
         Raises ValueError for an unknown axis.
         """
@@ -115,9 +116,9 @@ class Mesh:
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 
     def picture(self) -> str:
-        """Return a small drawing of the ranks: one grid of the two innermost axes per coordinate of the others.
+        """Return a text drawing of the ranks: a grid of the two innermost axes for each coordinate of the outer axes.
 
-        It omits axes of degree 1, and elides rows, columns and grids that do not fit on a screen.
+        Axes of degree 1 are left out, and `…` replaces rows, columns and grids that do not fit on a screen.
         """
         names = [name for name, degree in self.axes if degree > 1]
         outer, inner = names[:-2], names[-2:]
@@ -168,9 +169,9 @@ class Mesh:
 
 
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of `parts` contiguous parts of `size` things; the first ones are larger when uneven.
+    """Return (start, stop) of `parts` contiguous parts of `size` elements; the first parts may be larger by one.
 
-    With more parts than things the last parts are empty. Raises ValueError for a negative size or no parts.
+    With more parts than elements, the last parts are empty. Raises ValueError for a negative size or no parts.
     """
     if size < 0 or parts < 1:
         raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
@@ -180,5 +181,5 @@ def even_split(size: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _elide(items: list[_Item], limit: int, gap: _Item) -> list[_Item]:
-    """Return all items, or the first ones, the gap and the last: `limit` in all."""
+    """Return all items if there are at most `limit`; otherwise the first `limit - 2`, then `gap`, then the last."""
     return items if len(items) <= limit else [*items[: limit - 2], gap, items[-1]]

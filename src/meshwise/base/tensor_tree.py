@@ -1,8 +1,8 @@
-"""Batches as trees of tensors: map over the tensors, count the rows, take a part of the rows or tokens.
+"""Batches as trees of tensors: map a function over the tensors, count the rows, take a part of the rows or tokens.
 
-A batch is anything that the user's dataset yields: a tensor, a pair, a mapping, a dataclass of any of these. In every
-tensor of a batch, dim 0 counts the samples. torch's own tree library (`torch.utils._pytree`) is private, and every
-dataclass has to be registered there globally.
+A batch is the value that the user's dataset yields: a tensor, or a mapping, list, tuple or dataclass of batches. Dim 0
+of every tensor in a batch counts the samples, also called rows. torch's own tree library (`torch.utils._pytree`) is
+private, and every dataclass has to be registered there globally.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return the same tree with `fn(tensor)` in place of every tensor.
+    """Return a copy of the tree with `fn(tensor)` in place of every tensor.
 
-    It enters mappings, lists, tuples, named tuples and dataclasses, and keeps every other value.
+    Mappings, lists, tuples, named tuples and dataclasses are copied. Every other value is kept as it is.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -33,7 +33,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree, in the order of fields, inserted keys and items."""
+    """Yield the tensors of a tree, in the order of its dataclass fields, keys and items."""
     if isinstance(tree, Tensor):
         yield tree
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -48,7 +48,10 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree and of the attributes of any object in it, except modules, in no particular order."""
+    """Yield the tensors of a tree, and of all attributes of any object in it, each once, in no particular order.
+
+    Modules and classes are left out. Unlike `tensors`, it also searches sets.
+    """
     seen = set()
     open_ = [value]
     while open_:
@@ -70,10 +73,11 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class BatchDims:
-    """Named dims of the tensors of a batch: `rows` (samples) and `tokens`.
+    """Dims of the rows and of the tokens in each tensor of a batch.
 
-    | sizes   size of the dim of each name
-    | dims    per tensor, in the tree's order: its dim of each name. An input (B, T) has both, a label (B,) has rows
+    | sizes   numbers of `rows` and, if given, of `tokens`
+    | dims    for each tensor, in the tree's order, its dim by name: an input (batch, tokens) has `rows` and `tokens`,
+    |         a label (batch,) has only `rows`
     """
 
     sizes: Mapping[str, int]
@@ -81,10 +85,10 @@ class BatchDims:
 
     @classmethod
     def of(cls, tree: Any, *, tokens: int | None = None, stated: Mapping[int, int] | None = None) -> "BatchDims":
-        """Find the dims of a batch from its sizes.
+        """Return the dims of a batch, found from the sizes of its tensors.
 
-        Rows lie along dim 0 of every tensor. `tokens` is the length of a sequence: tokens lie along the other dim of
-        that size, if there is one. `stated` gives the dim for tensors with several, by number in the tree's order.
+        Dim 0 of every tensor counts rows. `tokens` is the length of a sequence: a later dim of this size counts tokens.
+        `stated`: that dim for tensors with several dims of this size, by number of the tensor in the tree's order.
 
         Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
         """
@@ -103,7 +107,9 @@ class BatchDims:
         return cls(sizes, tuple(dims))
 
     def take(self, tree: Any, *, name: str, start: int, stop: int) -> Any:
-        """Return elements `start` to `stop` (excluded) along the dim `name` of every tensor that has it, as views.
+        """Return the batch with `start` to `stop` (excluded) of its `name` (`rows` or `tokens`), as views.
+
+        A tensor without such a dim is kept whole.
 
         Raises ValueError when the batch does not have these elements.
         """
@@ -121,7 +127,7 @@ class BatchDims:
 def row_count(tree: Any) -> int:
     """Return the number of samples of a batch: the size of dim 0, the same in all its tensors.
 
-    Raises ValueError when it has no tensor, a tensor without dims, or tensors of different sizes.
+    Raises ValueError when the batch has no tensor, a tensor without dims, or tensors with different sizes of dim 0.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors(tree)]
     if not shapes:

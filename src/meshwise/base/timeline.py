@@ -1,4 +1,4 @@
-"""Timelines of ranks: what each rank does when in a step, predicted by a clock or recorded in a run."""
+"""Timelines of one step: the events of each rank with their times, predicted by a clock or recorded in a run."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -7,11 +7,11 @@ from enum import StrEnum
 from functools import cached_property
 
 EDGE_KINDS = frozenset({"begin", "exchange", "settle"})
-"""Kinds of events before and after a rank's row of a schedule, and before the update of the parameters."""
+"""Kinds of events outside of a rank's schedule: `begin` before it, the other kinds between it and the update."""
 
 
 class TimelineRow(StrEnum):
-    """Rows of a rank in a timeline. The first two take turns; the others run at the same time."""
+    """Rows in which the events of one rank are drawn. Events of the last three rows may run during the first two."""
 
     COMPUTE = "computes"
     WAIT = "waits"
@@ -22,7 +22,10 @@ class TimelineRow(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """An activity of one rank, with its start and end, in seconds or another unit. Prints as an action does: `2F0`."""
+    """An activity of one rank, with its start and end, in seconds or another unit. Prints like an action, as in `2F0`.
+
+    `stage` and `microbatch` are None for an event that does not belong to one.
+    """
 
     rank: int
     stream: TimelineRow
@@ -40,7 +43,7 @@ class Event:
 
     @property
     def is_background(self) -> bool:
-        """True if the rank does something else at the same time."""
+        """True if the rank may compute or wait at the same time."""
         return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in EDGE_KINDS | {"update"}
 
     @property
@@ -68,46 +71,46 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """Time of the whole step."""
+        """Time from 0 to the end of the last event, in the unit of the events."""
         return max(event.stop for event in self.events)
 
     @cached_property
     def computing(self) -> tuple[tuple[Event, ...], ...]:
-        """The computations of each rank, in order."""
+        """Computations of each rank, in order."""
         return self._of(TimelineRow.COMPUTE)
 
     @cached_property
     def waiting(self) -> tuple[tuple[Event, ...], ...]:
-        """Waiting events of each rank, in order."""
+        """Waits of each rank, in order."""
         return self._of(TimelineRow.WAIT)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, ascending."""
+        """Stages of each rank, ascending."""
         return tuple(tuple(sorted({event.stage for event in row if event.stage is not None})) for row in self.computing)
 
     @cached_property
     def one_stage_each(self) -> bool:
-        """True if no rank has several stages."""
+        """True if every rank has exactly one stage."""
         return all(len(stages) == 1 for stages in self.stages)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Computing time of each rank; waits inside a computation are not counted."""
+        """Computing time of each rank, without the waits inside its computations."""
         pairs = zip(self.computing, self.waiting, strict=True)
         return tuple(sum(one.seconds for one in row) - time_within(row, inner=waits) for row, waits in pairs)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The part of the step in which each rank does not compute."""
+        """Fraction of the step in which each rank does not compute."""
         return tuple(1 - busy / self.seconds for busy in self.busy)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds of each rank without computation between its first and its last computation.
+        """Time of each rank without computation, from the start of its first computation to the end of its last.
 
-        The largest value is the bubble as published. `bubbles` also counts the time before and after: the optimizer
-        step waits for all ranks, so a rank cannot use that time.
+        The largest value is the pipeline bubble as papers define it. `bubbles` also has the time before and after,
+        which a rank cannot use either, because the optimizer step waits for all ranks.
         """
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
@@ -121,9 +124,9 @@ class Timeline:
 
 
 def time_within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
-    """Return the total time of the inner events that lie within an outer one.
+    """Return the total time of the inner events that lie within one outer event.
 
-    The outer events are in order and do not overlap.
+    The outer events must be in order and must not overlap.
     """
     starts = [event.start for event in outer]
     total = 0.0
@@ -135,13 +138,13 @@ def time_within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
 
 
 def time_by_activity(timeline: Timeline) -> tuple[dict[str, float], ...]:
-    """Return the time of each rank by activity, in the timeline's unit. A rank's values add up to the step.
+    """Return the time of each rank by activity, in the timeline's unit. The values of a rank add up to the step.
 
     | computes         computations
     | update           the update of the parameters
     | waits for dp, …  waits for collectives along these axes
-    | around           the time between the schedule and the update
-    | bubble           the rest: nothing to compute yet, or nothing any more
+    | around           the time before the schedule, and between the schedule and the update
+    | bubble           the remaining time, with nothing to compute
     """
     changes: list[list[tuple[float, int, str]]] = [[] for _ in range(timeline.ranks)]
     for event in timeline.events:
@@ -176,5 +179,5 @@ def _activity(event: Event) -> str | None:
 
 
 def _precedence(activity: str) -> int:
-    """Return the precedence of an activity: of several at once, the one with the lowest value counts."""
+    """Return the rank of an activity: of several at the same time, the activity with the lowest value counts."""
     return 2 if activity in ("computes", "update", "around") else 0 if activity == "bubble" else 1

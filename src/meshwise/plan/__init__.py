@@ -1,4 +1,4 @@
-"""Plans: the user's choice of how to split a model, as one value (`Plan`)."""
+"""Plans: the user's choice of how to split a model over ranks, as one value (`Plan`)."""
 
 from meshwise.plan.degrees import AXES
 from meshwise.plan.plan import Plan

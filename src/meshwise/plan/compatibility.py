@@ -1,4 +1,4 @@
-"""The compatibility table: combinations of plan keys that are refused, with the reason and the nearest plan."""
+"""The table of plans that are refused: combinations of keys, each with the reason and the nearest plan that works."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from meshwise.plan.plan_keys import Offload, keys_of
 class Refusal:
     """A row of the compatibility table, in the notation of plans.
 
-    | when      conditions that are refused together, such as `tp>1`, `pp>1 zero>=2` or `offload.params!=device`
-    | reason    why they cannot work together
+    | when      conditions: a plan that meets all of them is refused, as in `pp>1 zero>=2` or `offload.params!=device`
+    | reason    why such a plan cannot work
     | instead   changes that lead to the nearest plan that works: words, or products of numbers and keys, such as
     |           `tp_mode=1d` or `tp=1 dp=dp*tp`
     """
@@ -26,7 +26,7 @@ class Refusal:
     instead: str
 
     def applies(self, plan: object) -> bool:
-        """Return whether every condition holds for `plan`. An unknown degree (`auto`) meets no condition."""
+        """Return whether `plan` meets every condition. A degree of None (`auto`) meets no condition."""
         keys = keys_of(plan)
         for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
@@ -36,7 +36,7 @@ class Refusal:
         return True
 
     def changes(self, plan: object) -> dict[str, int | str | None]:
-        """Return the values that `instead` gives the keys it names."""
+        """Return the values of the keys that `instead` changes, computed from `plan`; None for `auto`."""
         keys = keys_of(plan)
         changed: dict[str, int | str | None] = {}
         for change in self.instead.split():
@@ -78,4 +78,4 @@ COMPATIBILITY = (
     Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
     Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),
 )
-"""Combinations that cannot work. A new part deletes its rows; a part with a limit adds one."""
+"""All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""

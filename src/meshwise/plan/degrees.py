@@ -1,4 +1,4 @@
-"""Degrees of a plan: its axes, the grids of tp's ranks, and the factorisations of a number of ranks."""
+"""Axes of a plan's mesh, grids of the ranks of tensor parallelism, and factorisations of a number of ranks."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 AXES = ("pp", "dp", "cp", "ep", "tp")
 """The axes of a plan's mesh, outermost first. tp communicates most, so its ranks are neighbours."""
 REPLICAS = ("dp",)
-"""The axes whose ranks hold replicas of a model, for different rows of the batch."""
+"""Axes whose ranks hold replicas of a model, for different rows of the batch."""
 
 
 @dataclass(frozen=True)
 class TensorGrid:
-    """Grid of tp's ranks.
+    """Grid that the ranks of tensor parallelism form under one `tp_mode`.
 
-    | axes    names of the axes; all have the same degree, except `depth`
+    | axes    names of the grid's axes, outermost first; all have the same degree, except `depth`
     | power   number of axes of equal degree: tp = depth · degree ** power
-    | needs   the numbers of ranks that form such a grid, in words
-    | rows    axes that split the rows of the batch
+    | needs   words before "ranks" that say how many ranks form such a grid
+    | rows    axes whose ranks have different rows of the batch
     """
 
     axes: str
@@ -32,11 +32,11 @@ GRIDS: Mapping[str, TensorGrid] = {
     "2.5d": TensorGrid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),
     "3d": TensorGrid("i j l", 3, "a cubic number of", ("i", "j")),
 }
-"""The grid of tp's ranks under each `tp_mode`."""
+"""Grid of tp's ranks by `tp_mode`."""
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write `number` as a product of `parts` ordered factors."""
+    """Yield every tuple of `parts` positive integers whose product is `number`; the order of factors counts."""
     if parts == 1:
         yield (number,)
         return

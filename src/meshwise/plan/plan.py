@@ -1,8 +1,8 @@
-"""The Plan: everything the user chose about how to split a model, as one frozen value.
+"""The plan: all choices of how to split a model over ranks, as one frozen value (`Plan`).
 
-Choices that are spread over a config file, environment variables and constructor arguments contradict each other, and a
-conflict shows at step 40. A plan is one line of text (`dp=2 zero=1`), a TOML table or keywords. All three are the same
-value, which checks itself when it is made.
+Choices in a config file, environment variables and constructor arguments may contradict each other, and the conflict
+may show only at step 40. A plan is written as one line of text (`dp=2 zero=1`), a TOML table or keywords. All three
+give the same value, which is checked when it is made.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Plan:
     """
 
     dp: int | None = whole_number(
-        1, means="replicas of the model, each with its own rows of the batch; `auto` fills the world", auto=True
+        1, means="replicas of the model, each with its own rows of the batch; `auto`: all remaining ranks", auto=True
     )
     tp: int = whole_number(1, means="ranks that split each matrix")
     pp: int = whole_number(1, means="stages that split the sequence of blocks")
@@ -46,34 +46,34 @@ class Plan:
     ep: int = whole_number(1, means="ranks that split the experts of a mixture")
     zero: int = whole_number(
         0,
-        means="what is sharded over the replicas: 1 optimizer state, 2 also gradients, 3 also parameters",
+        means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
         most=3,
         least=0,
     )
     microbatches: int = whole_number(
-        1, means="parts that each rank cuts its share of a step's batch into, one after the other"
+        1, means="parts of a rank's rows of a batch, which are computed one after the other"
     )
     tp_mode: str = one_of(
-        "1d 2d 2.5d 3d", means="how tp splits a matrix: over a row, a q x q grid, d such grids, a p x p x p cube"
+        "1d 2d 2.5d 3d", means="form of tp's ranks: a row, a q x q grid, `tp_depth` such grids, or a p x p x p cube"
     )
     tp_depth: int = whole_number(1, means="number of grids under `tp_mode=2.5d`")
     sequence_parallel: int = whole_number(
-        0, means="1: between matrices, tp splits the tokens of a sequence", least=0, most=1
+        0, means="1: between the split matrices, each tp rank has a part of the tokens", least=0, most=1
     )
     random: str = one_of(
         "global local",
-        means="dropout masks: the same under every plan, or drawn by torch's own kernels, fused on a GPU",
+        means="random numbers such as dropout masks: equal under every plan, or each rank's own from torch's kernels",
     )
     schedule: str = one_of(
         "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev",
-        means="order of a pipeline's forwards and backwards; a file has a table of your own",
+        means="order of a pipeline's forwards and backwards, by name or as a table in a file",
         file=True,
     )
     virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
     partition: str = one_of("time params memory", means="the quantity that is balanced over the stages of a pipeline")
     recompute: str = one_of(
         "none selective full",
-        means="what blocks compute again in the backward, to keep less: nothing, all but matrix products, all",
+        means="operations of a block that the backward computes again: none, all except matrix products, or all",
     )
     budget: int = byte_count(
         "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit"
@@ -85,7 +85,7 @@ class Plan:
         "auto fp32 bf16 fp16", means="dtype in which gradients are reduced; auto: the dtype of the computation"
     )
     offload: str = offload(
-        "tier in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
+        "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
     )
 
     def __post_init__(self) -> None:
@@ -95,24 +95,24 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Return the plan written as `key=value` words in any order. Raises PlanError."""
+        """Return the plan that `text` states, as `key=value` words in any order. Raises PlanError."""
         return cls.from_toml(read_words(text))
 
     @classmethod
     def of(cls, plan: "Plan | str") -> "Plan":
-        """Return a plan that is given as a Plan or as text. Raises PlanError."""
+        """Return `plan` itself, or parsed if it is a text. Raises PlanError for an invalid text or another type."""
         if isinstance(plan, Plan):
             return plan
         if isinstance(plan, str):
             return cls.parse(plan)
         raise PlanError(
-            f"a plan is a line of text, as in 'dp=2 zero=1', or a Plan, and not of {type(plan)}; for a table, call "
+            f"a plan is a line of text, as in 'dp=2 zero=1', or a Plan, not of {type(plan)}; for a table, call "
             "Plan.from_toml(table)"
         )
 
     @classmethod
     def from_toml(cls, table: Mapping[str, Any]) -> "Plan":
-        """Return the plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
+        """Return the plan with the keys of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
         check_keys(table, known=keys_of(cls))
         return cls(**table)
 
@@ -140,7 +140,7 @@ class Plan:
             raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
 
     def _working(self) -> "tuple[Plan, list[str]]":
-        """Return the nearest plan that the compatibility table allows, and the problems of this one."""
+        """Return the nearest plan that the compatibility table allows, and the reasons why this plan is refused."""
         nearest, reasons = self, []
         while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
             reasons.append(f"{refusal.reason} ({refusal.when})")
@@ -177,32 +177,32 @@ class Plan:
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
-        """The axes of tp's grid."""
+        """Names of the axes of tp's grid."""
         return tuple(axis for axis, _ in self._grid())
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold other samples of the batch."""
+        """Axes whose ranks hold different samples of the batch."""
         return (*REPLICAS, *GRIDS[self.tp_mode].rows)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold other tokens of the same samples."""
+        """Axes whose ranks hold different tokens of the same samples."""
         return ("cp",) if self.cp > 1 else ()
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks' loss sums and counts add up to the global batch's: other samples or other tokens."""
+        """Axes over which sums and counts of the loss are added: the ranks hold different samples or tokens."""
         return (*self.row_axes, *self.token_axes)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold copies of the same parameters under every scheme, and sum their gradients."""
+        """Axes whose ranks hold copies of the same parameters under every `tp_mode`, and sum their gradients."""
         return (*REPLICAS, *self.token_axes)
 
     @property
     def tiers(self) -> Offload:
-        """Tiers of the state of a training between its uses."""
+        """The key `offload`, parsed: the tier of each part of the training's state."""
         return Offload.parse(self.offload)
 
     def _grid(self) -> tuple[tuple[str, int], ...]:
@@ -222,7 +222,7 @@ class Plan:
         return ((key, getattr(self, key)) for key in keys_of(self))
 
     def _degrees(self) -> dict[str, int]:
-        """Return the degree of each axis, 1 for one that is not known yet."""
+        """Return the degree of each axis; 1 for `auto`."""
         return {axis: getattr(self, axis) or 1 for axis in AXES}
 
     def _unchecked(self, changes: Mapping[str, int | str | None]) -> "Plan":
@@ -233,7 +233,7 @@ class Plan:
         return plan
 
     def _nearest(self, world_size: int) -> "list[Plan]":
-        """Return at most two plans that fill `world_size` ranks: those whose degrees change by the smallest factors."""
+        """Return at most two plans that fill `world_size` ranks and change the degrees by the smallest factors."""
         degrees = self._degrees()
         plans = []
         for filling in factorisations(world_size, parts=len(AXES)):

@@ -1,7 +1,7 @@
-"""The keys of a plan: their meaning and values, and how a value is read, checked and shown.
+"""The kinds of keys of a plan: the meaning and range of their values, and how to read, check and show a value.
 
-A key is a field of the dataclass `Plan` with a `Key` as metadata. The check, the command line and the documentation are
-all made from this one line.
+Each key is a field of the dataclass `Plan` with a `Key` as metadata. The check, the command line and the page
+docs/plans.md all use this metadata.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """A plan that cannot work; the message names the conflict and the nearest plan that works."""
+    """Error for a plan that cannot work; the message has the conflict and the nearest plan that works."""
 
 
 LARGEST_COUNT = 2**20
-"""The largest number of ranks, and of anything else that a plan counts."""
+"""The largest number of ranks, and the largest value of a key that counts something other than bytes."""
 
 _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def read_size(written: str) -> int | None:
-    """Return the bytes of a size such as `2G`, `1.5G` or `2147483648`; None when the text is no size."""
+    """Return the number of bytes of a text such as `2G`, `1.5G` or `2147483648`; None for another text."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)", written)
     size = float(found[1]) * _POWERS[found[2]] if found else math.inf
     return int(size) if size < math.inf else None
@@ -34,13 +34,14 @@ def read_size(written: str) -> int | None:
 
 @dataclass(frozen=True)
 class Key:
-    """Meaning and values of a plan key: whole numbers between two bounds, or one of a few words.
+    """Meaning and values of one key of a plan: whole numbers between two bounds, or a few words.
 
-    | least, most   the bounds of a whole number; None: `LARGEST_COUNT`
+    | meaning       one line for the documentation
+    | least, most   bounds of a whole number; a `most` of None is `LARGEST_COUNT`, or no bound for bytes
     | words         the words; empty for a whole number
-    | auto          whether `auto` is a value: None in Python, and the world fills it in
-    | size          whether it is a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
-    | file          whether the path of a file is a value too: it has a `/` or a `.` in it
+    | auto          whether `auto` is allowed: None in Python, until `Plan.resolve` replaces it
+    | size          whether the number counts bytes, and may be written with K, M, G or T for powers of 1024: `2G`
+    | file          whether the path of a file is allowed too: a text with `/` or `.`
     """
 
     meaning: str
@@ -52,14 +53,14 @@ class Key:
     file: bool = False
 
     def read(self, value: Any) -> Any:
-        """Return the value that is written in TOML; `check` refuses what cannot be read."""
+        """Return the Python value of a TOML value. A value that cannot be read is unchanged, and `check` refuses it."""
         if self.auto and value == "auto":
             return None
         size = read_size(value) if self.size and isinstance(value, str) else None
         return value if size is None else size
 
     def show(self, value: Any) -> int | str:
-        """Return the shortest notation that `read` turns into the value."""
+        """Return the shortest TOML value that `read` turns into `value`."""
         if value is None:
             return "auto"
         if not (self.size and isinstance(value, int) and value):
@@ -68,7 +69,7 @@ class Key:
         return f"{value // _POWERS[letter]}{letter}" if letter else value
 
     def range(self) -> str:
-        """Return the values in words, as markdown."""
+        """Return a description of the allowed values, as Markdown."""
         if self.words:
             file = ", or the path of a file" if self.file else ""
             return ", ".join(f"`{word}`" for word in self.words) + file
@@ -77,7 +78,7 @@ class Key:
         return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + auto + size
 
     def check(self, value: Any, *, name: str) -> None:
-        """Raise PlanError when a value is of the wrong kind or out of range."""
+        """Raise PlanError when a value is of the wrong type or out of range. `name`: the key, for the message."""
         if self.auto and value is None:
             return
         if self.words:
@@ -104,37 +105,37 @@ class Key:
 
 
 def whole_number(default: int, *, means: str, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
-    """Return a field that takes whole numbers."""
+    """Return a dataclass field for a key with whole numbers as values. Arguments are as in `Key`."""
     return field(default=default, metadata={"key": Key(means, least, most, auto=auto)})
 
 
 def byte_count(means: str) -> Any:
-    """Return a field that takes a number of bytes, 0 by default."""
+    """Return a dataclass field for a key with a number of bytes as value, 0 by default. `means`: its meaning."""
     return field(default=0, metadata={"key": Key(means, size=True)})
 
 
 def one_of(words: str, *, means: str, file: bool = False) -> Any:
-    """Return a field that takes one of `words`, the first by default; `file`: or a path."""
+    """Return a dataclass field for a key with one of `words` as value, by default the first; with `file`, or a path."""
     choices = tuple(words.split())
     return field(default=choices[0], metadata={"key": Key(means, words=choices, file=file)})
 
 
 def is_path(value: object) -> bool:
-    """Return whether a value is the path of a file rather than a word."""
+    """Return whether a value can be the path of a file: a printable text with `/` or `.`, without double quotes."""
     return isinstance(value, str) and ("/" in value or "." in value) and value.isprintable() and '"' not in value
 
 
 _APART = re.compile(r" |[,;](?:$|[-\w]+=)")
-"""Characters that end a word in the text of a plan."""
+"""Characters that would end a word in the text of a plan, so a value with them is quoted."""
 
 
 def plan_notation(value: int | str) -> str:
-    """Return a value in the notation of a plan's text, in quotes where needed."""
+    """Return a value as it is written in the text of a plan, in double quotes where needed."""
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
 
 def keys_of(plan: Any) -> Mapping[str, Key]:
-    """Return the keys of a plan, or of the class, in the order they are declared."""
+    """Return the keys of a plan (or of the class `Plan`) by name, in the order of declaration."""
     return _keys_of(plan if isinstance(plan, type) else type(plan))
 
 
@@ -144,12 +145,14 @@ def _keys_of(kind: type) -> Mapping[str, Key]:
 
 
 TIERS = ("device", "cpu", "disk")
+"""Memories that can store state between its uses; `cpu` is the host's memory."""
 NO_OFFLOAD = "none"
+"""Text of an `Offload` that stores all state on the device."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Tiers of the state of a training: `device`, `cpu` or `disk`. Prints as a short text that parses back."""
+    """Tier of each part of a training's state: `device`, `cpu` or `disk`. Prints as a short text that parses back."""
 
     optimizer: str = "device"
     masters: str = "device"
@@ -159,14 +162,17 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> "Offload":
-        """Read `none` or `what:tier` joined by commas. Raises PlanError."""
+        """Return the tiers of `none`, or of `state:tier` joined by commas. Raises PlanError.
+
+        Other tiers follow from the given tiers: with `optimizer:cpu`, masters and gradients are on the CPU too.
+        """
         given: dict[str, str] = {}
         for word in text.split(",") if text != NO_OFFLOAD else ():
             what, colon, tier = word.partition(":")
             if what not in OFFLOADABLE or not colon or tier not in TIERS:
                 near = _near(what, OFFLOADABLE), _near(tier, TIERS[1:])
                 raise PlanError(
-                    f"offload={text}: {word!r} is not what:tier, of {' '.join(OFFLOADABLE)} and {' '.join(TIERS)}. "
+                    f"offload={text}: {word!r} is not state:tier, of {' '.join(OFFLOADABLE)} and {' '.join(TIERS)}. "
                     f"Nearest that works: 'offload={near[0]}:{near[1]}'"
                 )
             if what in given:
@@ -194,52 +200,53 @@ class Offload:
 
     @property
     def state_tiers(self) -> set[str]:
-        """Tiers of all that an update needs."""
+        """Tiers of the state that an update needs: all except activations."""
         return {self.optimizer, self.masters, self.gradients, self.params}
 
     @property
     def updates_on_cpu(self) -> bool:
-        """True if the optimizer runs on the CPU whatever the device."""
+        """True if the optimizer runs on the CPU, also when the device is a GPU."""
         return self.optimizer != "device"
 
     @property
     def uses_disk(self) -> bool:
-        """True if any state is stored on disk."""
+        """True if any state is stored on disk; activations are not counted."""
         return "disk" in (self.optimizer, self.masters, self.gradients, self.params)
 
 
 OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
+"""Names of the parts of the state that have a tier."""
 
 
 @dataclass(frozen=True)
 class OffloadKey(Key):
-    """A key whose values are texts of `Offload`."""
+    """The key `offload`, whose values are texts of `Offload`."""
 
     def read(self, value: Any) -> Any:
-        """Return the shortest text with the same meaning; `check` refuses what cannot be read."""
+        """Return the shortest text with the same meaning; a value that cannot be read unchanged: `check` refuses it."""
         try:
             return str(Offload.parse(value)) if isinstance(value, str) else value
         except PlanError:
             return value
 
     def range(self) -> str:
-        """Return the values in words, as markdown."""
-        return f"`none`, or `what:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
+        """Return a description of the allowed values, as Markdown."""
+        return f"`none`, or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
 
     def check(self, value: Any, *, name: str) -> None:
-        """Raise PlanError for anything but a text of `Offload`."""
+        """Raise PlanError for a value that is not a text of `Offload`. `name`: the key, for the message."""
         if not isinstance(value, str):
             raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}=optimizer:cpu'")
         Offload.parse(value)
 
 
 def offload(means: str) -> Any:
-    """Return a field that takes texts of `Offload`, none by default."""
+    """Return a dataclass field for the key `offload`, by default `none`. `means`: its meaning."""
     return field(default=NO_OFFLOAD, metadata={"key": OffloadKey(means, words=(NO_OFFLOAD,))})
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:
-    """Return all tiers: the given ones, and those that follow from them."""
+    """Return the tier of each part of the state: the given tiers, and the tiers that follow from them."""
     tiers = dict.fromkeys(OFFLOADABLE, "device") | given
     if "optimizer" not in given and (tiers["masters"], tiers["params"]) != ("device", "device"):
         tiers["optimizer"] = "cpu"

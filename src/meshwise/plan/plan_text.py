@@ -1,7 +1,7 @@
-"""Read the text of a plan, word by word.
+"""Read the text of a plan, word by word (`read_words`).
 
-`dp=2 zero=1` and `DP=2, zero = 1` mean the same, so both are read; a plan prints as the first one. Ambiguous text is
-refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
+`dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints as the first text. Ambiguous text is refused. A path
+with spaces is written in double quotes: `schedule="my tables/one.txt"`.
 """
 
 import difflib
@@ -16,10 +16,13 @@ _EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
 
 
 def read_words(text: str) -> dict[str, int | str]:
-    """Return the keys and values of `key=value` words in any order; numbers become int. Raises PlanError."""
+    """Return the values by key of `key=value` words in any order; numbers become int. Keys and values are not checked.
+
+    Raises PlanError for a word that is not `key=value`, a key that is given twice, and an open quote.
+    """
     values: dict[str, int | str] = {}
     if text.count('"') % 2:
-        raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after what has spaces')
+        raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after a path with spaces')
     for word in filter(None, _BETWEEN.split(_EQUALS.sub("=", text))):
         name, equals, value = word.partition("=")
         if not equals:
@@ -32,7 +35,7 @@ def read_words(text: str) -> dict[str, int | str]:
 
 
 def check_keys(given: Iterable[str], *, known: Collection[str]) -> None:
-    """Raise PlanError for an unknown key, with the nearest known one."""
+    """Raise PlanError for the first unknown key, with the nearest known key."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.4)

@@ -6,7 +6,7 @@ from meshwise.plan.plan_keys import keys_of
 
 
 def plans_page() -> str:
-    """Return the page: the keys and the compatibility table, as markdown."""
+    """Return the page docs/plans.md: the keys and the compatibility table, as Markdown."""
     defaults = Plan()
     keys = [
         f"| `{name}` | `{getattr(defaults, name)}` | {key.range()} | {key.meaning} |"
