@@ -48,10 +48,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree, and of all attributes of any object in it, each once, in no particular order.
-
-    Modules and classes are left out. Unlike `tensors`, it also searches sets.
-    """
+    """Yield each tensor of a tree and of the attributes of its objects once, unordered; modules are left out."""
     seen = set()
     open_ = [value]
     while open_:
@@ -89,7 +86,6 @@ class BatchDims:
 
         Dim 0 of every tensor counts rows. `tokens` is the length of a sequence: a later dim of this size counts tokens.
         `stated`: that dim for tensors with several dims of this size, by number of the tensor in the tree's order.
-
         Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
         """
         sizes = {"rows": row_count(tree)} | ({} if tokens is None else {"tokens": tokens})
@@ -109,9 +105,7 @@ class BatchDims:
     def take(self, tree: Any, *, name: str, start: int, stop: int) -> Any:
         """Return the batch with `start` to `stop` (excluded) of its `name` (`rows` or `tokens`), as views.
 
-        A tensor without such a dim is kept whole.
-
-        Raises ValueError when the batch does not have these elements.
+        A tensor without such a dim is kept whole. Raises ValueError when the batch does not have these elements.
         """
         if not 0 <= start <= stop <= self.sizes[name]:
             raise ValueError(f"{name} {start} to {stop} of a batch of {self.sizes[name]} {name}")

@@ -22,10 +22,7 @@ class TimelineRow(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """An activity of one rank, with its start and end, in seconds or another unit. Prints like an action, as in `2F0`.
-
-    `stage` and `microbatch` are None for an event that does not belong to one.
-    """
+    """An activity of one rank, with its start and end in seconds or another unit. Prints like an action: `2F0`."""
 
     rank: int
     stream: TimelineRow

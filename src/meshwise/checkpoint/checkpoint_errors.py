@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged place of a checkpoint: the path of its file, and the expected and found content in words.
-
-    `tensors`: names of the tensors that lie there; empty if unknown.
-    """
+    """A damaged place: the path of its file, the names of its tensors, and the expected and found content in words."""
 
     file: str
     expected: str

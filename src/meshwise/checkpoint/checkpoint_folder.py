@@ -43,10 +43,7 @@ class CheckpointSearch:
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
-    """Return the checkpoints of a root, newest first, each with its index.
-
-    Checkpoints with a damaged index come last, each with the DamageError. A root that is no folder has none.
-    """
+    """Return (path, index) of each checkpoint of a root, newest first; then (path, error) of each damaged index."""
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
     folders = filter(is_checkpoint, root.iterdir()) if root.is_dir() else ()
     for path in sorted(folders, reverse=True):
@@ -92,10 +89,7 @@ def make_partial_folder(folder: Path) -> Path:
 
 
 def move_into_place(partial: Path, *, folder: Path) -> None:
-    """Rename a complete partial folder to `folder`, then write its name into `latest`. Raises OSError.
-
-    A checkpoint that was at `folder` is removed at the end.
-    """
+    """Rename a partial folder to `folder`, in place of an old checkpoint, and write `latest`. Raises OSError."""
     flush(partial)
     replaced = None
     if folder.exists():
@@ -110,10 +104,7 @@ def move_into_place(partial: Path, *, folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, the folder of a failed save, or a single file or link. Raises OSError.
-
-    A checkpoint is first renamed to a partial folder, so that its remaining half is never loaded after a crash.
-    """
+    """Remove a checkpoint (first renamed to a partial folder), a partial folder or a file. Raises OSError."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return
@@ -136,10 +127,9 @@ def next_sequence(root: Path) -> int:
 def prune(root: Path, *, keep_last: int) -> list[Path]:
     """Remove the checkpoints after the `keep_last` newest valid ones, and return the removed paths.
 
-    A checkpoint is valid if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a
-    damaged index count as the oldest. Partial folders older than the newest valid checkpoint are removed too.
-
-    Raises ValueError for `keep_last` below 1. Raises OSError.
+    A checkpoint is valid if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a damaged
+    index count as the oldest. Partial folders older than the newest valid checkpoint are removed too. Raises ValueError
+    for `keep_last` below 1. Raises OSError.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")

@@ -130,10 +130,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
-    """Return the index from parsed JSON.
-
-    Raises ValueError, KeyError, TypeError or AttributeError if a value is missing, of a wrong type or out of range.
-    """
+    """Return the index from parsed JSON. Raises ValueError, KeyError, TypeError or AttributeError if malformed."""
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
     files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}

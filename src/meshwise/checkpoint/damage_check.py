@@ -18,10 +18,7 @@ _VERIFIED = "verified"
 
 
 def damages(folder: Path) -> Iterator[Damage]:
-    """Read a whole checkpoint and yield every damage: nothing if every byte is as it was written.
-
-    With a damaged index only that damage is yielded, because the checksums are in the index.
-    """
+    """Read a whole checkpoint and yield every damage; with a damaged index, only the damage of the index."""
     try:
         index = read_index(folder)
     except DamageError as error:

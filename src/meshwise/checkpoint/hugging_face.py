@@ -120,9 +120,8 @@ def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[st
     """Write the parameters and buffers of a checkpoint as safetensors files into a folder, and return their paths.
 
     `dtypes`: dtypes by name, for parameters that are written in another dtype than the checkpoint has. At most a few MB
-    of tensors are in memory. The folder is created if it does not exist.
-
-    Raises FileExistsError if the folder holds a model already. Raises DamageError or OSError; the files are removed.
+    of tensors are in memory. The folder is created if it does not exist. Raises FileExistsError if the folder holds a
+    model already. Raises DamageError or OSError; the files are removed.
     """
     split = {key: key.partition("/") for key in reader.index.tensors}
     stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
@@ -191,10 +190,9 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     """Write the model of a checkpoint into a folder, read it back, and compare the logits of both models.
 
     `build` makes the module that was trained. For a transformers model, `config.json` is written too, and
-    `from_pretrained` reads the folder. Both models run on the same random tokens, unsplit, on the CPU.
-
-    Raises ValueError before writing, if `build` makes another model, or a model that does not compute logits from
-    tokens alone. Raises ExportError if the logits differ; the files stay. Raises DamageError, OSError.
+    `from_pretrained` reads the folder. Both models run on the same random tokens, unsplit, on the CPU. Raises
+    ValueError before writing, if `build` makes another model, or a model that does not compute logits from tokens
+    alone. Raises ExportError if the logits differ; the files stay. Raises DamageError, OSError.
     """
     reader = CheckpointReader(read_index(folder))
     saved = build().eval()

@@ -36,10 +36,7 @@ class CheckpointReader:
         read_spans([span for holding in holdings for span in self._spans(holding)])
 
     def pieces(self, key: str) -> Iterator[Tensor]:
-        """Yield the elements of the logical tensor `key` in row-major order, as flat tensors of at most 2²⁰ elements.
-
-        `key` is as in `CheckpointIndex.tensors`. Raises KeyError for an unknown key, and the errors of `fill`.
-        """
+        """Yield a logical tensor in row-major order, as flat tensors of at most 2²⁰ elements. Raises as `fill` does."""
         stored = self.index.tensors[key]
         slot, _, name = key.partition("/")
         size = math.prod(stored.shape)

@@ -32,10 +32,7 @@ _SPAN = WINDOW_BYTES - 2 * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A safetensors file to read: its path, its header's entries by name, and its written size and checksums.
-
-    `expected` is None for a file without checksums, such as a file of Hugging Face.
-    """
+    """A safetensors file to read: its entries by name, and its size and checksums (None for a file without these)."""
 
     path: Path
     expected: CheckpointFile | None
@@ -60,10 +57,7 @@ class ByteSpan:
 
 
 def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
-    """Yield spans that fill `target` from a rectangle of an entry; each fits the window.
-
-    The offsets of `rectangle` count from the beginning of the entry. `target` has the sizes of the rectangle.
-    """
+    """Yield spans that copy a rectangle, with offsets within the entry, to `target`; each span fits the window."""
     found = source.entries[entry]
     strides = _strides(found.shape)
     first = sum(map(int.__mul__, rectangle.offsets, strides))
@@ -85,10 +79,7 @@ def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tenso
 
 
 def read_spans(wanted: Iterable[ByteSpan]) -> None:
-    """Copy the elements of all spans to their targets. Raises DamageError for altered bytes, if there are checksums.
-
-    Raises OSError.
-    """
+    """Copy the elements of all spans to their targets. Raises OSError, and DamageError for a wrong checksum."""
     buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda span: (span.source.path, span.start))
     for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):

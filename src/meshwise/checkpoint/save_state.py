@@ -54,10 +54,8 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
     """Begin to save a checkpoint in the background. Every rank calls it.
 
     Returns when all tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
-    checkpoints that stay in the root after this save, see `prune`; None removes none.
-
-    Raises SaveError on every rank if one rank cannot begin: the folder cannot be created, or content has a value that a
-    checkpoint cannot store.
+    checkpoints that stay in the root after this save, see `prune`; None removes none. Raises SaveError on every rank if
+    one rank cannot begin: the folder cannot be created, or content has a value that a checkpoint cannot store.
     """
     partial, rank_file, problem = "", None, None
     try:
@@ -95,10 +93,7 @@ class RankFile:
 
     @classmethod
     def of(cls, content: SaveContent, *, name: str) -> "RankFile":
-        """Return the file for `content`. Raises ValueError for values that a checkpoint cannot store.
-
-        Tensors that may change before the next optimizer step are cloned, or the file is blocking if they are large.
-        """
+        """Return the file; small unstable tensors are cloned. Raises ValueError for what the formats cannot store."""
         try:
             json.dumps(content.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -180,17 +175,11 @@ class PendingSave:
         return self.folder
 
     def detach(self) -> None:
-        """Let the save end in its thread, without `wait`. Rank 0 waits 20 s more for the other ranks' files.
-
-        One rank alone may call it.
-        """
+        """Let the save end without `wait`. Rank 0 waits 20 s more for other ranks' files. One rank can call it."""
         self._detached.set()
 
     def cancel(self) -> None:
-        """Stop waiting for other ranks' files, and wait for the thread to end. A save that still misses files fails.
-
-        One rank alone may call it.
-        """
+        """Stop waiting for other ranks' files, so that an incomplete save fails. It waits for the thread to end."""
         self._cancelled.set()
         self._thread.join()
 

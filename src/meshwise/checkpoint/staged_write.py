@@ -56,10 +56,7 @@ class StagedWriter:
         self._staged.wait()
 
     def write(self) -> CheckpointFile:
-        """Write the file on the calling thread, and return its size and checksums. It is called once.
-
-        Raises OSError, FileExistsError too, and any error of the copying thread.
-        """
+        """Write the file on the calling thread, once, and return its size and checksums. Raises OSError."""
         checksums: list[int] = []
         size = 0
         try:

@@ -34,12 +34,7 @@ from meshwise.plan import Plan
 
 @dataclass(frozen=True)
 class RestoredState:
-    """Result of a restore.
-
-    | path      the loaded checkpoint
-    | extra     its JSON values
-    | damaged   damage of the checkpoints that were skipped, and of those with a damaged index
-    """
+    """Result of a restore: the loaded checkpoint, its `extra`, and the damage found in skipped checkpoints."""
 
     path: Path
     extra: Mapping[str, Any]
@@ -47,10 +42,7 @@ class RestoredState:
 
 
 class TrainingState:
-    """Saved and loaded state of an engine and its optimizer. At most one save is under way at a time.
-
-    `update` has the optimizer. `plan` is the resolved plan, which is saved.
-    """
+    """Saved and loaded state of an engine and its optimizer (in `update`). At most one save is under way at a time."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
@@ -96,10 +88,9 @@ class TrainingState:
         """Load the state of a checkpoint and return its `extra`. Every rank calls it.
 
         From a Hugging Face folder it loads the parameters and resets the optimizer's state. It then returns steps and
-        skips of 0, and the names of unused tensors at `["user"]["unused"]`.
-
-        Raises ValueError, before any change, for a checkpoint of another model or optimizer. Raises DamageError on
-        every rank for a damaged checkpoint; the state may then be partly overwritten until another load succeeds.
+        skips of 0, and the names of unused tensors at `["user"]["unused"]`. Raises ValueError, before any change, for a
+        checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
+        may then be partly overwritten until another load succeeds.
         """
         self.wait_staged()
         self._update.abandon()
@@ -204,10 +195,7 @@ class TrainingState:
         ]
 
     def _saved_groups(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
-        """Return the saved hyperparameters of each of this optimizer's groups.
-
-        Raises ValueError if the saved hyperparameters of one group's parameters differ.
-        """
+        """Return the saved hyperparameters of each group. Raises ValueError if they differ within a group."""
         return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
 
     def _generators(self) -> list[StoredSlice]:

@@ -62,7 +62,7 @@ class Plan:
     )
     random: str = one_of(
         "global local",
-        means="random numbers such as dropout masks: equal under every plan, or each rank's own from torch's kernels",
+        means="random numbers such as dropout masks: equal under every plan, or per rank by torch's fused kernels",
     )
     schedule: str = one_of(
         "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev",

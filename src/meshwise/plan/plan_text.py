@@ -16,10 +16,7 @@ _EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
 
 
 def read_words(text: str) -> dict[str, int | str]:
-    """Return the values by key of `key=value` words in any order; numbers become int. Keys and values are not checked.
-
-    Raises PlanError for a word that is not `key=value`, a key that is given twice, and an open quote.
-    """
+    """Return the values by key of `key=value` words, unchecked; numbers are int. Raises PlanError for other words."""
     values: dict[str, int | str] = {}
     if text.count('"') % 2:
         raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after a path with spaces')

@@ -45,10 +45,7 @@ class Counts(dict[str, tuple[int, int]]):
 
 
 def count(records: Iterable[CallRecord]) -> Counts:
-    """Return the calls and bytes of recorded collectives, by kind and axes in alphabetical order.
-
-    `records`: from `World.record()`, on one rank.
-    """
+    """Return the calls and bytes of one rank's recorded collectives, by kind and axes in alphabetical order."""
     rows: dict[str, tuple[int, int]] = {}
     for record in records:
         name = f"{record.kind}[{'·'.join(record.axes)}]"

@@ -41,8 +41,8 @@ class Difference:
 def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
     """Return the relative difference of two tensors of the same shape, computed in float64.
 
-    It is infinite for a NaN on either side, for an infinity on one side only, and for a value other than zero when
-    `expected` and `floor` are zero. Raises ValueError when the shapes differ.
+    It is infinite for a NaN on either side and for an infinity on one side only. It is infinite for a value other than
+    zero if `expected` and `floor` are zero. Raises ValueError when the shapes differ.
     """
     if value.shape != expected.shape:
         raise ValueError(f"shape {tuple(value.shape)} cannot be compared with {tuple(expected.shape)}")

@@ -17,7 +17,7 @@ RecordedSteps: TypeAlias = list[dict[str, Any]]
 def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
     """Train one step on each global batch under a plan, and return the figures of every step, equal on every rank.
 
-    Every rank calls it. Gradients are those of the mean loss, unclipped.
+    Every rank calls it. The gradients of the mean loss are not clipped.
     """
     steps = []
     for batch in batches:

@@ -52,10 +52,7 @@ class OutputMeanSquares:
         return list(self._elements)
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """Return the mean square of every module's output by name, on this rank, or over all ranks of `world`.
-
-        With a world, every rank calls it.
-        """
+        """Return each module's mean square by name; with a world, over all its ranks, which all call it."""
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)

@@ -9,9 +9,9 @@ neighbour and the reference run, so the plan may differ as much:
 
     bound = max(16 eps, 16 · the larger difference of both neighbours)      eps of the narrowest dtype in the forward
 
-Rounding may choose the direction of an update if the gradient is small: smaller than 16 times the difference of the
-neighbours, or, in float64, than the rounding of the largest gradient. After such an update that element of the
-parameter is not compared. An example is the bias of an attention's keys: its exact gradient is zero.
+Rounding may choose the direction of an update if the gradient is small. The limit is 16 times the difference of the
+neighbours; in float64 it is the rounding of the largest gradient. After such an update that element of the parameter is
+not compared. An example is the bias of an attention's keys: its exact gradient is zero.
 """
 
 import math
@@ -133,10 +133,7 @@ class BoundJudge:
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
-        """Return the scale below which a tensor counts as rounding; 0 unless `exact`.
-
-        `largest`: largest magnitude of all tensors of the same kind, such as all gradients.
-        """
+        """Return the scale below which a tensor is rounding, given its family's largest value; 0 unless `exact`."""
         return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
 
     def measure(

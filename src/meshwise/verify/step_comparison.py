@@ -60,10 +60,7 @@ class ReferenceSide:
         self._undecided: dict[str, Tensor] = {}
 
     def backward(self, batch: Any) -> list[tuple[float, float]]:
-        """Run forward and backward in every run, and return (mean loss, count) of each.
-
-        It also notes the elements of gradients so small that rounding may decide their update.
-        """
+        """Run forward and backward in every run; return (mean loss, count) of each. Undecided elements are noted."""
         for outputs in self.outputs:
             outputs.begin()
         losses = [run.backward(batch) for run in self.runs]
@@ -97,10 +94,7 @@ class ReferenceSide:
 
 
 def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
-    """Return the result of `call` on the first rank, and None on the other ranks, which do not call it.
-
-    Every rank calls this function. An exception of `call` is raised on every rank.
-    """
+    """Call `call` on the first rank. Return its result there, None elsewhere; raise its exception on every rank."""
     result, problem = None, None
     if world.rank == 0:
         try:

@@ -40,16 +40,12 @@ def verify(
     `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`. A module
     is copied first. `batches` are global batches, equal on every rank, one for each step. Model and batches are
     converted to `dtype`, unless it is None. A plan with `precision=bf16` or `fp16` keeps them as they are, and both
-    sides compute in this precision.
-
-    Every rank of `world` calls it and gets the report. Without a world, it calls `connect()`. If the world has one rank
-    and the plan needs more, the ranks are threads of this process.
-
-    Dropout and other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or
-    random numbers that depend on the plan, the model is compared in eval mode, and the report says so.
-
-    Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
-    return (sum, count), and when one batch gives two different losses. Raises any error of model and loss.
+    sides compute in this precision. Every rank of `world` calls it and gets the report. Without a world, it calls
+    `connect()`. If the world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
+    other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or random
+    numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
+    the plan does not fit the world. Raises ValueError without a batch, for a loss that does not return (sum, count),
+    and when one batch gives two different losses. Raises any error of model and loss.
     """
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)

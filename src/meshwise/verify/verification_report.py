@@ -25,10 +25,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class ParameterFigures:
-    """Largest differences of one parameter or buffer over all steps, in gradient and value.
-
-    `gradient` is None for a frozen parameter or a buffer.
-    """
+    """Largest differences of one parameter or buffer over all steps; `gradient` is None if it is not trained."""
 
     name: str
     gradient: BoundedDifference | None

@@ -1,1 +1,1 @@
-"""Draw plans: in the terminal, as PNG and SVG, as an HTML page and as a trace. docs/view.md."""
+"""Draw the time and memory of plans: in the terminal, as PNG, SVG, HTML page and trace (docs/view.md)."""

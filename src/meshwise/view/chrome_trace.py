@@ -1,8 +1,8 @@
 """Write timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process per rank has four rows: computation (and waits for messages), links, collectives, and traffic between memory
-tiers. Every message has an arrow, and memory by category is a counter. The format is Google's "Trace Event Format":
-JSON, times in microseconds.
+Each rank is a process with four rows: computations and waits, links, collectives, and traffic between memory tiers.
+Every message has an arrow, and memory by category is a counter. The format is Google's "Trace Event Format": JSON with
+times in microseconds.
 """
 
 import json
@@ -18,17 +18,18 @@ from meshwise.simulate.predicted_timeline import MemoryHistory
 from meshwise.view.plan_account import PlanAccount
 
 ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}
+"""Thread number of each row in a process of the trace; computations and waits are row 0."""
 _NAMES = ("computes", "sends", "collectives", "tiers")
 _APART = 10
-"""Distance between rows with the same name: overlapping events need rows of their own."""
+"""Difference of the numbers of two rows with the same name: events that overlap are put into separate rows."""
 
 _MICRO = 1e6
 
 
 def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
-    """Write the JSON of one or several plans, under their titles; where times have no unit, one is a millisecond.
+    """Write the trace of one or several plans to a JSON file. A time of 1 without a unit becomes a millisecond.
 
-    Raises OSError when the file cannot be written.
+    The processes of several plans have the plan's title in their names. Raises OSError.
     """
     events: list[dict[str, Any]] = []
     first = 0
@@ -70,7 +71,7 @@ def _levels(history: MemoryHistory, scale: float, pid: int) -> Iterator[dict[str
 
 
 class _Place:
-    """Process numbers and message names of a timeline's ranks in the trace."""
+    """Numbers of processes and names of messages in the trace, for the ranks of one timeline."""
 
     def __init__(self, first: int, timeline: Timeline) -> None:
         self.first = first
@@ -78,13 +79,13 @@ class _Place:
         self._pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
 
     def names(self, title: str, ranks: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield the names of processes."""
+        """Yield the trace events that name the processes."""
         for rank, stages in enumerate(self._stages):
             name, pid = f"{title}{ranks[rank]}: stages {' '.join(map(str, stages))}", self.first + rank
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
 
     def message(self, action: object, rank: int) -> str:
-        """Return the name of a message, one in the whole trace."""
+        """Return an identifier of a message that is unique in the whole trace."""
         return f"{self.first + self._pipelines[rank][0]}: {action}"
 
 

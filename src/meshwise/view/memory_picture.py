@@ -19,9 +19,9 @@ _STEPS = 4
 def memory_pictures(
     histories: Sequence[MemoryHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
-    """Yield a picture for each history, all to one scale: `most` bytes high, and higher where the `limit` is near.
+    """Yield a picture for each history, all to one scale. The height is `most` bytes, or `limit` if it is near.
 
-    `names`: the ranks along pp; `span`: seconds across the whole width; `limit`: bytes that a rank may use, 0 if
+    `names`: names of the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use, 0 if
     unknown.
     """
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
@@ -34,7 +34,7 @@ def memory_pictures(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Name, scales, limit and categories of a picture."""
+    """Name, scales (`span` seconds wide, `top` bytes high), limit and categories of a picture."""
 
     name: str
     span: float

@@ -1,12 +1,11 @@
-"""Draw a mesh: a cell for every rank, a grid for the two innermost axes, and grids in rows and columns for the others.
-Cells of one node have one colour.
+"""Draw a mesh as a picture: a cell for each rank, in grids of the two innermost axes. Cells of a node have one colour.
 
     | pp 0                  pp 1
     |       tp 0  tp 1            tp 0  tp 1
     | dp 0 [  0 ][  1 ]     dp 0 [  4 ][  5 ]
     | dp 1 [  2 ][  3 ]     dp 1 [  6 ][  7 ]
 
-A long axis shows its first indices and its last one.
+The two next axes place the grids in rows and columns. Of a long axis, the first indices and the last one are shown.
 """
 
 from collections import defaultdict
@@ -17,14 +16,14 @@ from meshwise.base.mesh import Mesh
 from meshwise.view.shapes import Bars, Box, Picture, PictureText, Point, Shape, text_width
 
 _MOST = (16, 8, 8, 4)
-"""Most indices that are shown: across a grid, down a grid, grids in a row, rows of grids."""
+"""Most indices that are shown of each axis: across a grid, down a grid, grids in a row, rows of grids."""
 
 _TONES = 6
 _HIGH, _GAP, _TITLE, _LABEL, _LEAST = 24.0, 2.0, 26.0, 18.0, 40.0
 _BREAK = 40.0
 """Width of the gap where grids are left out."""
 _WIDEST, _LETTERS = 1180.0, 340.0
-"""Most width of the picture, and the width of its title."""
+"""Largest width of the picture, and its smallest, which has room for the title."""
 
 _Index = int | None
 """Index of a rank along an axis; None for the indices that are left out."""
@@ -43,7 +42,7 @@ class _Axis:
         return cls(name, tuple(range(degree)) if degree <= most else (*range(most - 2), None, degree - 1))
 
     def at(self, index: _Index) -> dict[str, _Index]:
-        """Return what an index of the axis adds to a coordinate."""
+        """Return the part of a coordinate that has this index; empty for an axis without a name."""
         return {self.name: index} if self.name else {}
 
     def label(self, index: _Index) -> str:
@@ -52,7 +51,7 @@ class _Axis:
 
 
 def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
-    """Return the picture; nodes have different colours if the number of ranks per node is known."""
+    """Return the picture of a mesh. Nodes have different colours, unless `ranks_per_node` is 0 (unknown)."""
     named = [(name, degree) for name, degree in reversed(mesh.axes) if degree > 1]
     axes = [_Axis.shown(name, degree=degree, most=most) for (name, degree), most in zip(named, _MOST, strict=False)]
     across, down, outer, below = [*axes, *[_Axis()] * (len(_MOST) - len(axes))]
@@ -108,13 +107,13 @@ class _Sheet:
         return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
     def title(self, outermost: Sequence[str]) -> str:
-        """Return the number of ranks, and the axes that have no room."""
+        """Return the number of ranks, and the `outermost` axes, which are shown with their first index only."""
         nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         rest = f"; of {' '.join(outermost)} the first" if outermost else ""
         return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}{nodes}{rest}"
 
     def grid(self, fixed: Mapping[str, _Index], *, at: Point) -> Iterator[Shape]:
-        """Yield the ranks with some indices."""
+        """Yield the shapes of the grid of ranks with the indices `fixed`, with its corner at the point `at`."""
         left, top = at[0] + self.left, at[1] + _LABEL
         boxes: dict[int, Box] = {}
         for i, along in enumerate(self.across.indices):
@@ -133,7 +132,7 @@ class _Sheet:
         yield from self.cells(boxes)
 
     def cells(self, boxes: Mapping[int, Box]) -> Iterator[Shape]:
-        """Yield a cell for each rank, in the colour of its node."""
+        """Yield a cell in the colour of its node for each rank, given the box of each rank."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for rank in boxes:
             nodes[rank // self.ranks_per_node if self.ranks_per_node else 0].append(rank)
@@ -145,7 +144,7 @@ class _Sheet:
             yield PictureText(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
 
     def place(self, rank: int) -> str:
-        """Return the indices of a rank along the axes with several ranks."""
+        """Return a text of the rank's indices along the axes with several ranks."""
         indices = self.mesh.coordinate(rank).items()
         named = [f"{name} {index}" for name, index in indices if self.mesh.degree(name) > 1]
         return f": {' '.join(named)}" if named else ""

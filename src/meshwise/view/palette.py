@@ -1,4 +1,4 @@
-"""Define the light and the dark colour of each paint, and write them as CSS."""
+"""Define the colours of pictures, for light and dark screens, and write them as CSS (`style`)."""
 
 from collections.abc import Mapping
 
@@ -45,14 +45,15 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "row": ("#f5f6f8", "#1b2027"),
     "limit": ("#c9372c", "#ff7d72"),
 }
-"""(light, dark) by paint. The paint `gap` has none: it is invisible, but the pointer finds it."""
-
+"""Colours (on a light, on a dark screen) by paint: a paint is the name of a colour. `UNSEEN` has none."""
 UNSEEN = "gap"
+"""Paint of invisible bars, which show their name when pointed at."""
 LINES = frozenset({"grid", "limit", "faint", "ink"})
+"""Paints in which lines are drawn."""
 
 
 def style() -> str:
-    """Return the colours as CSS: a class for each paint, by variables that the dark changes."""
+    """Return the CSS of all paints: a class for each, with variables for its light and its dark colour."""
     light = "".join(f"--{paint}:{colors[0]};" for paint, colors in COLORS.items())
     dark = "".join(f"--{paint}:{colors[1]};" for paint, colors in COLORS.items())
     fills = "".join(f".picture .{paint}{{fill:var(--{paint})}}" for paint in COLORS)

@@ -1,4 +1,4 @@
-"""Collect everything that is drawn of a plan: timeline, memory, mesh and facts, of a prediction or of a run."""
+"""Collect the data that is drawn of a plan: timeline, memory, mesh and facts, from a prediction or a measured run."""
 
 import math
 from collections import defaultdict
@@ -16,34 +16,33 @@ from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.simulation_tables import size_text
 
 _MOST_HISTORIES = 6
-"""Where there are more ranks along pp, the memory of the first, the fullest and the last is shown."""
+"""With more ranks along pp than this, only the memory of the first, the fullest and the last is shown."""
 
 
 @dataclass(frozen=True)
 class AccountMachine:
-    """Machine that a plan is for."""
+    """Machine that a plan is for; a number is 0 if unknown."""
 
     name: str = ""
     memory: float = 0.0
-    """Bytes that a rank may use; 0 where that is unknown."""
+    """Bytes that a rank may use; infinite without a limit."""
     ranks_per_node: int = 0
-    """0 where that is unknown."""
 
 
 @dataclass(frozen=True)
 class PlanAccount:
-    """Account of a plan: time and memory."""
+    """Data to draw of one plan: the times of a step, and its memory if known."""
 
     title: str
     timeline: Timeline
     rows: tuple[str, ...] = ()
-    """Names of the timeline's rows; by default the ranks."""
+    """Names of the timeline's ranks; empty for `rank 0`, `rank 1`, …"""
     unit: str = "s"
-    """Of its times: seconds, or nothing for times without a unit."""
+    """Unit of its times: `s`, or empty for times without a unit."""
     plan: Plan | None = None
     machine: AccountMachine = field(default_factory=AccountMachine)
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Other facts by title, in the order in which they are shown."""
+    """Other facts by title, in the order of the table."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category at the peak of the rank that needs most."""
     histories: tuple[MemoryHistory, ...] = ()
@@ -51,17 +50,17 @@ class PlanAccount:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Mesh, if known."""
+        """Mesh of the plan; None without a plan."""
         return None if self.plan is None else self.plan.mesh()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the timeline's rows."""
+        """Names of the timeline's ranks."""
         return self.rows or tuple(f"rank {rank}" for rank in range(self.timeline.ranks))
 
     @cached_property
     def spent(self) -> Mapping[str, float]:
-        """Fractions of a step by activity, as the mean over the ranks."""
+        """Time of a step by activity (see `time_by_activity`), as the mean over the ranks, in the timeline's unit."""
         total: dict[str, float] = defaultdict(float)
         for own in time_by_activity(self.timeline):
             for what, seconds in own.items():
@@ -70,7 +69,7 @@ class PlanAccount:
 
 
 def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount:
-    """Return the account of a prediction."""
+    """Return the account of a prediction. Its ranks are the ranks along pp. `title`: by default the plan."""
     plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, PredictionReplay(prediction)
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along
@@ -96,7 +95,7 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
 
 
 def measured_accounts(run: MeasuredStep) -> tuple[PlanAccount, ...]:
-    """Return a step of a run, and the same computations by the clock."""
+    """Return three accounts of a schedule: as measured, by the clock with mean times, and with equal stages."""
     timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
     return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())
 

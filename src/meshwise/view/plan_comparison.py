@@ -1,4 +1,4 @@
-"""Compare plans as a table and as a picture: their keys, the parts of a step, and the memory."""
+"""Compare plans as a table and as a picture of bars: their keys, the parts of a step, and the memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,16 @@ from meshwise.view.shapes import Bars, Picture, PicturePath, PictureText, Shape,
 from meshwise.view.time_text import time_text
 
 Row = tuple[str, ...]
-
+"""Texts of the cells of a table's row."""
 _PAINTS: Mapping[str, str] = {"computes": "forward", "update": "update", "around": "between", "bubble": "bubble"}
 _WAITS = ("wait", "collective", "message", "tier")
 _LETTERS = 60
 """Most letters of a bar's title."""
-
 _WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 90.0
 
 
 def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
-    """Return titles, then rows, with a column for each plan. Keys that are equal in all plans are left out."""
+    """Return a header of titles, then rows with a column per plan. Keys that are equal in all plans are left out."""
     rows: list[Row] = [("", *(account.title for account in accounts))]
     plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
     keys = dict.fromkeys(key for plan in plans for key in plan)
@@ -39,19 +38,19 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
 
 
 def activities(accounts: Sequence[PlanAccount]) -> list[str]:
-    """Return the activities of all steps: computing first, the bubble last."""
+    """Return the names of all activities of the plans' steps: computing first, the bubble last."""
     found = dict.fromkeys(what for account in accounts for what in account.spent)
     waits = sorted(what for what in found if what not in _PAINTS)
     return [what for what in ("computes", *waits, "update", "around", "bubble") if what in found]
 
 
 def memory_categories(accounts: Sequence[PlanAccount]) -> list[str]:
-    """Return the categories that the peak of any of them has."""
+    """Return the categories of memory that any plan has at its peak."""
     return [str(category) for category in Category if any(account.peak.get(category) for account in accounts)]
 
 
 def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
-    """Return a bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
+    """Return bars of the step of each plan to one scale, and bars of the memory of its fullest rank to another."""
     charts = [_times(accounts)]
     remembering = [account for account in accounts if account.peak]
     if remembering:
@@ -67,7 +66,7 @@ def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
 
 @dataclass(frozen=True)
 class _Bar:
-    """Bar of one plan: the size of each part, and its text."""
+    """Bar of one plan: the size and the text (`words`) of each part, and the text of the sum (`total`)."""
 
     title: str
     parts: Mapping[str, float]
@@ -77,7 +76,7 @@ class _Bar:
 
 @dataclass(frozen=True)
 class _Chart:
-    """Bars of parts, one for each plan."""
+    """Bars of all plans; `limit` is drawn as a line, if not 0 and near."""
 
     title: str
     paints: Mapping[str, str]
@@ -91,7 +90,7 @@ class _Chart:
         return _TITLE + _PITCH * len(self.bars) + _LEGEND
 
     def shapes(self, *, left: float, top: float) -> Iterator[Shape]:
-        """Yield the shapes of the chart from this place on."""
+        """Yield the shapes of the chart. Its title is at `top`, and its bars begin at `left`."""
         most = max(sum(bar.parts.values()) for bar in self.bars)
         if self.limit < 1.6 * most:
             most = max(most, self.limit)
@@ -140,6 +139,6 @@ def _shortened(title: str) -> str:
 
 
 def _part(account: PlanAccount, what: str) -> str:
-    """Return a part of the step, as time and as share."""
+    """Return the text of an activity's time, with its percentage of the step."""
     time = account.spent.get(what, 0.0)
     return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"

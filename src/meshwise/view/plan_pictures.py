@@ -1,4 +1,4 @@
-"""Draw all pictures of some plans: timeline, memory and mesh of each, with one scale for all plans."""
+"""Draw the timeline, memory and mesh of plans as pictures, all plans to the same scale."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from meshwise.view.timeline_picture import WIDTH, timeline_picture
 
 
 def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
-    """Yield the pictures of each plan."""
+    """Yield, for each plan, its pictures: the timeline, then memory of ranks and the mesh if they are known."""
     span = max(account.timeline.seconds for account in accounts)
     most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
     for account in accounts:
@@ -25,7 +25,7 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
 
 
 def picture_sheet(accounts: Sequence[PlanAccount]) -> Picture:
-    """Return all of them as one picture."""
+    """Return all pictures of all plans as one picture, under a comparison of the plans."""
     parts = [comparison_picture(accounts)] if len(accounts) > 1 or accounts[0].peak else []
     for account, drawn in zip(accounts, pictures(accounts), strict=True):
         parts += [Picture(account.title, WIDTH, 24, (PictureText(account.title, 0, 12, size=15),)), *drawn]

@@ -1,9 +1,10 @@
-"""Draw a timed schedule as text: a row per rank, time to the right, a letter for what is computed.
+"""Draw a timed schedule as text: a row for each rank, time to the right, and a letter for the kind of computation.
 
     rank 0 │F0 F1 .  .  B0─── .  B1───
     rank 1 │.  F0 B0─── F1 B1─── .  .
 
-A column is the shortest computation; what takes longer is drawn out. A rank with several stages says which: 2F0.
+A column is as long as the shortest computation, and longer computations have a line. `F0` is the forward of micro-batch
+0. A rank with several stages writes the stage first: `2F0`.
 """
 
 import math
@@ -21,7 +22,7 @@ STYLES: Mapping[ActionKind, str] = {
     ActionKind.I: "black on cyan",
     ActionKind.W: "black on yellow",
 }
-
+"""Rich style of each kind of computation."""
 
 SHADES: Mapping[str, str] = {
     "F": "forward",
@@ -33,11 +34,11 @@ SHADES: Mapping[str, str] = {
     "░": "around",
     ".": "bubble",
 }
-"""What a letter or a shade of a drawing to scale stands for, in the words of other pictures."""
+"""Meaning of each character in a drawing to scale, in the words of other pictures."""
 
 
 def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
-    """Return the drawing, folded into panels of at most `width` characters."""
+    """Return a drawing in panels of at most `width` characters; a column is as long as the shortest computation."""
     unit = min(event.seconds for row in timeline.computing for event in row)
     names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
     cell = 1 + max(len(label(event, timeline=timeline)) for row in timeline.computing for event in row)
@@ -53,9 +54,9 @@ def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
 
 
 def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
-    """Return the drawing to scale with a legend, a row per rank; `seconds` fill `width` characters.
+    """Return a drawing to scale with a legend, with one row for each rank. `seconds` fill `width` characters.
 
-    Events shorter than a character are not shown. `rows`: names of the ranks.
+    Events shorter than a character are left out. `rows`: names of the ranks, by default their numbers.
     """
     heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     longest = max(map(len, heads))
@@ -68,7 +69,7 @@ def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Seque
 
 
 def _legend() -> Iterator[tuple[str, str]]:
-    """Yield each letter and shade, as it is drawn."""
+    """Yield (character, style) of each kind of computation and each other activity."""
     yield from ((str(kind), style) for kind, style in STYLES.items())
     yield from (("▒", "red"), ("u", ""), ("░", ""), (".", "dim"))
 
@@ -97,7 +98,7 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
 
 
 def label(event: Event, *, timeline: Timeline) -> str:
-    """Return the label of a computation, with its stage if the rank has several."""
+    """Return the label of a computation, with its stage if any rank has several stages."""
     return f"{'' if timeline.one_stage_each else event.stage}{event.kind}{event.microbatch}"
 
 
@@ -113,13 +114,13 @@ def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) 
 
 
 def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
-    """Yield the computations of a rank with their first column and the one after their last."""
+    """Yield (computation, first column, column after the last) for each computation of a rank."""
     for event in timeline.computing[rank]:
         yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 
 
 def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
-    """Return a table of each rank: its stages, how long it computes and waits, and its peak."""
+    """Return a table of each rank: its stages, computing and idle time, and `peaks`, its most memory in any unit."""
     table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
     for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):
         table.add_column(heading, justify="left" if heading == "stages" else "right")

@@ -1,7 +1,7 @@
-"""Represent pictures as values: shapes in order, from which SVG and PNG are written.
+"""Represent a picture as a value: shapes in drawing order (`Picture`), from which SVG and PNG are written.
 
-The content is decided once, for the page, the files and the tests; `palette` has the light and dark colours. Lengths
-are pixels, y goes down.
+So page, files and tests have the same content. A paint is the name of a colour in `palette`. Lengths are pixels; y
+points down.
 """
 
 import dataclasses
@@ -11,29 +11,28 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Box: TypeAlias = tuple[float, float, float, float]
-"""Left, top, width, height."""
-
+"""Left, top, width and height of a rectangle."""
 Point: TypeAlias = tuple[float, float]
-
+"""x and y."""
 LETTER = 0.6
-"""Width of a letter, in sizes of the text."""
+"""Approximate width of a letter, as a multiple of the font size."""
 
 _NARROW = 3.0
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Rectangles of one paint. Named rectangles show their name when pointed at."""
+    """Rectangles of one paint. `names`: text of each rectangle when pointed at; empty for none."""
 
     paint: str
     boxes: tuple[Box, ...]
     names: tuple[str, ...] = ()
     row: str = ""
-    """Row that they belong to, shown with their names."""
+    """Name of the row with these rectangles, shown before their names."""
 
     @property
     def fine(self) -> bool:
-        """True if they are too narrow for a line around each."""
+        """True if the rectangles are too narrow for a line around each."""
         return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
 
     def moved(self, *, right: float, down: float) -> "Bars":
@@ -44,7 +43,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class PicturePath:
-    """A line through points, or what it encloses."""
+    """A line through points; if `filled`, the area that it encloses."""
 
     paint: str
     points: tuple[Point, ...]
@@ -62,11 +61,12 @@ class PictureText:
     text: str
     x: float
     y: float
-    """Of its middle."""
+    """Middle of the line of text."""
     paint: str = "ink"
     size: float = 12
+    """Font size."""
     anchor: str = "start"
-    """Which part of it is at x: start, middle or end."""
+    """Part of the text that is at x: `start`, `middle` or `end`."""
 
     def moved(self, *, right: float, down: float) -> "PictureText":
         """Return the shape moved right and down."""
@@ -74,27 +74,28 @@ class PictureText:
 
 
 Shape: TypeAlias = Bars | PicturePath | PictureText
+"""Part of a picture."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Part of a picture in which x is time from 0 on; its shapes are placed from its own corner."""
+    """Part of a picture in which x is time, from 0 on. Its shapes have coordinates from its own left top corner."""
 
     left: float
     top: float
     width: float
     height: float
     span: float
-    """The time that `width` stands for."""
+    """Time of the whole `width`."""
     unit: str
-    """`s`, or nothing for times that have no unit."""
+    """`s`; empty for times without a unit."""
     shapes: tuple[Shape, ...]
     axis: tuple[Shape, ...] = ()
-    """Drawn below the shapes: round times. It is drawn anew when a reader stretches time, as are the texts."""
+    """Lines and texts of round times, drawn below the shapes. A page replaces axis and texts when it stretches time."""
     texts: tuple[PictureText, ...] = ()
-    """Drawn over the shapes: their names, where there is room."""
+    """Names of shapes, drawn over the shapes where there is room."""
     brief: bool = False
-    """Whether these leave out the stage: `F0` for what is called `0F0`."""
+    """Whether `texts` leave out the stage, as in `F0` for the action `0F0`."""
 
     def x(self, time: float) -> float:
         """Return the x coordinate of a time."""
@@ -103,17 +104,17 @@ class Plot:
 
 @dataclass(frozen=True)
 class Picture:
-    """Sheet of shapes, with or without a plot."""
+    """A picture: shapes, then the plot if there is one."""
 
     title: str
-    """What it shows, for those who cannot see it."""
+    """Description for screen readers."""
     width: float
     height: float
     shapes: tuple[Shape, ...]
     plot: Plot | None = None
 
     def flat(self) -> Iterator[Shape]:
-        """Yield all shapes in place."""
+        """Yield all shapes in drawing order, also from the plot, with coordinates of the picture."""
         yield from self.shapes
         if self.plot is not None:
             for shape in (*self.plot.axis, *self.plot.shapes, *self.plot.texts):
@@ -121,7 +122,7 @@ class Picture:
 
 
 def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
-    """Return pictures below one another as one picture with a margin."""
+    """Return one picture with the given pictures below one another, with margins of `gap` pixels."""
     shapes: list[Shape] = []
     top = gap
     for picture in pictures:
@@ -132,19 +133,19 @@ def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
 
 
 def text_width(text: str, *, size: float) -> float:
-    """Return the approximate width of a text."""
+    """Return the approximate width of a text in pixels. `size`: the font size."""
     return LETTER * size * len(text)
 
 
 def ticks(span: float, *, most: int) -> list[float]:
-    """Return round numbers from 0 to `span` in at most `most` steps of 1, 2 or 5 times a power of ten."""
+    """Return evenly spaced numbers from 0 to `span`, in at most `most` steps of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
     return [step * index for index in range(math.floor(span / step * (1 + 1e-9)) + 1)]
 
 
 def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterator[Shape]:
-    """Yield a row of (paint, meaning)."""
+    """Yield the shapes of a legend in one row, which begins at x. `entries`: (paint, meaning)."""
     for paint, meaning in entries:
         yield Bars(paint, ((x, y - 5, 14, 10),))
         yield PictureText(meaning, x + 19, y, "faint", size=11)

@@ -1,4 +1,4 @@
-"""Write a picture as SVG: as part of a page, or as a file of its own."""
+"""Convert a picture to SVG text: an element of a page (`svg`), or a whole file (`svg_file`)."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -7,16 +7,16 @@ from meshwise.view.palette import style
 from meshwise.view.shapes import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape
 
 _LEGIBLE = 720.0
-"""Pixels of a page below which a wide picture is not drawn smaller."""
+"""Least width in pixels at which a page shows a wide picture."""
 
 
 def svg_file(picture: Picture) -> str:
-    """Return an SVG file that includes its colours."""
+    """Return the text of an SVG file, which has its own CSS and background."""
     return _svg(picture, f"<style>{style()}</style>" + _ground(picture))
 
 
 def svg(picture: Picture) -> str:
-    """Return an SVG element for a page that includes `palette.style()`."""
+    """Return an SVG element for an HTML page; the page has the CSS of `palette.style()`."""
     return _svg(picture, "")
 
 
@@ -35,7 +35,7 @@ def _ground(picture: Picture) -> str:
 
 
 def _plot(plot: Plot) -> str:
-    """Return a nested SVG whose view box is the shown time, so that a page can stretch time."""
+    """Return a nested SVG element. A page stretches time by a change of its view box."""
     left, top, width, height = map(_number, (plot.left, plot.top, plot.width, plot.height))
     place = f'transform="translate({left} {top})"'
     about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'

@@ -1,4 +1,4 @@
-"""Draw plans in the terminal: the mesh, the timeline and the memory of each."""
+"""Draw plans as text in the terminal: the mesh, the timeline and the memory of each plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -21,7 +21,7 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
     Category.STAGING: ("s", "black on red"),
     Category.COMMUNICATION: ("c", "black on white"),
 }
-"""Letter and style of each category."""
+"""Letter and rich style of each category of memory."""
 
 _HEIGHT = 8
 
@@ -46,7 +46,7 @@ def memory_text(history: MemoryHistory, *, width: int, seconds: float, name: str
 
 
 def _parts(levels: Sequence[MemoryLevel], count: int) -> list[Sequence[MemoryLevel]]:
-    """Return `count` stretches of about the same length, each with at least one level."""
+    """Return `count` parts of `levels` of about the same length, each with at least one level."""
     cuts = [index * len(levels) // count for index in range(count + 1)]
     return [levels[start : max(stop, start + 1)] for start, stop in pairwise(cuts)]
 
@@ -62,7 +62,7 @@ def _bar(level: MemoryLevel, unit: float) -> list[Category]:
 
 
 def drawings(accounts: Sequence[PlanAccount], *, width: int) -> Iterator[Text]:
-    """Yield the drawings one after the other, all plans with one scale of time."""
+    """Yield title, mesh, timeline and memory of each plan as text. The longest step fills `width` characters."""
     seconds = max(account.timeline.seconds for account in accounts)
     for account in accounts:
         yield Text(f"{account.title}: step {time_text(account.timeline.seconds, unit=account.unit)}", "bold")

@@ -1,10 +1,10 @@
-"""Format times for people."""
+"""Format a time as a short text with a unit (`time_text`)."""
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def time_text(time: float, *, unit: str = "s") -> str:
-    """Return a time with its unit, as in `12.5 ms`; a time without a unit is a plain number."""
+    """Return a time in seconds with a fitting unit, as in `12.5 ms`. With another `unit`, return only the number."""
     if unit != "s":
         return f"{time:.4g}"
     if time == 0:

@@ -1,8 +1,8 @@
 """Draw a timeline as a picture: a row for every rank, time to the right.
 
-rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     what it computes; over it, what it waits for meanwhile
-          | ▂▂▂▂▂▂    ▂▂▂▂▂                                 its collectives, its messages and what moves between
-          |                                                 tiers, each on a track of its own where there are any
+rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     computations, with the waits drawn over them
+          | ▂▂▂▂▂▂    ▂▂▂▂▂                                 collectives, messages and moves between tiers, each on
+          |                                                 its own track, if there are any
 """
 
 from collections import defaultdict
@@ -17,12 +17,14 @@ from meshwise.view.shapes import Bars, Box, Picture, PicturePath, PictureText, P
 from meshwise.view.time_text import time_text
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
+"""Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
 PAINTS: Mapping[str, str] = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
     ActionKind.I: "input",
     ActionKind.W: "weights",
 }
+"""Paint of each kind of computation."""
 MEANINGS: Mapping[str, str] = {
     "forward": "forward",
     "backward": "backward",
@@ -36,7 +38,6 @@ MEANINGS: Mapping[str, str] = {
     "tier": "between tiers",
 }
 """Meaning of each paint, in the order of the legend."""
-
 _BESIDE: Mapping[TimelineRow, str] = {
     TimelineRow.COLLECTIVE: "collective",
     TimelineRow.LINK: "message",
@@ -44,14 +45,14 @@ _BESIDE: Mapping[TimelineRow, str] = {
 }
 _HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
 _OVER = 0.62
-"""Fraction of a bar's height above the waits that lie over it."""
+"""Fraction of a bar's height that stays visible above the waits."""
 _TRACK, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 
 
 def timeline_picture(
     timeline: Timeline, *, title: str, rows: Sequence[str] = (), span: float | None = None, unit: str = "s"
 ) -> Picture:
-    """Return the picture. `rows`: names of the ranks; `span`: seconds across the whole width."""
+    """Return the picture. `rows`: names of the ranks, or numbers; `span`: time of the width, by default the step."""
     names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     drawing = _Drawing.of(timeline, names)
     height = drawing.pitch * timeline.ranks
@@ -71,7 +72,7 @@ def timeline_picture(
 
 
 def time_axis(plot: Plot) -> Iterator[Shape]:
-    """Yield lines at round times behind a plot, and the times below it."""
+    """Yield the vertical lines at round times of a plot, and texts of these times below the plot."""
     for time in ticks(plot.span, most=_MOST_TICKS):
         x = plot.x(time)
         yield PicturePath("grid", ((x, 0), (x, plot.height + 4)))
@@ -107,7 +108,7 @@ class _Drawing:
         return self.bar + _TRACK * len(self.tracks) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
 
     def bars(self, rank: int, plot: Plot) -> Iterator[Bars]:
-        """Yield the bars of a rank by paint; waits lie over the rest."""
+        """Yield the bars of a rank, grouped by paint, with the waits last so that they are drawn on top."""
         boxes: dict[str, list[Box]] = defaultdict(list)
         names: dict[str, list[str]] = defaultdict(list)
         top = rank * self.pitch
