@@ -22,7 +22,6 @@ from typing import TypeVar
 _WIDEST_GRID = 12
 _TALLEST_GRID = 6
 _MOST_GRIDS = 3
-
 _Item = TypeVar("_Item")
 
 

@@ -26,7 +26,6 @@ LATEST = "latest"
 """File of a root that holds the name of the newest checkpoint."""
 DATA = "rank-*.safetensors"
 """Pattern of the data files of a checkpoint."""
-
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 

@@ -37,7 +37,6 @@ FORMAT = "meshwise checkpoint 1"
 """Value of the key `format`; an index with another value is refused."""
 BLOCK = 1 << 20
 """Bytes of a file that have one checksum; the last block of a file may be shorter."""
-
 _CHECKSUM = ', "checksum": "'
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 

@@ -21,7 +21,6 @@ class PlanError(ValueError):
 
 LARGEST_COUNT = 2**20
 """The largest number of ranks, and the largest value of a key that counts something other than bytes."""
-
 _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

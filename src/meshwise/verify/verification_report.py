@@ -8,7 +8,6 @@ from meshwise.verify.rounding_bounds import BoundedDifference
 
 Row = tuple[str, ...]
 """Texts of the cells of a table's row."""
-
 _LOOSE = 0.05
 """A relative bound above this one may hide errors that matter."""
 

@@ -22,7 +22,6 @@ ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 
 _NAMES = ("computes", "sends", "collectives", "tiers")
 _APART = 10
 """Difference of the numbers of two rows with the same name: events that overlap are put into separate rows."""
-
 _MICRO = 1e6
 
 

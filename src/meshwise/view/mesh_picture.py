@@ -17,14 +17,12 @@ from meshwise.view.shapes import Bars, Box, Picture, PictureText, Point, Shape, 
 
 _MOST = (16, 8, 8, 4)
 """Most indices that are shown of each axis: across a grid, down a grid, grids in a row, rows of grids."""
-
 _TONES = 6
 _HIGH, _GAP, _TITLE, _LABEL, _LEAST = 24.0, 2.0, 26.0, 18.0, 40.0
 _BREAK = 40.0
 """Width of the gap where grids are left out."""
 _WIDEST, _LETTERS = 1180.0, 340.0
 """Largest width of the picture, and its smallest, which has room for the title."""
-
 _Index = int | None
 """Index of a rank along an axis; None for the indices that are left out."""
 

@@ -23,7 +23,6 @@ STYLES: Mapping[ActionKind, str] = {
     ActionKind.W: "black on yellow",
 }
 """Rich style of each kind of computation."""
-
 SHADES: Mapping[str, str] = {
     "F": "forward",
     "B": "backward",

@@ -16,7 +16,6 @@ Point: TypeAlias = tuple[float, float]
 """x and y."""
 LETTER = 0.6
 """Approximate width of a letter, as a multiple of the font size."""
-
 _NARROW = 3.0
 
 

@@ -22,7 +22,6 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
     Category.COMMUNICATION: ("c", "black on white"),
 }
 """Letter and rich style of each category of memory."""
-
 _HEIGHT = 8
 
 
