@@ -4,7 +4,7 @@
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-Training may change the tensors when the last of them is in a chunk. That takes no time for writing if the rank's file
+Training may change the tensors when the last of them is in a chunk. That needs no wait for the disk if the file
 fits the buffer. Of a larger file, the part that exceeds the buffer is written first. A full copy would need twice the
 memory.
 """
