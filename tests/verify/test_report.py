@@ -4,7 +4,6 @@ import math
 
 from meshwise.cli.verify_command import print_report
 from meshwise.train.console_output import OutputConsole
-from meshwise.verify.report import Divergence, ParameterFigures, Report, StepFigures
 from meshwise.verify.rounding_bounds import BoundedDifference
 from meshwise.verify.verification_report import Divergence, ParameterFigures, Report, StepFigures
 

@@ -31,7 +31,7 @@ from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import change_file, read_job
 from meshwise.train.prepare_job import prepare
-from meshwise.view.plan_account import predicted
+from meshwise.view.plan_account import predicted_account
 
 _MOST_DRAWN = 4
 """Plans in one drawing."""

@@ -25,8 +25,7 @@ from meshwise.train.console_output import counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
-from meshwise.view.drawings import drawings
-from meshwise.view.plan_account import PlanAccount, predicted
+from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.terminal_drawing import drawings
 

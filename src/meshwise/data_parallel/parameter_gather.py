@@ -118,7 +118,7 @@ class ParameterGatherer:
                 self._open.remove(unit)
             if torch.is_grad_enabled():
                 self._recorded = True
-                for tensor in reachable(output):
+                for tensor in all_tensors(output):
                     # An input that is only returned gets its gradient after the backward has left this module, so it
                     # gets no hook. `_version` is read of inputs alone: split logits would be gathered to answer.
                     given, version = was_there.get(id(tensor), (None, 0))

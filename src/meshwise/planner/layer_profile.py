@@ -216,7 +216,7 @@ def _shape(module: nn.Module) -> Hashable:
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     """Return the cut with one piece per stage; None for fewer than two pieces, or if stages cannot begin at each."""
-    rows = min(2, tree.rows(subject.batch))  # 2 distinguishes the dim of rows from dims of size 1
+    rows = min(2, tree.row_count(subject.batch))  # 2 distinguishes the dim of rows from dims of size 1
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)

@@ -25,7 +25,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.model.torch_private import TorchDispatchMode
-from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.reference_run import ReferenceRun, whole
 from meshwise.testing.relative_difference import difference, largest_magnitude, rounding_floor
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
-from meshwise.view.picture import Bars, Picture, PicturePath, PictureText, Shape, legend, text_width
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.shapes import Bars, Picture, PicturePath, PictureText, Shape, legend, text_width
 from meshwise.view.time_text import time_text

@@ -17,6 +17,7 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
     Category.GATHERED: ("w", "black on bright_cyan"),
     Category.GRADIENTS: ("g", "black on green"),
     Category.OPTIMIZER: ("o", "black on magenta"),
+    Category.REDUCTION: ("r", "black on bright_magenta"),
     Category.ACTIVATIONS: ("a", "black on yellow"),
     Category.STAGING: ("s", "black on red"),
     Category.COMMUNICATION: ("c", "black on white"),
