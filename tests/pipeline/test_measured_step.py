@@ -171,7 +171,7 @@ def noted(world: World) -> list[TimedSpan]:
         for doing in (Action.parse("2F0"), StepPhase.OUTSIDE, StepPhase.UPDATE, StepPhase.OUTSIDE):
             flight_recorder.doing = doing
             world.barrier()
-        with pytest.raises(RuntimeError, match="being noted already"), world.timed():
+        with pytest.raises(RuntimeError, match="in a `timed` block already"), world.timed():
             pass
     flight_recorder.doing = "after"
     world.barrier()

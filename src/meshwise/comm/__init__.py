@@ -1,4 +1,4 @@
-"""Communication between ranks: the only package that imports torch.distributed."""
+"""Start the ranks of a job and let them communicate: the only package that imports torch.distributed."""
 
 from meshwise.comm.api.flight_recorder import CallRecord, Position, RanksDisagree
 from meshwise.comm.api.rank_lost import RankLostError

@@ -1,1 +1,1 @@
-"""What every world offers: collectives, streams, the flight recorder, and facts of a job's processes."""
+"""The `World` and its collectives, CUDA streams, the flight recorder, and facts about a job's processes."""

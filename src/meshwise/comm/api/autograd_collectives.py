@@ -1,13 +1,13 @@
-"""Collectives that autograd can pass, each with its conjugate.
+"""Collectives with a backward: in the backward of a collective its conjugate collective runs on the gradient.
 
-c10d's collectives end the autograd graph, and their gradient depends on what the ranks do next. The sum of a tensor
-that all ranks use in the same way has another gradient than a sum that each rank uses differently. Here a tensor is one
-of four kinds, and each collective takes one kind and gives another:
+c10d's collectives have no backward. The right gradient of a sum depends on its later use: all ranks may compute the
+same from the sum, or each rank something different. So a tensor here is of one of four kinds. Each collective takes
+a tensor of one kind and returns a tensor of another kind:
 
     | split        every rank has its part along a dim
     | partial      every rank has one term of a sum
-    | replicated   every rank has all of it and computes the same from it: its gradient is replicated too
-    | whole        every rank has all of it and computes something else from it: its gradient is partial
+    | replicated   every rank has the full tensor and computes the same from it: the gradient is replicated too
+    | whole        every rank has the full tensor and computes something different from it: the gradient is partial
 
     | collective       from         to           backward
     | all_gather       split        whole        reduce_scatter
@@ -18,8 +18,9 @@ of four kinds, and each collective takes one kind and gives another:
     | take             replicated   split        replicate
     | all_to_all       split        split        all_to_all
 
-A call starts the collective; `.wait()` returns the tensor. The program computes between the two while the collective
-runs. Its backward runs during the conjugate, because autograd goes back through the same order.
+A call starts the collective, and `.wait()` returns the resulting tensor. Computation between the call and `.wait()`
+overlaps with the collective. The backward of this computation overlaps with the conjugate collective, because autograd
+runs the backward of `.wait()` first and the backward of the call last.
 """
 
 import abc
@@ -36,11 +37,14 @@ from meshwise.base.mesh import even_split
 from meshwise.comm.api.world import Axes, Work, World
 
 Finish: TypeAlias = Callable[[], Tensor]
+"""Function that waits for a collective that was started and returns this rank's result."""
+
 Sizes: TypeAlias = Sequence[int] | None
+"""Size of each rank's part along a dim, in group order. None stands for the default of the collective."""
 
 
 class PendingResult:
-    """The result of a collective under way."""
+    """Result of a collective that was started; `wait` returns the tensor."""
 
     def __init__(self, passage: "_Passage", *, token: Tensor) -> None:
         self._passage = passage
@@ -48,52 +52,53 @@ class PendingResult:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Return the result, when it is there; the same tensor every time."""
+        """Block until the collective is complete, and return its result: the same tensor at every call."""
         if self._result is None:
             self._result = _Arrive.apply(self._token, self._passage)
         return self._result
 
 
 def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Gather the parts of all ranks along `axes`, one after the other along `dim`.
+    """Concatenate the parts of all ranks along `axes` in dim `dim`: (…, sizes[i], …) → (…, sum(sizes), …).
 
-    (…, sizes[i], …) → (…, sum(sizes), …).
-
-    `sizes`: of each rank's part along `dim`, in group order; as large as `x` by default. Backward: reduce_scatter.
-    Raises ValueError when `sizes` does not describe `x`.
+    `sizes`: size of each rank's part along `dim`, in group order; by default every part is as large as `x`.
+    Backward: reduce_scatter. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=False))
 
 
 def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Gather like `all_gather`, for a result that every rank uses in the same way. Backward: take."""
+    """Concatenate like `all_gather`, for a result from which every rank computes the same. Backward: take."""
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=True))
 
 
 def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Return this rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …).
 
-    `sizes`: of each rank's part, in group order; even by default, the first ones larger by one when it does not
-    divide. Backward: all_gather. Raises ValueError when `sizes` does not describe `x`.
+    `sizes`: size of each rank's part, in group order. By default parts are equal, or the first parts are larger by one.
+    Backward: all_gather. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     return _start(x, _ReduceScatter(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
 
 
 def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Return this rank's part along `dim` of an `x` that is the same on all ranks; `sizes` as in `reduce_scatter`.
+    """Return a copy of this rank's part along `dim` of an `x` that is equal on all ranks, without communication.
 
-    Backward: replicate. Raises ValueError when `sizes` does not describe `x`.
+    `sizes`: as in `reduce_scatter`. Backward: replicate. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     return _start(x, _Take(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
 
 
 def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """Return the sum of all ranks' `x`, of the same shape. Backward: the gradient as it is."""
+    """Return the sum of all ranks' `x`, of the shape of `x`. Backward: return the gradient unchanged."""
     return _start(x, _AllReduce(world, axes))
 
 
 def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """Return `x`, which is the same on all ranks, for each rank to use differently. Backward: all_reduce."""
+    """Return `x`, which is equal on all ranks and from which each rank computes something different.
+
+    Backward: all_reduce.
+    """
     return _start(x, _Copy(world, axes))
 
 
@@ -106,14 +111,16 @@ def all_to_all(
     cat_dim: int,
     sizes: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> PendingResult:
-    """Cut `x` along `split_dim`, give each rank its part, and put what arrives together along `cat_dim`.
+    """Cut `x` along `split_dim`, send each rank its part, and concatenate the received parts along `cat_dim`.
 
-    `sizes`: the sizes of the parts cut along `split_dim` and of the received parts along `cat_dim`, in group order. By
-    default an even cut, and arriving parts that are as large along `cat_dim` as this rank's own. (…, sum(split), …,
-    cat[i], …) → (…, split[i], …, sum(cat), …) for two different dims; with one dim for both, (…, sum(split), …) → (…,
-    sum(cat), …).
+    `sizes`: sizes of the sent parts along `split_dim` and of the received parts along `cat_dim`, each in group order.
+    By default the cut is even, and received parts are as large along `cat_dim` as this rank's own part.
 
-    Backward: all_to_all with the two exchanged. Raises ValueError when `sizes` does not describe `x`.
+        | two dims         (…, sum(split), …, cat[i], …) → (…, split[i], …, sum(cat), …)
+        | one dim for both (…, sum(split), …) → (…, sum(cat), …)
+
+    Backward: all_to_all with `split_dim` and `cat_dim` exchanged. Raises ValueError when `sizes` does not fit `x` and
+    the group.
     """
     group = world.group(axes)
     cut, arriving = (None, None) if sizes is None else sizes
@@ -127,8 +134,9 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class CollectiveSource:
-    """State of a collective's output, in the words of the table above: the axes over which it is split, partial,
-    replicated or whole.
+    """Kind of a collective's output (see the first table of this file), and the axes of the collective.
+
+    One field holds the axes, the others are empty. No collective has a partial output.
     """
 
     whole: tuple[str, ...] = ()
@@ -137,7 +145,10 @@ class CollectiveSource:
 
 
 def source_of_output(node: Node) -> CollectiveSource | None:
-    """Return the collective that produced an autograd node's output, or None."""
+    """Return the axes over which the output of an autograd node is whole, replicated or split.
+
+    Return None for a node that is not of a collective of this file.
+    """
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
@@ -167,11 +178,11 @@ class _Map(abc.ABC):
 
     @abc.abstractmethod
     def start(self, x: Tensor) -> Finish:
-        """Begin; the returned function completes it and gives this rank's result."""
+        """Start the map of `x`; the returned function waits for this rank's result and returns it."""
 
     @abc.abstractmethod
     def conjugate(self) -> "_Map":
-        """Return the map of the gradients, the other way."""
+        """Return the map from the gradient of the output to the gradient of the input."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +244,7 @@ class _AllReduce(_Map):
 
     def start(self, x: Tensor) -> Finish:
         total = _copied(x, self.world)
-        # As a tensor of its own: autograd lets nobody write to a view that one of its functions returns.
+        # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
         return _after(self.world.all_reduce(total, axes=self.axes), total.data)
 
     def conjugate(self) -> _Map:
@@ -276,7 +287,7 @@ class _AllToAll(_Map):
 
 @dataclass(frozen=True)
 class _Along:
-    """A dim of a tensor that is or will be cut into parts, one for each rank along some axes."""
+    """A dim of a tensor with the sizes of its parts, one part for each rank along `axes`."""
 
     world: World
     axes: Axes
@@ -289,7 +300,7 @@ class _Along:
 
     @classmethod
     def of(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """Return the cut of a whole `x`, even unless `sizes` is given."""
+        """Return the parts of a full `x` along `dim`: of the given `sizes`, else equal (the first larger by one)."""
         size, ranks = x.size(dim), world.group(axes).size
         even = [stop - start for start, stop in even_split(size, ranks)]
         along = cls(world, axes, dim % x.dim(), tuple(even if sizes is None else sizes))
@@ -299,7 +310,7 @@ class _Along:
 
     @classmethod
     def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """Return the cut that gives this rank `x`; all parts are equal unless `sizes` is given."""
+        """Return the parts along `dim` of which `x` is this rank's: of the given `sizes`, else all as large as `x`."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
         if len(along.sizes) != group.size or along.sizes[group.index] != size:
@@ -317,7 +328,7 @@ def _resized(x: Tensor | Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _copied(x: Tensor, world: World) -> Tensor:
-    """Return a contiguous copy, where the other ranks reach it soonest."""
+    """Return a contiguous copy, on the world's device in the memory that other ranks read fastest."""
     if x.device != world.device:
         return x.clone(memory_format=torch.contiguous_format)
     return world.empty_for_reduce(x.shape, dtype=x.dtype).copy_(x)
@@ -335,7 +346,7 @@ def _after(work: Work, result: Tensor) -> Finish:
 
 
 class _Passage:
-    """State shared by the forward and backward of one collective."""
+    """State shared by the two autograd functions of one collective, in its forward and its backward."""
 
     def __init__(self, collective: _Map) -> None:
         self.collective = collective
@@ -348,7 +359,10 @@ class _Passage:
 
 
 class _Depart(torch.autograd.Function):
-    """x → a token without elements, which ties the two ends together in the graph."""
+    """Start the collective on `x`, and return an empty tensor that connects this function with `_Arrive` in the graph.
+
+    The backward waits for the conjugate collective and returns its result.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
@@ -363,7 +377,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """token → the result."""
+    """Wait for the result of the collective. The backward starts the conjugate collective on the gradient."""
 
     @staticmethod
     def forward(ctx: Any, _token: Tensor, passage: _Passage) -> Tensor:

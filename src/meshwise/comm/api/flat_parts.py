@@ -1,4 +1,4 @@
-"""Turn the tensors of a collective into flat parts, one for each rank of a group; check, copy and reduce them."""
+"""Turn the tensors of a collective into 1-D parts, one for each rank of a group; check, copy and reduce the parts."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import memmove
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 Parts: TypeAlias = Tensor | Sequence[Tensor]
+"""One tensor that is cut into equal parts, or a sequence with one part of any size for each index of the group."""
 
 
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
-    """Return a view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
+    """Return a 1-D view of `x` outside autograd (as in c10d, autograd does not notice writes through the view).
 
-    given: the tensor is only read; where torch conjugates or negates it when it is read, the result is a copy.
-    Raises ValueError if it is not contiguous, or is to be written to and conjugated or negated when it is read.
+    given: True if the collective only reads the tensor. Then the result for a tensor with torch's conjugate or negative
+    bit is a copy. Raises ValueError for a tensor that is not contiguous, and for such a bit when `given` is False.
     """
     if x.is_conj() or x.is_neg():
         if not given:
@@ -31,10 +32,10 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
 
 
 def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
-    """Return `x` as `size` flat parts: equal slices (views) of one tensor, or the tensors passed.
+    """Return `x` as `size` parts in one dim: equal slices of one tensor, or a view of each tensor of the sequence.
 
-    Raises ValueError when the tensor does not divide, or the number of tensors is wrong. On the meta
-    device one view serves for all equal parts.
+    given: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
+    divide into equal parts, when the number of tensors is wrong, and in the cases of `flat`.
     """
     if isinstance(x, Tensor):
         if x.numel() % size:
@@ -54,14 +55,17 @@ def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
 
 
 def passed(x: Parts | None, *, who: str, name: str) -> Parts:
-    """Return `x`, which only the rank `who` of a group passes. Raises ValueError when that rank has passed None."""
+    """Return `x`, or raise ValueError when `x` is None on the rank that has to pass it.
+
+    who, name: the rank (`the target of a gather`) and the parameter, for the message.
+    """
     if x is None:
         raise ValueError(f"{who} passes `{name}`; here it is None")
     return x
 
 
 def fit(x: Tensor, *, part: Tensor) -> None:
-    """Raise ValueError unless this rank's tensor has the elements and the dtype of its part."""
+    """Raise ValueError unless `x`, this rank's tensor, has the number of elements and the dtype of its part."""
     if x.numel() != part.numel() or x.dtype != part.dtype:
         raise ValueError(
             f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
@@ -69,21 +73,19 @@ def fit(x: Tensor, *, part: Tensor) -> None:
 
 
 def put(x: Tensor, *, into: Tensor) -> None:
-    """Copy `x` into `into`, unless it lies there already."""
+    """Copy `x` into `into`, unless both begin at the same address."""
     if x.data_ptr() != into.data_ptr():
         copy(x, into=into)
 
 
 Elements: TypeAlias = Any
-"""A tensor, or an array of numpy's of the same memory: both are cut and added in the same way. All operands of
-a sum are of one kind.
-"""
+"""A tensor, or a numpy array over its memory. All operands of one sum are tensors, or all are arrays."""
 
 _ADDED = (torch.float32, torch.float64)
 
 
 def copy(x: Tensor, *, into: Tensor) -> None:
-    """Copy a flat tensor into another one of its size and dtype."""
+    """Copy a 1-D tensor into another 1-D tensor of equal size and dtype. On the CPU with one thread, use memmove."""
     if x.is_cpu and into.is_cpu and torch.get_num_threads() == 1:
         memmove(into.data_ptr(), x.data_ptr(), x.nbytes)
     else:
@@ -91,7 +93,7 @@ def copy(x: Tensor, *, into: Tensor) -> None:
 
 
 def elements(x: Tensor, *, op: str) -> Elements:
-    """Return a flat tensor of the CPU as what adds it up, or finds the extremes, soonest."""
+    """Return a 1-D CPU tensor in the faster form for `op`: a numpy array for sums in fp32 or fp64 with one thread."""
     return x.numpy() if op == "sum" and x.dtype in _ADDED and torch.get_num_threads() == 1 else x
 
 
@@ -100,16 +102,16 @@ _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _ORDERED = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SUMMED = _ORDERED | {torch.complex32, torch.complex64, torch.complex128}
 _NARROW = (torch.float16, torch.bfloat16)
-# Elements that stay in a cache between one part and the next, and pay for their calls.
+# Elements of a block: few enough to stay in the cache while all parts are added, and enough to outweigh the calls.
 _BLOCK = 128 << 10
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
-    """Reduce `parts`, two or more in one dim of equal size and dtype, into `into`. op: sum, max or min.
+    """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min.
 
-    `into` may be one of the parts. `scratch`, of their size and dtype, holds intermediate results: a separate tensor,
-    or one of the first two parts if it may be overwritten. Half-precision values are summed in float32 and rounded
-    once. Raises ValueError for an unknown op.
+    `into` may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results: a separate tensor,
+    or one of the first two parts if that part may be overwritten. fp16 and bf16 values are summed in fp32 and
+    rounded once. Raises ValueError for an unknown op.
     """
     require_op(op)
     for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
@@ -117,9 +119,10 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
 
 
 def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
-    """Reduce parts that are small enough for one pass: all tensors, or all numpy arrays.
+    """Reduce `parts`, in their order, into `into`, without cutting them into blocks. op: sum, max or min.
 
-    Of arrays there are sums alone.
+    All arguments are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch` holds intermediate results
+    of three and more parts.
     """
     if op == "sum" and is_narrow(into.dtype):
         total = parts[0].float()
@@ -135,12 +138,12 @@ def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Return whether sums of it are made in float32."""
+    """Return whether values of this dtype are summed in fp32 and rounded once: fp16 and bf16."""
     return dtype in _NARROW
 
 
 def require_op(op: str, *, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError unless `op` is one of the reductions, and torch has it for the dtype."""
+    """Raise ValueError unless `op` is sum, max or min, and torch can compute `op` on `dtype` (None: not checked)."""
     if op not in _OPS:
         raise ValueError(f"no reduction {op!r}; there are {', '.join(_OPS)}")
     if dtype is not None and dtype not in (_SUMMED if op == "sum" else _ORDERED):

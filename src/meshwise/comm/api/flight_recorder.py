@@ -1,11 +1,11 @@
 """Record the collective calls of one rank and its position.
 
-Ranks hang because they disagree: another collective, another size, one call more or less. So every call gets a record,
-and each rank keeps its records in one flight recorder that all views of its world share. Everything that explains a run
-reads it: the hang report, the recordings of a test or a simulation.
+Ranks hang when their calls differ: in the kind, in the size, or in the number of calls. So every call gets a record.
+Each rank keeps its records in one flight recorder, which all views of its world share. Hang reports, tests and
+simulations read the flight recorder.
 
-Every call makes several of these values, and a small call takes little longer than that. So they are named tuples,
-which take a third of the time of frozen dataclasses.
+A small collective takes little longer than making its records. So the records are named tuples: to make one takes a
+third of the time of a frozen dataclass.
 """
 
 import contextlib
@@ -33,12 +33,17 @@ _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 
 class CallRecord(NamedTuple):
-    """Record of one collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
+    """Record of one collective as one rank called it. The calls of two ranks agree when their `agreed` is equal.
 
-    `bytes` is the payload of the whole collective as one rank sees it. For a broadcast, reduce, all-reduce, send or
-    recv it is the tensor; for an all-gather the gathered side. For a reduce-scatter or all-to-all it is the whole side;
-    for a gather or scatter this rank's part. `how` names the operation and the group index of the root: `sum`, `max to
-    1`, `from 0`.
+    | sequence     number of calls that the rank had made before
+    | kind         name of the method of `World`: `all_reduce`
+    | axes         axes of the group that have more than one rank
+    | shape        shape of the tensor, or `(elements,)` of a list of parts
+    | dtype        torch's name without `torch.`; "" for a call without tensors
+    | bytes        of that tensor: the gathered one of an all-gather, the full input of a reduce-scatter or all-to-all,
+    |              this rank's part in a gather or scatter
+    | site         file, line and function of the caller
+    | how          operation, and group index of the root: `sum`, `max to 1`, `from 0`
     """
 
     sequence: int
@@ -52,20 +57,20 @@ class CallRecord(NamedTuple):
 
     @property
     def point_to_point(self) -> bool:
-        """True if this is one end of a message rather than a collective."""
+        """True for a send or a recv."""
         return self.kind in _MESSAGES
 
     @property
     def agreed(self) -> str:
-        """Text that must be equal on every rank of the group: kind, operation, root, elements, dtype.
+        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype.
 
-        The two ends of a message agree when the elements and the dtype do.
+        For a send and its recv: number of elements and dtype. All-to-all, gather and scatter leave the elements out.
         """
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
     @property
     def tag(self) -> int:
-        """Hash of `agreed` as an integer."""
+        """CRC32 of `agreed`."""
         return _tag(self.agreed)
 
     def __str__(self) -> str:
@@ -88,14 +93,14 @@ def _tag(agreed: str) -> int:
 
 
 class CallLine(NamedTuple):
-    """Ranks whose calls come in one order: a group, or the source and target of messages."""
+    """Ranks whose calls are counted together: those of a group, or the source and target of messages, in this order."""
 
     ranks: tuple[int, ...]
     point_to_point: bool = False
 
 
 class PlacedCall(NamedTuple):
-    """A record with its place: call number `ordinal` of its line. Ranks meet in equal ordinals of one line."""
+    """A record, its line, and its number on the line from 0. Calls of equal number on one line are one collective."""
 
     record: CallRecord
     line: CallLine
@@ -103,9 +108,10 @@ class PlacedCall(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Position of a rank: the collective it waits for and since when, or the last one it called (waiting_since None).
+    """Collective that a rank waits for, or else the last collective that the rank called.
 
-    `waiting_since` is a time of `time.monotonic`.
+    `record` is None before the first call. `waiting_since` is the time of `time.monotonic` at which the wait began, or
+    None for a rank that does not wait.
     """
 
     record: CallRecord | None = None
@@ -113,14 +119,21 @@ class Position(NamedTuple):
 
 
 class RanksDisagree(RuntimeError):
-    """The collectives that the ranks called do not fit together, or one of them never comes."""
+    """Raised when ranks called different collectives, or when a rank waits for a call that cannot come."""
 
 
 class FlightRecorder:
-    """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
+    """Record of the calls of one rank and of its position.
 
-    `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
-    `waited`: seconds that this rank has spent waiting so far. `process`: the one whose calls these are.
+    | process      PID of the rank
+    | calls        number of calls so far
+    | counts       number of calls so far on each line
+    | recent       the last 1024 calls
+    | position     collective that the rank waits for, or the last collective that it called
+    | thread       identifier of the thread that made the last call
+    | called_at    time of the last call, by `time.monotonic`
+    | waited       seconds that the rank has spent waiting in collectives so far
+    | digests      for each group, by its ranks: CRC32 of the `agreed` texts of all its collectives so far
     """
 
     def __init__(self) -> None:
@@ -140,7 +153,7 @@ class FlightRecorder:
 
     @property
     def doing(self) -> Activity:
-        """Activity of the rank between its calls. The code that runs the step sets it."""
+        """Current activity of the rank. The code that runs the step sets it."""
         return self._doing
 
     @doing.setter
@@ -150,10 +163,10 @@ class FlightRecorder:
             self._stopwatch.begins(what)
 
     def write(self, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
-        """Keep a call that is about to be made among `ranks` (of a message: its source and target).
+        """Store the record of a call that is about to be made, and make it the position of the rank.
 
-        Raises RuntimeError in a forked copy of the process, which is not the rank, and while another thread of the rank
-        waits in a collective.
+        ranks: the ranks of the group; for a send or recv, the source and the target. Raises RuntimeError in a fork of
+        the rank's process, and while another thread of the rank waits in a collective.
         """
         self._require_own(record)
         line = CallLine(ranks, record.point_to_point)
@@ -170,9 +183,9 @@ class FlightRecorder:
             recording.append(record)
 
     def waiting(self, record: CallRecord) -> "_Waiting":
-        """Mark this rank as waiting for `record` inside the block; one may stand in another.
+        """Return a context manager that marks this rank as waiting for `record`; such blocks may be nested.
 
-        Raises RuntimeError in a copy of the process, and while another thread waits.
+        Raises RuntimeError in a fork of the rank's process, and while another thread of the rank waits.
         """
         self._require_own(record)
         return _Waiting(self, record)
@@ -180,8 +193,8 @@ class FlightRecorder:
     def _require_own(self, record: CallRecord) -> None:
         if os.getpid() != self.process:
             raise RuntimeError(
-                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {record.kind}; "
-                "a copy ends with os._exit, or computes and leaves calls to the rank"
+                f"process {os.getpid()} is a fork of a rank, process {self.process}, and called {record.kind}; "
+                "only the rank may call collectives. Let the fork compute without them, or end it with os._exit"
             )
         if self._waiter is not None and self._waiter != threading.get_ident():
             raise RuntimeError(
@@ -200,19 +213,22 @@ class FlightRecorder:
             self._recordings = [kept for kept in self._recordings if kept is not records]
 
     def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
-        """Note activities of other threads of this rank inside `timed`, as (what, start, stop) by `time.monotonic`."""
+        """Add activities of other threads of this rank to the times of the `timed` block; do nothing outside of one.
+
+        events: (activity, start, stop), with times of `time.monotonic`.
+        """
         if self._stopwatch is not None:
             for what, start, stop in events:
                 self._stopwatch.add_background(what, start=start, stop=stop)
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[ActivityStopwatch]:
-        """Note what the rank does inside the block, and what it waits for, and when.
+        """Measure the rank's activities and waits inside the block with the stopwatch that the block gets.
 
         Raises RuntimeError inside another such block.
         """
         if self._stopwatch is not None:
-            raise RuntimeError("the times of this rank are being noted already; end the block that does it first")
+            raise RuntimeError("this rank is in a `timed` block already; end that block first")
         self._stopwatch = ActivityStopwatch(device)
         try:
             yield self._stopwatch
@@ -221,7 +237,7 @@ class FlightRecorder:
 
 
 class _Waiting:
-    """A block in which a rank waits. A small call takes little longer than a context manager made of a generator."""
+    """Block in which a rank waits. A class, because a generator as context manager takes as long as a small call."""
 
     def __init__(self, flight_recorder: FlightRecorder, record: CallRecord) -> None:
         self._flight_recorder = flight_recorder
@@ -246,9 +262,9 @@ class _Waiting:
 
 
 def disagreement(records: Mapping[int, CallRecord]) -> str | None:
-    """Return a table of what each rank called, largest agreeing party first; None when the ranks agree.
+    """Return a text with a line for each set of ranks that made the same call, largest set first.
 
-    `records`: by rank, the call each made in the place where all should have made the same.
+    Return None when the calls agree. `records`: by rank, the call that should be the same on all ranks.
     """
     parties: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(records.items()):
@@ -263,7 +279,10 @@ def disagreement(records: Mapping[int, CallRecord]) -> str | None:
 
 
 def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
-    """Return the first difference between the last calls of the ranks: a message and the ranks involved, or None."""
+    """Return the first difference between the recent calls of the ranks: a message and the ranks that made the calls.
+
+    Return None when there is no difference. `recent`: the last calls of each rank, by rank.
+    """
     places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
     for rank, calls in recent.items():
         for call in calls:
@@ -276,14 +295,17 @@ def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, t
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0,1,4`, and for many `ranks 0,1,2,3,4,5,6,7 and 56 more`."""
+    """Return the ranks as text: `rank 3`, `ranks 0,1,4`, and for many `ranks 0,1,2,3,4,5,6,7 and 56 more`."""
     shown = ",".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def call_site() -> str:
-    """`folder/file:line function` of the nearest caller outside this folder and torch (which runs backwards)."""
+    """Return `folder/file:line function` of the innermost caller outside this folder and torch.
+
+    Return `interpreter exit` when there is no such caller.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Find out whether ranks are on one host."""
+"""Find out whether the ranks of a job are all on one host."""
 
 import socket
 from pathlib import Path
@@ -9,15 +9,15 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """Return a name that is equal for processes of one machine and one container.
+    """Return the boot ID of the machine and the host name: a text that only processes of one container share.
 
-    Containers have their own host names, and names may repeat; a boot id is unique.
+    The host name tells the containers of a machine apart. Host names of machines may repeat; boot IDs are unique.
     """
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return f"{boot} {socket.gethostname()}"
 
 
 def on_one_host(store: c10d.Store, *, rank: int, size: int) -> bool:
-    """Return whether all ranks are on one host, by `host_name`. Every rank calls it."""
+    """Return whether `host_name` is equal on all ranks. Every rank calls this function, over the same `store`."""
     store.set(f"host/{rank}", host_name())
     return len(set(store.multi_get([f"host/{other}" for other in range(size)]))) == 1

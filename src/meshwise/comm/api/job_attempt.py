@@ -1,15 +1,15 @@
-"""Find out which start of a job this is, when a launcher starts its ranks again.
+"""Tell the starts of a job apart: a launcher starts all ranks again after a failure, and each start is an attempt.
 
-A launcher that restarts ranks may keep its store, with everything that the earlier ranks wrote. It also numbers its
-restarts on its own, so launchers of several machines may count differently. So the ranks agree on a name that no
-earlier start had, with a ticket each:
+`JobAttempt` is what the launcher says about the attempt. `fresh` gives the ranks of an attempt an empty part of the
+store. The launcher may keep its store over a restart, with all keys of the ranks before. The launchers of several
+machines may also number the restarts differently. So the ranks of an attempt agree on a new prefix for their keys:
 
-    | every rank      takes a ticket, a number nobody has had, and writes its rank under it
-    | rank 0          offers the name made of its own ticket to every ticket it finds
-    | the others      accept what is offered to their own ticket
-    | rank 0          goes on when every rank has accepted
+    | every rank      takes a ticket, a number that no rank has had, and writes its rank under this number
+    | rank 0          makes the prefix from its own ticket, and offers it to every ticket that it finds
+    | other ranks     accept the prefix that is offered to their ticket
+    | rank 0          returns when every rank has accepted
 
-The ticket of a lost rank receives the offer too, and does not answer.
+Tickets of ranks of an earlier attempt may receive an offer too; nobody accepts it.
 """
 
 import os
@@ -25,13 +25,14 @@ _TIME = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class JobAttempt:
-    """One start of a job's ranks, as the launcher describes it. run: the name of the job, the same after a restart;
-    number: 0 for the first start.
-    """
+    """One start of a job's ranks, as the elastic launcher describes it in the environment."""
 
     run: str
+    """Name of the job, equal in all attempts."""
     number: int = 0
+    """Number of restarts before this attempt: 0 for the first."""
     most: int = 0
+    """Largest number of restarts that the launcher allows."""
 
     @classmethod
     def current(cls) -> "JobAttempt | None":
@@ -43,14 +44,14 @@ class JobAttempt:
 
     @property
     def is_named(self) -> bool:
-        """True if the name is this job's own: torchrun calls every job `none` that was given no name."""
+        """True if the user named the job: torchrun calls every other job `none`."""
         return self.run != "none"
 
 
 def fresh(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
-    """Return a part of the store that no earlier start has written to; every rank calls it.
+    """Return `store` with a prefix that no earlier attempt has used. Every rank of the attempt calls this function.
 
-    Raises TimeoutError (on rank 0, which names them) or torch's DistError when ranks stay away for `timeout`.
+    When ranks are missing for `timeout`: raises TimeoutError with their numbers on rank 0, torch's DistError on others.
     """
     desk = c10d.PrefixStore("meshwise/attempts", store)
     ticket = desk.add("tickets", 1)
@@ -66,7 +67,7 @@ def fresh(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME
 
 
 def _gather(desk: c10d.Store, name: str, *, size: int, until: float) -> None:
-    """Rank 0's part: offer the name until every other rank has accepted."""
+    """Offer the prefix `name` from rank 0 until every other rank has accepted."""
     wanted = {f"{rank} of {size}" for rank in range(1, size)}
     missing = set(range(1, size))
     unread: set[int] = set()

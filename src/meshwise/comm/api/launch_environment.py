@@ -1,7 +1,7 @@
-"""Read the launcher's environment variables: rank, world size, and where the ranks meet.
+"""Read and check the launcher's environment variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-torchrun sets all of them. An incomplete set is refused: either the launcher was set up only in part, and each process
-would run alone, or a variable was left over.
+torchrun sets all four. An incomplete set is an error: without the error each process would run alone, as a world of one
+rank, and train on its own.
 """
 
 import os
@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a rank needs. The last two are ignored without the first two, and for a rank that is alone."""
+"""Variables that a rank needs. MASTER_ADDR and MASTER_PORT are ignored when WORLD_SIZE is 1, and without a rank."""
 
 _OF_A_RANK = REQUIRED[:2]
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """This process as a rank: its number and the world size."""
+    """Rank of this process and the world size, from the environment."""
 
     rank: int
     size: int
 
 
 def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
-    """Return the rank that the environment describes, or None when this process is no rank. Raises ValueError when
-    variables are missing or contradict each other.
+    """Return the rank and world size of the environment, or None when neither RANK nor WORLD_SIZE is set.
 
-    `environment`: by default the environment of this process.
+    `environment`: by default the environment of this process. Raises ValueError when variables are missing, are no
+    numbers or contradict each other.
     """
     variables = os.environ if environment is None else environment
     if not is_under_launcher(variables):
@@ -38,23 +38,23 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | Non
 
 
 def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether any launcher variable is set, right or wrong."""
+    """Return whether RANK or WORLD_SIZE is set, to any value. `environment`: by default that of this process."""
     variables = os.environ if environment is None else environment
     return any(variables.get(name) for name in _OF_A_RANK)
 
 
 def is_rank() -> bool:
-    """Return whether a launcher has started this process as one of its ranks."""
+    """Return whether RANK is set in the environment of this process."""
     return bool(os.environ.get("RANK"))
 
 
 def prints_for_job() -> bool:
-    """Return whether this process prints messages for the whole job: the first rank, or a process that is no rank."""
+    """Return whether this process prints the messages of the job: rank 0 does, and a process that is no rank."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
 def launch_error(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong with the launcher's variables and what to change, or None when they are complete."""
+    """Return the error in the launcher's variables and the remedy, or None when the variables are correct."""
     needed = _OF_A_RANK if environment.get("WORLD_SIZE") == "1" else REQUIRED
     missing = [name for name in needed if not environment.get(name)]
     if missing:

@@ -1,8 +1,8 @@
-"""Watch whether another process of this machine has ended.
+"""Find out whether another process of this machine has ended.
 
-A file descriptor of a process (pidfd) answers reliably. Linux before 5.3 has none, nor do Python builds for such
-systems (conda's, uv's). There the PID is checked, which another process may have taken since; the watchdog notices
-that later.
+A file descriptor of a process (pidfd) tells this reliably. Linux before 5.3 has no pidfd, and Python builds for such
+systems (conda's, uv's) cannot open one. There the PID is checked. If another process has taken the PID, the end stays
+unnoticed here, and the watchdog finds it later.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ from pathlib import Path
 
 
 class ProcessLife:
-    """Another process of this machine, given by its PID."""
+    """Watch over another process of this machine: `ended` tells whether the process has ended."""
 
     def __init__(self, process: int) -> None:
+        """Open a pidfd where the system has them. process: PID."""
         self._process = process
         self._file: int | None = None
         with contextlib.suppress(AttributeError, OSError):
@@ -23,10 +24,10 @@ class ProcessLife:
 
     @property
     def ended(self) -> bool:
-        """True when the process has ended, False while it runs or is stopped."""
+        """True if the process has ended; False while it runs, and while a signal has stopped it."""
         if self._file is None:
             return has_ended(self._process)
-        looking = select.poll()  # unlike select.select, of files with any number
+        looking = select.poll()  # select.select refuses file descriptors above 1023
         looking.register(self._file, select.POLLIN)
         return bool(looking.poll(0))
 
@@ -38,7 +39,7 @@ class ProcessLife:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended or is a zombie. Raises PermissionError for a process of another user."""
+    """Return whether a process has ended, or is a zombie. Raises PermissionError for a process of another user."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat")
@@ -48,7 +49,7 @@ def has_ended(pid: int) -> bool:
 
 
 class LauncherProcess:
-    """The process that started this rank: when it ends, the rank ends."""
+    """Process that started this rank: torchrun, or the process that called `run`. Made in the process of the rank."""
 
     def __init__(self) -> None:
         self._starter = os.getppid()
@@ -58,5 +59,5 @@ class LauncherProcess:
         return f"process {self._starter if self._parent is None else self._parent.pid}"
 
     def is_gone(self) -> bool:
-        """Return whether the launcher, or the server that forked this process for it, has ended."""
+        """Return whether the launcher has ended, or the fork server that forked this process for the launcher."""
         return os.getppid() != self._starter or (self._parent is not None and not self._parent.is_alive())

@@ -1,4 +1,4 @@
-"""Python stacks as text, short enough to be read for every rank of a report."""
+"""Return Python stacks as text for reports: at most 12 frames, without the frames of comm and of threads."""
 
 import gc
 import multiprocessing
@@ -17,7 +17,7 @@ _INDENT = "      "
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
-# Waiting in here, and what starts processes and threads: no part of the answer.
+# Frames that wait in a collective or start a process or thread do not help the reader.
 _LEFT_OUT = (
     f"{Path(__file__).parents[1]}/",
     f"{Path(multiprocessing.__file__).parent}/",
@@ -29,7 +29,10 @@ _LEFT_OUT = (
 
 
 def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost of these frames, outermost first, indented."""
+    """Return the innermost 12 of these (frame, line number) pairs as indented text, the outermost of them first.
+
+    frames: innermost first, as from `traceback.walk_stack`.
+    """
     summary = traceback.StackSummary.extract(iter(frames))
     entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
     lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
@@ -41,7 +44,10 @@ def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line function`: the innermost line of the traceback that its reader wrote, else that is not torch's."""
+    """Return `file:line function` of the innermost frame of an exception that is in the user's own code.
+
+    Without such a frame: of the innermost frame outside torch, else of the innermost frame.
+    """
     entries = traceback.extract_tb(error.__traceback__)
     others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
     theirs = [entry for entry in others if not _is_pythons_or_ours(entry.filename)]
@@ -55,11 +61,11 @@ def _is_pythons_or_ours(file: str) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """Return the stack of the thread with this identifier, as it is now; empty when it has ended.
+    """Return the current stack of the thread with this identifier (None: of none); "" when the thread has ended.
 
-    Python makes the object of a frame when it is asked for, and may collect garbage for it. Garbage collection may
-    switch threads: the other thread then returns from that frame, whose memory is reused. Reading it ended ranks with
-    SIGSEGV. So nothing is collected until all frames have objects, which last.
+    Garbage collection is off while the frames are read. Python makes a frame object only when code asks for it, and
+    may then collect garbage and switch threads. The other thread may return from that frame, and the frame's memory is
+    reused. Reading this memory ended ranks with SIGSEGV.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""Note when a rank begins each activity of a step, and how long it waits; read the notes afterwards.
+"""Measure when a rank begins each activity of a step, and how long it waits in collectives.
 
-A note is one reading of a clock: the host's, or on CUDA the device's, by an event on the current stream. So the times
-are the device's own, and nothing waits before `read`.
+Each time is taken by an event on the current CUDA stream, or on the CPU from the host's clock. So times are those of
+the GPU's work, and the host does not wait for the GPU before `read`.
 """
 
 from collections.abc import Hashable
@@ -16,36 +16,40 @@ from meshwise.comm.api.streams import StreamEvent, streams_of
 
 
 class StepPhase(StrEnum):
-    """Phase of a step outside the actions of the pipeline's schedule."""
+    """Phase of a step before or after the actions of the pipeline's schedule."""
 
     OUTSIDE = ""
     """No step runs."""
     BEGIN = "begin"
+    """Before the first action: the batch is cut into micro-batches."""
     SETTLE = "settle"
+    """After the last action: gradients of tied parameters are summed, and gradient reductions are completed."""
     EXCHANGE = "exchange"
+    """The ranks add up losses, counts and norms."""
     UPDATE = "update"
+    """The optimizer updates the parameters."""
 
 
 Activity: TypeAlias = Hashable
-"""A `StepPhase`, or an action of a pipeline's schedule; it prints as one word."""
+"""A `StepPhase`, or an action of a pipeline's schedule; `str` of it is one word."""
 
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """Time span of an activity (as `FlightRecorder.doing`), or of a wait or a move with its name.
-
-    in_background: other threads of the rank did it meanwhile.
-    """
+    """Time span of an activity, of a wait in a collective, or of work of another thread; times in seconds."""
 
     what: Activity
+    """Activity (`FlightRecorder.doing`), or the name of the collective (`all_reduce dp`) or of the other work."""
     start: float
     stop: float
     waits: bool = False
+    """True for a wait in a collective."""
     in_background: bool = False
+    """True for work of another thread of the rank, at the same time as the activities."""
 
 
 class ActivityStopwatch:
-    """The notes of one rank."""
+    """Stopwatch for the activities and waits of one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
@@ -55,7 +59,7 @@ class ActivityStopwatch:
         self._background: list[TimedSpan] = []
 
     def now(self) -> StreamEvent:
-        """Return an event at the current place of the current stream."""
+        """Return an event with a time, recorded on the current stream."""
         return self._streams.mark(timing=True)
 
     def begins(self, what: Activity) -> None:
@@ -63,16 +67,18 @@ class ActivityStopwatch:
         self._marks.append((what, self.now()))
 
     def waited(self, what: str, *, since: StreamEvent) -> None:
-        """Note a wait for `what` that began at `since` and ends now."""
+        """Add a wait for the collective `what` that began at the event `since` and ends now."""
         self._waits.append((what, since, self.now()))
 
     def add_background(self, what: str, *, start: float, stop: float) -> None:
-        """Note an activity of another thread of this rank, by the host's clock."""
+        """Add work of another thread of this rank, with times of `time.monotonic`."""
         self._background.append(TimedSpan(what, start, stop, in_background=True))
 
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
-        """Return this rank's activities in order, then its waits; `offset` is how far its clock is ahead, in
-        seconds.
+        """Return this rank's activities in order, then its waits, then the work of its other threads.
+
+        Blocks the host until the GPU has reached the last event. offset: seconds by which this host's clock is ahead;
+        they are subtracted from all times.
         """
         marks = [(what, self._origin.at(moment) - offset) for what, moment in self._marks]
         spans = [

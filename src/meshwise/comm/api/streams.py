@@ -1,10 +1,11 @@
 """Streams, events, pinned memory, generators and memory figures of devices: the only file that uses `torch.cuda`.
 
-`streams_of(device)` returns the `Streams` of a device. `CudaStreams` are torch's. `HostStreams`, of every other device,
-run each operation at once: there is one stream, and nothing to wait for. So callers need no branch by device.
+`streams_of(device)` returns an object with the `Streams` protocol. `CudaStreams` wraps torch's CUDA streams.
+`HostStreams` is for every other device: there each operation is complete when its call returns, so waiting does
+nothing. So callers need no branch by device.
 
-`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine. `generator_states` and
-`restore_generators` save and restore torch's random generators.
+`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process.
+`generator_states` and `restore_generators` save and restore torch's random generators.
 """
 
 import contextlib
@@ -22,20 +23,20 @@ class StreamEvent(Protocol):
     """A point in the work of a stream."""
 
     def record(self, stream: Any = None, /) -> None:
-        """Place the event after all work given so far to `stream`, by default to the current one."""
+        """Place the event after all work queued so far on `stream`, by default on the current stream."""
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event is done; an event never recorded blocks nothing."""
+        """Block the host until the work before the event is done; return at once if the event was never recorded."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds from this event to `end`; both were made with `timing`."""
+        """Return the milliseconds from this event to the event `end`; both must be made with `timing=True`."""
 
 
 class Stream(Protocol):
-    """A queue of work of a device: its operations run in order, while other streams run theirs."""
+    """Queue of a device's operations: they run in order, at the same time as the operations of other streams."""
 
     def wait_stream(self, stream: Any, /) -> None:
-        """Let later work of this stream wait for the work given so far to `stream`."""
+        """Let later work of this stream wait for the work queued so far on `stream`."""
 
     def wait_event(self, event: Any, /) -> None:
         """Let later work of this stream wait for `event`."""
@@ -46,23 +47,24 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class TimeOrigin:
-    """An event, and its time in seconds by `time.monotonic`."""
+    """Event whose time on the host's clock is known, from which the times of other events are computed."""
 
     event: StreamEvent
     seconds: float
+    """Time of `event` by `time.monotonic`."""
 
     def at(self, event: StreamEvent) -> float:
-        """Return the time of an event by `time.monotonic`; block the host until the event has happened."""
+        """Return the time of an event, in seconds of `time.monotonic`; block the host until the event has happened."""
         event.synchronize()
         return self.seconds + self.event.elapsed_time(event) / 1e3
 
 
 class DeviceMemory(Protocol):
-    """Memory of a GPU in bytes, as torch's allocator of this process and the driver count it."""
+    """Memory of a GPU in bytes, as counted by torch's allocator (`held`, `peak`) and the driver (`total`, `free`)."""
 
     @property
     def held(self) -> int:
-        """Bytes of all tensors of this process."""
+        """Bytes of all tensors of this process on the GPU."""
 
     @property
     def peak(self) -> int:
@@ -70,32 +72,32 @@ class DeviceMemory(Protocol):
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Bytes of the GPU's memory."""
 
     def forget_peak(self) -> None:
-        """Let `peak` begin anew."""
+        """Reset `peak` to the present `held`."""
 
     def free(self) -> int:
-        """Return the bytes that no process uses; first release the blocks that torch keeps for reuse."""
+        """Return the bytes that no process uses, after `torch.cuda.empty_cache`."""
 
 
 class Streams(Protocol):
-    """Streams of one device, and what copies between it and the host need."""
+    """Operations of one device: make and use streams and events, allocate pinned memory, read memory figures."""
 
     device: torch.device
 
     @property
     def memory(self) -> DeviceMemory | None:
-        """Memory of a GPU; None for other devices, whose memory the system counts."""
+        """Memory figures of a GPU; None for other devices."""
 
     def create(self) -> Stream:
         """Return a new stream."""
 
     def current(self) -> Stream:
-        """Return the stream that this thread gives its work to."""
+        """Return the current stream of this thread."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Give the work of the block to `stream`. The value of the context manager means nothing."""
+        """Make `stream` this thread's current stream inside the block. The value of the context manager is unused."""
 
     def guard(self) -> AbstractContextManager[Any]:
         """Make the device this thread's current one inside the block."""
@@ -106,31 +108,31 @@ class Streams(Protocol):
     def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event that is not recorded yet.
 
-        timing      it can tell the time between it and another one
-        blocking    a host thread that waits for it sleeps, instead of polling
+        timing      True for an event that `elapsed_time` can use
+        blocking    True if a host thread that waits for the event sleeps; False if the thread polls
         """
 
     def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event recorded on the current stream."""
+        """Return an event recorded on the current stream; parameters as of `event`."""
 
     def origin(self) -> TimeOrigin:
-        """Return an origin that gives the times of events with `timing` by the host's clock. Synchronize first."""
+        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Reuse the memory of `tensor` only after the work given so far to `stream`, which uses it, is done."""
+        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
 
     def synchronize(self) -> None:
         """Block the host until all work of the device is done."""
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised CPU tensor for asynchronous copies to and from the device: pinned for CUDA."""
+        """Return an uninitialized CPU tensor for asynchronous copies to and from the device: pinned for CUDA."""
 
     def generator(self) -> torch.Generator:
         """Return torch's default random generator of the device."""
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device: torch's for CUDA, no-ops for any other."""
+    """Return the `Streams` of a device: `CudaStreams` for CUDA, `HostStreams` for any other device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams(device)
 
 
@@ -139,13 +141,13 @@ def streams_of(device: torch.device) -> Streams:
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Memory of a CUDA device."""
+    """Memory figures of a CUDA device, in bytes."""
 
     device: torch.device
 
     @property
     def held(self) -> int:
-        """Bytes of all tensors of this process."""
+        """Bytes of all tensors of this process on the GPU."""
         return torch.cuda.memory_allocated(self.device)
 
     @property
@@ -155,28 +157,28 @@ class CudaMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Bytes of the GPU's memory."""
         return int(gpu_properties(self.device).total_memory)
 
     def forget_peak(self) -> None:
-        """Let `peak` begin anew."""
+        """Reset `peak` to the present `held`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def free(self) -> int:
-        """Return the bytes that no process uses; first release the blocks that torch keeps for reuse."""
+        """Return the bytes that no process uses, after `torch.cuda.empty_cache`."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
 
 class CudaStreams:
-    """Streams of one CUDA device."""
+    """torch's streams, events and memory of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def memory(self) -> CudaMemory:
-        """Memory of the device."""
+        """Memory figures of the device."""
         return CudaMemory(self.device)
 
     def create(self) -> Stream:
@@ -184,11 +186,11 @@ class CudaStreams:
         return torch.cuda.Stream(self.device)
 
     def current(self) -> Stream:
-        """Return the stream that this thread gives its work to."""
+        """Return the current stream of this thread."""
         return torch.cuda.current_stream(self.device)
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Give the work of the block to `stream`."""
+        """Make `stream` this thread's current stream inside the block."""
         assert isinstance(stream, torch.cuda.Stream)
         return torch.cuda.stream(stream)
 
@@ -211,13 +213,13 @@ class CudaStreams:
         return event
 
     def origin(self) -> TimeOrigin:
-        """Return an origin that gives the times of events with `timing` by the host's clock. Synchronize first."""
+        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
         self.synchronize()
         seconds = time.monotonic()
         return TimeOrigin(self.mark(timing=True), seconds)
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Reuse the memory of `tensor` only after the work given so far to `stream` is done."""
+        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
         assert isinstance(stream, torch.cuda.Stream)
         tensor.record_stream(stream)
 
@@ -226,7 +228,7 @@ class CudaStreams:
         torch.cuda.synchronize(self.device)
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in pinned memory of the host."""
+        """Return an uninitialized tensor in pinned memory of the host."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def generator(self) -> torch.Generator:
@@ -240,13 +242,13 @@ class CudaStreams:
 
 
 class HostEvent:
-    """A point in the work of a device that runs every operation at once: a time of the host."""
+    """Event of a device whose operations are complete when their calls return: a time of the host's clock."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
-    def record(self, stream: Any = None, /) -> None:  # noqa: ARG002 - there is one
-        """Place the event at the present time; `stream` is ignored."""
+    def record(self, stream: Any = None, /) -> None:  # noqa: ARG002 - the device has one stream
+        """Set the event to the present time; `stream` is ignored."""
         self._seconds = time.monotonic()
 
     def synchronize(self) -> None:
@@ -259,7 +261,7 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class HostStream:
-    """The one stream of a device that runs every operation at once; all are equal."""
+    """The only stream of a device whose operations are complete when their calls return; all instances are equal."""
 
     def wait_stream(self, stream: Any, /) -> None:
         """Do nothing: the work of every stream is done."""
@@ -272,7 +274,7 @@ class HostStream:
 
 
 class HostStreams:
-    """Streams of a device that runs every operation at once: a CPU, or torch's meta device."""
+    """Streams of a device whose operations are complete when their calls return: a CPU, or torch's meta device."""
 
     memory = None
 
@@ -280,14 +282,14 @@ class HostStreams:
         self.device = device
 
     def create(self) -> HostStream:
-        """Return the stream."""
+        """Return the only stream of the device."""
         return HostStream()
 
     def current(self) -> HostStream:
-        """Return the stream."""
+        """Return the only stream of the device."""
         return HostStream()
 
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002 - there is one
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002 - the device has one stream
         """Do nothing inside the block."""
         return contextlib.nullcontext()
 
@@ -296,7 +298,7 @@ class HostStreams:
         return contextlib.nullcontext()
 
     def select(self) -> None:
-        """Do nothing: a thread computes on any such device."""
+        """Do nothing: such devices have no current device of a thread."""
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> HostEvent:  # noqa: ARG002 - the same for all
         """Return an event that is not recorded yet."""
@@ -307,18 +309,18 @@ class HostStreams:
         return HostEvent(time.monotonic())
 
     def origin(self) -> TimeOrigin:
-        """Return an origin that gives the times of events by the host's clock."""
+        """Return an origin that converts events to times of the host's clock."""
         seconds = time.monotonic()
         return TimeOrigin(HostEvent(seconds), seconds)
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Do nothing: no work of a stream is left."""
+        """Do nothing: all work of the stream is done."""
 
     def synchronize(self) -> None:
         """Return at once."""
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised CPU tensor."""
+        """Return an uninitialized CPU tensor."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def generator(self) -> torch.Generator:
@@ -330,7 +332,7 @@ class HostStreams:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs torch can use here; 0 without a working driver."""
+    """Return the number of GPUs that torch can use in this process; 0 without a working driver."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -340,22 +342,22 @@ def gpu_properties(device: torch.device | int) -> Any:
 
 
 def cuda_in_use() -> bool:
-    """Return True if this process has initialised CUDA; a fork of it cannot use a GPU."""
+    """Return True if this process has initialized CUDA; then its forks cannot use a GPU."""
     return bool(torch.cuda.is_initialized())
 
 
 def nccl_version() -> str:
-    """Return the version of NCCL as `2.27.5`. Raises AttributeError when torch was built without it."""
+    """Return the version of NCCL as `2.27.5`. Raises AttributeError when torch was built without NCCL."""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def generator_states() -> list[Tensor]:
-    """Return the states of torch's default generators: the CPU's, and the current GPU's if CUDA is in use."""
+    """Return the states of torch's default generators: first the CPU's, then the current GPU's if CUDA is in use."""
     return [generator.get_state() for generator in _generators()]
 
 
 def restore_generators(states: Sequence[Tensor]) -> None:
-    """Set torch's default generators to `states`, which `generator_states` returned; none for an empty list."""
+    """Set torch's default generators to `states`, a result of `generator_states`; do nothing for an empty list."""
     for generator, state in zip(_generators(), states, strict=False):
         generator.set_state(state)
 

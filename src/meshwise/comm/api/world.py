@@ -1,12 +1,12 @@
-"""The World: what joins the ranks.
+"""The World: collectives between ranks along the named axes of a mesh, with one interface for every transport.
 
-A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh.
-`torch_world` chooses the implementation for processes. `thread_world` has ranks as threads of one process;
-`trace_world` has one rank of a world of any size that moves nothing and records everything.
+    | processes               `torch_world` chooses `LocalWorld` (shared memory), `GlooWorld` or `NcclWorld`
+    | threads of a process    `ThreadWorld`
+    | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
 
-The public methods are defined here, once. They resolve axes to a group, answer a group of one without communication,
-check sizes and record the call. Then they call the implementation's hook of the same name with a leading underscore. So
-a record, a recording, a count and a hang report mean the same under every implementation.
+The public methods are implemented in this file only. They find the group of the axes, return at once for a group of
+one rank, check sizes and record the call. Then they call the method of the implementation that has the same name with
+a leading underscore. So records, counts and hang reports mean the same in every implementation.
 """
 
 import abc
@@ -38,7 +38,7 @@ from meshwise.comm.api.stopwatch import ActivityStopwatch
 
 
 def as_called(job: Callable[[], None]) -> Callable[[], None]:
-    """`job`, to be done in inference mode when that is on now."""
+    """Return `job`, wrapped so that it runs in inference mode if inference mode is on now."""
     if not torch.is_inference_mode_enabled():
         return job
 
@@ -51,32 +51,33 @@ def as_called(job: Callable[[], None]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that take part in one collective, and this rank's index among them.
-
-    Calls for another `purpose` are apart from all others of these ranks, as if other ranks made them.
-    """
+    """The ranks that take part in one collective, and this rank's index among them."""
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
+    """World ranks in group order: row-major by the axes in mesh order."""
     index: int
+    """Position of this rank in `ranks`."""
     purpose: str = ""
+    """Name of a separate sequence of calls (`messages`). Calls of different purpose are never matched to each other."""
 
     @property
     def size(self) -> int:
-        """Number of ranks that take part."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
 
 def rooted(group: Group, *, root: int) -> Group:
-    """Return the group, which has a rank of the index `root`. Raises ValueError otherwise."""
+    """Return `group` itself. Raises ValueError unless `root` is an index of the group."""
     if not 0 <= root < group.size:
         raise ValueError(f"no index {root} along {'·'.join(group.axes)}, which has {group.size} ranks")
     return group
 
 
 def line(group: Group, *, source: int, target: int) -> Group:
-    """Return the two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the
-    group.
+    """Return the group of two ranks, source and target, for a message between these indices of `group`.
+
+    Raises ValueError unless they are two different indices of the group.
     """
     if source == target or not (0 <= source < group.size and 0 <= target < group.size):
         raise ValueError(
@@ -86,10 +87,11 @@ def line(group: Group, *, source: int, target: int) -> Group:
 
 
 Axes: TypeAlias = str | Sequence[str]
+"""Name of one mesh axis, or names of several."""
 
 
 class Work:
-    """A collective under way. Its tensors belong to it until `wait` returns; `wait` may be called more than once."""
+    """A collective that was started. Its tensors must not be used until `wait` returns; `wait` may be called again."""
 
     def __init__(self, world: "World | None" = None, *, record: CallRecord | None = None) -> None:
         self._world = world
@@ -98,11 +100,14 @@ class Work:
 
     @property
     def ready(self) -> bool:
-        """True if `wait` is known to return at once. Some worlds only know it of what was waited for."""
+        """True if `wait` is known to return at once. In some worlds True only after `wait`."""
         return self._done
 
     def wait(self) -> None:
-        """Block until the result is in place (on CUDA: until the current stream would see it)."""
+        """Block until the result is complete. On CUDA, block only the current stream.
+
+        Raises RankLostError when another rank has ended, and other errors of the implementation.
+        """
         if self._done:
             return
         assert self._world is not None
@@ -120,16 +125,16 @@ class Work:
 
 
 class World(abc.ABC):
-    """Collectives and send/recv along the axes of a mesh. Every tensor must be contiguous and on `device`.
+    """Collectives, send and recv along the axes of a mesh. Every tensor must be contiguous and on `device`.
 
-    All calls start the operation and return a `Work`; call `.wait()` at once for the blocking form. `axes` is one name
-    or several; the group is ordered row-major by the axes in mesh order. `source`, `target`, `to` are indices within
-    the group. A sequence of tensors in place of one tensor means parts, one per group index, of any sizes. One thread
-    of a rank at a time calls and waits.
+    Each method starts a collective and returns a `Work`; call `.wait()` at once for the blocking form. `axes` is one
+    name or several; the group is ordered row-major by the axes in mesh order. `source`, `target` and `to` are indices
+    of the group. `Parts` are one tensor that is cut into equal parts, or a list with one part per group index, of any
+    sizes. Only one thread of a rank at a time may call and wait. Several `World` objects may be views of one world.
     """
 
     medium: ClassVar[str] = ""
-    """What carries what ranks give each other, in words for a user."""
+    """Name of the transport, for messages to the user: `shared memory`, `gloo`, `NCCL`, `threads`."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, device: torch.device, flight_recorder: FlightRecorder | None = None
@@ -147,13 +152,13 @@ class World(abc.ABC):
 
     @property
     def position(self) -> Position:
-        """Position of this rank now, whichever view of the world it used."""
+        """Collective that this rank waits for or called last, on any view of this world."""
         return self.flight_recorder.position
 
     def over(self, mesh: Mesh) -> Self:
-        """Return the same ranks seen over another mesh of the same size; all but the mesh is shared.
+        """Return a view of this world over another mesh with as many ranks; the view shares all but the mesh.
 
-        Raises ValueError when the sizes differ.
+        Raises ValueError when the numbers of ranks differ.
         """
         if mesh.size != self.size:
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
@@ -162,38 +167,41 @@ class World(abc.ABC):
         return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in one dim for what collectives move again and again: where the ranks reach it soonest.
+        """Return an uninitialized 1-D tensor in the memory that other ranks read fastest, for use in many collectives.
 
-        Anything else may be given to a collective too. Contents are unspecified.
+        Collectives take other tensors too.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor for an activation, or the gradient of one, that the ranks add up: as `empty` makes it."""
+        """Return an uninitialized tensor as by `empty`, for an activation or gradient that the ranks add up."""
         return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
-        """Return a tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share
-        any.
+        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None where they share none.
 
-        Every rank of the group calls it. An all-gather of its equal parts into the whole moves nothing and only waits
-        until every rank has written its own. Contents are unspecified.
+        Every rank of the group calls this method. An all-gather of the tensor's equal parts into the tensor copies
+        nothing: each rank only waits until every rank has written its part.
         """
         return None
 
-    def progress(self) -> None:  # noqa: B027 — most worlds carry out what was called by themselves
-        """Do this rank's part in calls that the other ranks have made by now, and return at once.
+    def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
+        """Do this rank's part of collectives for which other ranks wait by now, without blocking.
 
-        Worth a call now and then where much is computed between a collective and its `wait`: others wait for this part.
+        Call this method now and then during a long computation between a collective and its `wait`.
         """
 
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
-        """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
+        """Release the connections between the ranks. Every rank calls `close`; a second call does nothing.
+
+        Needed for a world of processes only. Raises RanksDisagree when the ranks called different collectives.
+        """
 
     def group(self, axes: Axes) -> Group:
-        """Return this rank's group along `axes`, in mesh order.
+        """Return this rank's group along `axes`, in any order of the names.
 
-        Its own `axes` are those that have more than one rank.
+        The `axes` of the group are in mesh order, without axes of one rank (unless all have one rank). Raises
+        ValueError for a name that the mesh lacks.
         """
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
@@ -207,16 +215,19 @@ class World(abc.ABC):
         return known
 
     def record(self) -> AbstractContextManager[list[CallRecord]]:
-        """Collect the records of the collectives called inside the block, on any view of this world."""
+        """Collect the records of this rank's collectives inside the block, on any view of this world, in a list."""
         return self.flight_recorder.record()
 
     def timed(self) -> AbstractContextManager[ActivityStopwatch]:
-        """Note what this rank does inside the block, on any view of this world, and what it waits for, and when."""
+        """Measure this rank's activities and waits inside the block, on any view of this world.
+
+        Raises RuntimeError inside another such block.
+        """
         return self.flight_recorder.timed(self.device)
 
     @property
     def rank_mismatch(self) -> int:
-        """A number whose sum over all ranks is 0 when every group has called the same collectives on all its ranks."""
+        """Number whose sum over all ranks is 0 when in every group all ranks have called the same collectives."""
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
             for ranks, digest in self.flight_recorder.digests.items()
@@ -225,7 +236,7 @@ class World(abc.ABC):
     # ---- collectives -------------------------------------------------------------------------------------------
 
     def broadcast(self, x: Tensor, *, axes: Axes, source: int = 0) -> Work:
-        """Overwrite `x` everywhere with the source's `x`."""
+        """Overwrite `x` on every rank with the `x` of group index `source`."""
         group = rooted(self.group(axes), root=source)
         if group.size == 1:
             return Work()
@@ -233,7 +244,7 @@ class World(abc.ABC):
         return self._broadcast(self._new_record("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
-        """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
+        """Reduce into the `x` of group index `target`; other ranks' `x` is unspecified then. op: sum, max or min."""
         require_op(op, dtype=x.dtype)
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
@@ -242,7 +253,7 @@ class World(abc.ABC):
         return self._reduce(self._new_record("reduce", group, x, how=f"{op} to {target}"), group, data, (target, op))
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
-        """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
+        """Reduce `x` in place, with the same bits on all ranks. op: sum, max or min."""
         require_op(op, dtype=x.dtype)
         group = self.group(axes)
         if group.size == 1:
@@ -251,9 +262,9 @@ class World(abc.ABC):
         return self._all_reduce(self._new_record("all_reduce", group, x, how=op), group, data, op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
-        """Gather every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
+        """Gather every rank's `x` into `into`: one tensor of size · x.numel() elements, or one tensor per group index.
 
-        `x` may be the very slice of `into` where it belongs.
+        `x` may be this rank's slice of `into`.
         """
         group = self.group(axes)
         if group.size == 1:
@@ -263,7 +274,7 @@ class World(abc.ABC):
         return self._all_gather(self._new_record("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
-        """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
+        """Reduce the parts of all ranks' `x`, and put this rank's part into `into`, which may be that slice of `x`."""
         require_op(op, dtype=into.dtype)
         group = self.group(axes)
         if group.size == 1:
@@ -273,7 +284,7 @@ class World(abc.ABC):
         return self._reduce_scatter(self._new_record("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
-        """Exchange parts: part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
+        """Exchange parts: part j of the `x` of group index i becomes part i of the `into` of group index j."""
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
@@ -282,7 +293,7 @@ class World(abc.ABC):
         return self._all_to_all(self._new_record("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
-        """Gather every rank's `x` into the target's `into`; `into` is None elsewhere."""
+        """Gather every rank's `x` into the `into` of group index `target`; other ranks pass `into=None`."""
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
             return _copy(x, passed(into, who="the target of a gather", name="into"))
@@ -293,7 +304,7 @@ class World(abc.ABC):
         return self._gather(self._new_record("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
-        """Give each rank its part of the source's `x`; `x` is None elsewhere."""
+        """Put each rank's part of the `x` of group index `source` into `into`; other ranks pass `x=None`."""
         group = rooted(self.group(axes), root=source)
         if group.size == 1:
             return _copy(passed(x, who="the source of a scatter", name="x"), into)
@@ -306,7 +317,7 @@ class World(abc.ABC):
         )
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
-        """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
+        """Send `x` to group index `to` along one axis. Messages between two ranks arrive in the order of sending."""
         group = self.group(axis)
         ends, data = line(group, source=group.index, target=to), flat(x, given=True)
         return self._send(self._new_record("send", ends, x, how=f"to {to}"), group, data, to)
@@ -326,8 +337,9 @@ class World(abc.ABC):
                 self._barrier(record, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return every rank's small Python value, in group order (all ranks by default). For reports, not for
-        tensors.
+        """Return the `value` of every rank along `axes` (None: of all ranks), in group order.
+
+        For small values: each is pickled. Blocks until every rank of the group has called.
         """
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
@@ -341,10 +353,9 @@ class World(abc.ABC):
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
     def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
-        """Return the sums over all ranks of a few fp64 numbers and of their `rank_mismatch`, on the host: one
-        all-reduce.
+        """Return the sums over all ranks of `x`, an fp64 vector, and of `rank_mismatch`, by one blocking all-reduce.
 
-        digest: 32 bits that have to be equal on all ranks; otherwise the sum of the mismatches is not 0.
+        digest: 32 bits that have to be equal on all ranks. If they differ, the second result is not 0.
         """
         whole = self.rank_mismatch + digest * (self.size - 1 if self.rank == 0 else -1)
         mismatch = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)
@@ -354,20 +365,23 @@ class World(abc.ABC):
         return sums, mismatches
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
-        """Send a small Python value to group index `to` along one axis, in two messages: its length, and itself."""
+        """Send a small Python value, pickled, to group index `to` along one axis. Wait for both returned messages.
+
+        The first message is the number of bytes, the second the bytes.
+        """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([data.numel()], device=self.device)
         return [self.send(part, axis=axis, to=to) for part in (length, data)]
 
     def recv_value(self, *, axis: str, source: int) -> Any:
-        """Return the Python value that group index `source` along one axis sends next."""
+        """Block until group index `source` along one axis has sent a value by `send_value`, and return the value."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.recv(length, axis=axis, source=source).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.recv(data, axis=axis, source=source).wait()
         return pickle.loads(bytes(data.tolist()))
 
-    # ---- what an implementation writes: the tensors it gets are flat, contiguous and outside autograd ------------
+    # ---- implemented by subclasses: the tensors passed are 1-D, contiguous and outside autograd -------------------
 
     @abc.abstractmethod
     def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
@@ -407,10 +421,10 @@ class World(abc.ABC):
     def _barrier(self, record: CallRecord, group: Group) -> None: ...
 
     def _meet_to_close(self) -> None:
-        """Return when every rank has called it.
+        """Block until every rank has called this method.
 
-        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
-        Raises RanksDisagree if the ranks of a group have called different collectives and no error has said so yet.
+        The call has a kind of its own, `close`. So a rank that closes while others call a collective is reported.
+        Raises RanksDisagree if the ranks of a group have called different collectives and no error was raised for it.
         """
         group = self.group(self.mesh.names)
         record = self._new_record("close", group, ())
@@ -424,7 +438,7 @@ class World(abc.ABC):
     # ---- records ------------------------------------------------------------------------------------------------
 
     def _new_record(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
-        """Give the call its number and write it into the flight_recorder."""
+        """Return the record of a call, after writing it into the flight recorder. `x`: tensor or parts of the call."""
         first = x if isinstance(x, Tensor) else x[0] if x else None
         if first is not None and first.is_meta and self.device.type != "meta":
             raise ValueError(f"{kind} of a tensor without values; these ranks exchange what is on {self.device}")
@@ -437,7 +451,7 @@ class World(abc.ABC):
 
 
 def _copy(x: Parts, into: Parts) -> Work:
-    """Return the collective of a group of one."""
+    """Copy `x` into `into` as the result of a collective of one rank, and return complete work."""
     [source], [target] = split(x, 1, given=True), split(into, 1)
     fit(source, part=target)
     put(source, into=target)
@@ -445,7 +459,11 @@ def _copy(x: Parts, into: Parts) -> Work:
 
 
 def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
-    """Raise RanksDisagree with what differs first. `found`: of each rank its last calls, and how many on each line."""
+    """Raise RanksDisagree with the first difference between the calls of the ranks.
+
+    `found`: for each rank, its last calls and its number of calls on each line. Call this when the ranks have been
+    found to differ: it always raises.
+    """
     if difference := first_difference({rank: recent for rank, (recent, _) in found.items()}):
         raise RanksDisagree(difference[0])
     for line in {line: None for _, counts in found.values() for line in counts if not line.point_to_point}:
@@ -458,4 +476,4 @@ def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLin
                 f"{ranks_text(line.ranks)} have made different numbers of calls together: {numbers}; the last of rank "
                 f"{most} is {last}"
             )
-    raise RanksDisagree("the ranks of a group have called different collectives, longer ago than calls are kept")
+    raise RanksDisagree("the ranks of a group have called different collectives, before the calls that are still kept")

@@ -1,1 +1,1 @@
-"""Worlds inside one process: ranks as threads, or one rank alone whose calls are recorded."""
+"""Worlds inside one process: one with a thread for each rank, and one with a single rank whose calls are recorded."""

@@ -1,1 +1,1 @@
-"""Worlds over gloo and NCCL, and the stores and threads that they need."""
+"""Worlds over gloo and NCCL, and torch's key-value stores, through which the ranks of a job find each other."""

@@ -1,1 +1,1 @@
-"""The world of CPU ranks on one host, which read and write each other's memory."""
+"""The world of CPU ranks on one host: its collectives read and write the memory of other ranks directly."""

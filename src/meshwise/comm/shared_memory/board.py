@@ -1,18 +1,19 @@
-"""Publish numbers of one rank to the others of its host, in a page that it alone writes and all of them read.
+"""Publish the counters of one rank in shared memory that only this rank writes and all ranks of its host read.
 
-A number of 8 aligned bytes is written at once, so a rank that counts up what it has done needs no lock:
+A word is an integer of 8 bytes, written in one piece. So a rank counts its finished calls up without a lock:
 
-    | words   0     the bell: changes with everything else, and is what the others sleep on (a futex)
-    |         8     how many queues there are
-    |         16…   for each queue: its key, and where it begins
-    |         …     the queues, in pages (`queue_state` describes them)
+    | word    0     the bell, a futex: other ranks sleep until this rank changes its value
+    |         8     number of queues
+    |         16…   for each queue: its key, and the word at which it begins
+    |         …     the queues, each at a multiple of `PAGE_WORDS` (`queue_state` describes their contents)
 
-A waiting rank first polls a few times, for a rank that is about to arrive. Then it yields the core between polls, for a
-rank that needs the same core. Then it sleeps until the other rank's bell rings. No core is kept busy, with any number
-of ranks: a barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us. Spinning takes 1 ms and 3 ms.
+A waiting rank first polls a few times: the other rank may be about to arrive. Then the waiting rank yields the core
+between polls: the other rank may need this core. Then the waiting rank sleeps until the other rank's bell rings. So no
+core is kept busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us.
+With polling alone it takes 1 ms and 3 ms.
 
-A rank that has read a count sees everything written before that count. x86 keeps that order without help. On other
-machines a lock is taken and released in between: the processor moves no reads or writes across it.
+A rank that has read a counter must see everything that was written before the counter. x86 keeps this order by itself.
+On other processors a lock is taken and released in between, because reads and writes are never moved across a lock.
 """
 
 import ctypes
@@ -28,12 +29,15 @@ from torch import Tensor
 from meshwise.comm.shared_memory.segment import SharedSegment, open_segment, words_of
 
 PAYLOAD_BYTES = 64 << 10
-"""Up to so many bytes travel in the board itself."""
+"""Room on the board for the tensors of one call, in bytes. Larger tensors stay where they are, and other ranks read
+them there.
+"""
 
 PAGE_WORDS = PAYLOAD_BYTES // 8
+"""Words of one payload. Queues and payloads begin at multiples of this number."""
 
-# Bytes of addresses, about 2 MB for each queue; memory is taken page by page, as queues are used. Every rank maps the
-# board of every other rank, so boards are smaller where addresses are limited (`ulimit -v`).
+# Bytes of address space of a board: about 2 MB for each queue. The system supplies the memory as queues are used. Every
+# rank maps the board of every other rank, so boards are smaller where address space is limited (`ulimit -v`).
 _BYTES, _BYTES_OF_FEW = 1 << 32, 1 << 30
 _NUM_QUEUES, _TABLE, _MOST_QUEUES = 8, 16, 2000
 _FIRST_QUEUE = _TABLE + 2 * _MOST_QUEUES
@@ -54,17 +58,24 @@ class _Span(ctypes.Structure):
 
 
 class Board:
-    """Board of one rank, as its owner or another rank maps it."""
+    """Shared memory with the counters, queues and small tensors of one rank, mapped into this process.
+
+    Only the rank itself, the owner, writes to its board.
+    """
 
     def __init__(self, memory: Tensor, *, place: int, segment: SharedSegment | None = None) -> None:
-        """`segment`: the owner's shared segment."""
+        """Use the mapped bytes `memory` as a board.
+
+        place: number by which other processes find the segment (`SharedSegment.place`). segment: the segment, in the
+        owner's process; None in other processes.
+        """
         self.place = place
         self._segment = segment
         self.bytes = memory
         self.words = words_of(memory)
         self.address = memory.data_ptr()
         self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
-        """Tensor of `size` bytes at an offset, in a dtype; cached, because payloads use the same places often."""
+        """Function (offset, bytes, dtype) → tensor over these bytes. Cached: payloads often have the same offsets."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
         self._queues: dict[int, int] = {}
@@ -72,18 +83,21 @@ class Board:
 
     @classmethod
     def make(cls) -> "Board":
-        """Return a new board of this rank. Raises OSError when the system has no memory to share."""
+        """Return a new board, owned by this rank. Raises OSError when the system refuses shared memory."""
         few = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
         segment = SharedSegment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
         return cls(segment.memory, place=segment.place, segment=segment)
 
     @classmethod
     def open(cls, process: int, *, place: int) -> "Board":
-        """Map the board of another rank. Raises OSError when it cannot be mapped."""
+        """Map the board of another rank, and return it. Raises OSError when the board cannot be mapped.
+
+        process: PID of that rank. place: `Board.place` of the board in that rank's process.
+        """
         return cls(open_segment(process, place=place), place=place)
 
     def hide(self) -> None:
-        """Hide this rank's board from further ranks; ranks that have mapped it still read it."""
+        """Close the file descriptor of this rank's board. No further process can map it; existing mappings stay."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -91,7 +105,7 @@ class Board:
     # ---- queues -------------------------------------------------------------------------------------------------
 
     def add_queue(self, key: int, *, words: int) -> int:
-        """Add a queue of `words` words, and return the word at which it begins."""
+        """Reserve `words` words for the queue `key` on this rank's board, and return the index of the first word."""
         count, start = self.words[_NUM_QUEUES], _round(self._end)
         assert count < _MOST_QUEUES, "the board is full of queues"
         assert start + words <= len(self.words), "the board is full of queues"
@@ -103,22 +117,22 @@ class Board:
         return start
 
     def queue_start(self, key: int) -> int | None:
-        """Return the word at which a queue begins, or None before its owner's first call in it."""
+        """Return the index of the first word of queue `key`, or None before the owner's first call in this queue."""
         if key not in self._queues:
             for at in range(len(self._queues), self.read(_NUM_QUEUES)):
                 self._queues[self.words[_TABLE + 2 * at]] = self.words[_TABLE + 2 * at + 1]
         return self._queues.get(key)
 
-    # ---- numbers -----------------------------------------------------------------------------------------------
+    # ---- counters ----------------------------------------------------------------------------------------------
 
     def publish(self, word: int, *, value: int) -> None:
-        """Write a number, after everything that was written before."""
+        """Write a counter. A rank that reads the new value also sees everything that was written before it."""
         if not _KEEPS_ORDER:
             self._order()
         self.words[word] = value
 
     def read(self, word: int) -> int:
-        """Read a number; everything that its owner wrote before it is visible afterwards."""
+        """Return a counter. Everything that its owner wrote before it is visible afterwards."""
         value = self.words[word]
         if not _KEEPS_ORDER:
             self._order()
@@ -133,17 +147,17 @@ class Board:
 
     @property
     def bell(self) -> int:
-        """A number that changes with every ring."""
+        """Number that every `ring` changes."""
         return self.words[0]
 
     def ring(self) -> None:
-        """Wake the ranks that sleep on this board."""
+        """Change the bell, and wake the ranks that sleep on this board."""
         self.words[0] = (self.words[0] + 1) & 0x7FFFFFFF
         if _FUTEX is not None:
             _syscall(_FUTEX, self._bell, _WAKE, _EVERYBODY)
 
     def sleep(self, seen: int, *, seconds: float) -> None:
-        """Sleep until the bell differs from `seen`, at most for `seconds`; the sleep may also end earlier."""
+        """Sleep until the bell differs from `seen`, at most for `seconds`. The sleep may also end earlier."""
         if _FUTEX is None:
             time.sleep(min(_NAP_SECONDS, seconds))
         elif self.words[0] == seen:

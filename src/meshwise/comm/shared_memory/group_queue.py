@@ -1,19 +1,18 @@
-"""Queue the calls of one group of ranks, in the order in which all ranks of the group make them.
+"""Queue the collectives of one group of ranks in shared memory, and do this rank's part of each.
 
-A rank that makes a call posts it: the places of its tensors, or the contents of small ones. Nothing happens in the
-background; no thread competes with the one that computes. A rank does its part of a call, reading from the others and
-adding up, when it waits for that call, makes another one, or makes progress (`World.progress`) and finds that the
-others have posted:
+A rank that makes a call posts it on its board: the locations of its tensors, or the contents of small tensors. Its part
+of the call is to read the tensors of other ranks and add them up. There is no background thread, which would compete
+with the computation. A rank does its part when the other ranks have posted, at one of three moments: it waits for this
+call, it makes another call, or it calls `World.progress`:
 
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-The parts of a queue are done in the order of its calls; queues do not wait for each other. A disagreement may be found
-late: not every rank of a broadcast needs every other. A rank that called something else is found at the next call that
-needs it.
+A rank does its parts of a queue's calls in the order of the calls; different queues do not wait for each other. Some
+errors are found late: a rank that called another collective is found at the next call that needs tensors of this rank.
 
-A board has room for some calls of a queue. One more record is kept until every rank has done the oldest call. No call
-waits for that, because this rank may be about to make the call that the others need.
+A board has records for 32 calls of a queue. A further call is posted when every rank has done its part of the oldest
+call. Until then the call stays in this process and the rank goes on: its next call may be the one that others wait for.
 """
 
 import os
@@ -37,15 +36,17 @@ _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, 
 
 
 class QueuedCall(Work):
-    """Part of one rank in a collective.
+    """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
-    | gives   its tensors: the others read them, and in some collectives write them
-    | brings  True if the board carries their contents; the caller may reuse the tensors once the call is posted
-    | needs   the indices of the ranks that must have posted before `act` can be called
-    | users   the indices of the ranks that use this rank's tensors in their `act`
-    | joint   the name of the joint tensor that the rank has written to, when the call gives no tensors; else 0
-    | act     this rank's part of the call
-    | after   called when all ranks have done their part
+    | gives   tensors of this rank that other ranks read, and in some collectives write
+    | brings  True if the board has a copy of their contents; then the tensors may be reused once the call is posted
+    | needs   group indices of the ranks that must have posted before `act` can run
+    | users   group indices of the ranks that use this rank's tensors in their `act`
+    | joint   name of the joint tensor that this rank has written to (`JointTensors.name`), in place of `gives`; else 0
+    | act     function that does this rank's part of the call; None if there is nothing to do
+    | after   function called when all ranks have done their part; None if there is nothing to do
+    | number  number of the call in its queue, from 0; -1 before `GroupQueue.post`
+    | acted   True when this rank has done its part
     """
 
     gives: Sequence[Tensor] = ()
@@ -57,7 +58,7 @@ class QueuedCall(Work):
     after: Callable[[], None] | None = None
     number = -1
     acted = False
-    adds = False  # it has begun to overwrite its inputs: a second `act` would add them twice
+    adds = False  # True when `act` has begun to overwrite its inputs: a second `act` would add them twice
 
     def __init__(self, world: World, *, record: CallRecord, queue: "GroupQueue") -> None:
         super().__init__(world, record=record)
@@ -68,15 +69,15 @@ class QueuedCall(Work):
 
     @property
     def ready(self) -> bool:
-        """True if its results are in place and no rank uses its tensors any more."""
+        """True if the results are complete and no rank uses this rank's tensors any more."""
         return self._done or self.queue.is_over(self)
 
     def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
-        """Copy tensor `which` that the rank of this index gave."""
+        """Copy tensor `which` of the tensors that group index `index` gave into `into`."""
         self.queue.take(self, index=index, into=into, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
-        """Return the tensor that every rank gave, each of the size of this rank's."""
+        """Return tensor `which` of every rank, in group order; `own` is this rank's, and all are as large as `own`."""
         queue = self.queue
         return [
             MappedSpan(own) if index == queue.index else queue.span(self, index=index, like=own, which=which)
@@ -84,7 +85,7 @@ class QueuedCall(Work):
         ]
 
     def end(self) -> None:
-        """End the call: do its last work and release its tensors."""
+        """Call `after`, and release the tensors of the call."""
         if self.after is not None:
             self.after()
         self.gives, self.act, self.after = (), None, None
@@ -94,28 +95,33 @@ class QueuedCall(Work):
 
 
 class GroupQueue:
-    """Queue of one group's calls, as this rank sees it."""
+    """Queue of the calls of one group on this rank, with the states of the other ranks' queues."""
 
     def __init__(
         self, host: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
+        """Add the queue to this rank's board.
+
+        key: name of the queue as a number, equal on all ranks. meanwhile: called while this rank waits, with the rank
+        that it waits for.
+        """
         self.ranks = ranks
         self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
-        """The indices after this one and around, so that not everyone begins with the same rank."""
+        """Group indices of the other ranks, from the next index around: so ranks do not all begin with the same one."""
         self.lacks: int | None = None
-        """The rank that has not made the call whose part comes next, when `advance` last looked."""
+        """Rank that had not posted this rank's next call at the last `advance`; None if there was no such rank."""
         self._host = host
         self._meanwhile = meanwhile
         self._key = key
         self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
         self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
         self._digest = 0
-        """Hash of all calls so far."""
+        """Hash of all calls so far: ranks that made different calls before have different tags ever after."""
         self._posted = 0
         self._done = 0
         self._free = RING
-        """Calls up to this number overwrite nothing that somebody may still read."""
+        """Calls below this number have a free record: they overwrite no record that another rank may still read."""
         self._unposted: deque[QueuedCall] = deque()
         """Calls that are not posted yet."""
         self._due: deque[QueuedCall] = deque()
@@ -133,14 +139,14 @@ class GroupQueue:
         self._publish()
 
     def _publish(self) -> bool:
-        """Post the calls for which the board has a free record, and return whether there was one."""
+        """Post the calls for which the board has a free record, and return whether a call was posted."""
         before = self._posted
         while self._unposted and self._has_room(self._posted):
             self._write(self._unposted.popleft())
         return self._posted > before
 
     def _has_room(self, number: int) -> bool:
-        """Return whether every rank has done the call whose record this one overwrites."""
+        """Return whether the record for call `number` is free: every rank has done the call that used this record."""
         if number >= self._free:
             self._free = RING + min(self._done, *map(self._count_done, self.others))
         return number < self._free
@@ -158,7 +164,10 @@ class GroupQueue:
         self._own.publish_posted(number + 1)
 
     def advance(self) -> bool:
-        """Do this rank's part of every call that is due, and return whether there was one."""
+        """Do this rank's part of every call that its ranks have posted; return whether a call was posted or done.
+
+        Stops at the first call that a rank has not posted, and stores this rank in `lacks`.
+        """
         self.lacks = None
         acted = self._publish()
         while self._due:
@@ -172,7 +181,10 @@ class GroupQueue:
         return acted
 
     def finish(self, call: QueuedCall) -> None:
-        """Block until the results of the call are in place and no rank uses its tensors any more."""
+        """Block until the results of the call are complete and no rank uses this rank's tensors any more.
+
+        Raises RankLostError when a rank of the group has ended, RanksDisagree when tensors do not fit together.
+        """
         self._catch_up(call.number)
         if not call.brings:
             for index in call.users:
@@ -180,33 +192,33 @@ class GroupQueue:
             call.end()
 
     def tidy(self) -> None:
-        """Release the tensors of calls that every rank has done."""
+        """End the calls whose tensors no rank uses any more, and release the tensors."""
         while self._lent and self.is_over(self._lent[0]):
             self._lent.popleft().end()
 
     def is_over(self, call: QueuedCall) -> bool:
-        """Return whether the results of `call` are in place and no rank uses its tensors any more."""
+        """Return whether the results of `call` are complete and no rank uses this rank's tensors any more."""
         if not call.acted:
             return False
         return not call.users or all(self._count_done(index) > call.number for index in call.users)
 
     def close(self) -> None:
-        """Wait for every call under way."""
+        """Finish all calls that are not complete."""
         for call in (*self._lent, *self._due, *self._unposted):
             self.finish(call)
 
     @property
     def busy(self) -> bool:
-        """True if this rank has a part left to do."""
+        """True if this rank has not posted a call yet, or not done its part of one."""
         return bool(self._due or self._unposted)
 
     def _place(self, x: Tensor) -> Place:
-        """Return where a tensor is: in shared memory, or at an address of this process."""
+        """Return the location of a tensor of this rank: in a shared segment, or at an address of this process."""
         where = self._host.slabs.locate(x)
         return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
 
     def _catch_up(self, number: int) -> None:
-        """Do this rank's part of every call up to that number."""
+        """Do this rank's part of every call up to and including `number`."""
         while self._done <= number:
             if not self._due:
                 self._make_room(self._unposted[0])
@@ -219,7 +231,7 @@ class GroupQueue:
                 self._act(call)
 
     def _make_room(self, call: QueuedCall) -> None:
-        """Wait until every rank has done the call whose record this one overwrites, and post it."""
+        """Wait until the record for `call` is free on this rank's board, and post the call."""
         for index in self.others:
             self._await_done(call, index, call.number - RING)
         self._publish()
@@ -227,7 +239,9 @@ class GroupQueue:
     def _act(self, call: QueuedCall) -> None:
         """Do this rank's part of the next call. Raises RuntimeError while another thread does it."""
         if self._is_acting:
-            raise RuntimeError(f"two threads of rank {self._host.rank} are at {call.record}; a rank has one at a time")
+            raise RuntimeError(
+                f"two threads of rank {self._host.rank} are at {call.record}; use one thread of a rank at a time"
+            )
         self._is_acting = True
         try:
             if call.act is not None:
@@ -243,7 +257,7 @@ class GroupQueue:
         self._due.popleft()
         self._done += 1
         self._own.publish_done(self._done)
-        if self._is_awaited:  # by a rank whose tensor this one used; nobody waits for a payload
+        if self._is_awaited:  # the owner of a tensor that this rank read may sleep until the reading is done
             self._is_awaited = False
             self._own.board.ring()
         if call.brings:
@@ -251,12 +265,12 @@ class GroupQueue:
         if self._unposted:
             self._publish()
 
-    # ---- what the others have done -----------------------------------------------------------------------------
+    # ---- the tensors and calls of the other ranks --------------------------------------------------------------
 
     def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
-        """Return the tensor that a rank gave to this call, of the size and dtype of `like`.
+        """Return tensor `which` that group index `index` gave to this call, with the size and dtype of `like`.
 
-        Raises RanksDisagree when it has another size.
+        Raises RanksDisagree when the tensor has another size.
         """
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
@@ -264,9 +278,9 @@ class GroupQueue:
         return self._elsewhere(index, place, offset, like)
 
     def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int = 0) -> None:
-        """Copy the tensor that a rank gave to this call, of the size and dtype of `into`.
+        """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype.
 
-        Raises RanksDisagree when it has another size, OSError when the other process's memory cannot be read.
+        Raises RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read.
         """
         place, offset, size = self._given(call, index, into, which)
         if place == IN_PAYLOAD:
@@ -275,7 +289,7 @@ class GroupQueue:
             self._elsewhere(index, place, offset, into).copy_to(into)
 
     def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> Place:
-        """Return where a given tensor of a rank is."""
+        """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
         found = side.given(call.number, which=which)
@@ -289,7 +303,7 @@ class GroupQueue:
         return found
 
     def require_joint(self, call: QueuedCall) -> None:
-        """Raise RanksDisagree unless every rank has written to the joint tensor that this rank names."""
+        """Raise RanksDisagree unless every rank passed the joint tensor that this rank passed to the call."""
         for index in self.others:
             side = self._side(index)
             if side is None or side.given(call.number, which=0)[:2] != (IN_JOINT, call.joint):
@@ -302,7 +316,7 @@ class GroupQueue:
         )
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
-        """Return a tensor whose contents are not on the board: its owner waits until it has been used."""
+        """Return a tensor of another rank that is not in a payload; the owner waits until this rank has used it."""
         rank = self.ranks[index]
         self._is_awaited = True
         if place == IN_PRIVATE:
@@ -311,16 +325,17 @@ class GroupQueue:
         return MappedSpan(self._host.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether that rank has made the same call.
+        """Return whether group index `index` has posted the same call.
 
-        A rank that made another call is waited for; the watchdog then reports the difference.
+        A rank that posted a different call counts as absent: this rank waits, and the watchdog reports the difference.
         """
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether the call is over, or this rank has done its part, after which the record may belong to another
-        call.
+        """Return whether this rank has done its part of the call, or group index `index` has posted the call.
+
+        After this rank's part, the other rank's record may belong to a later call.
         """
         return call.acted or self._is_there(index, call)
 
@@ -329,7 +344,7 @@ class GroupQueue:
         return 0 if side is None else side.done
 
     def _side(self, index: int) -> QueueState | None:
-        """Return the queue state of rank `index`, or None before its first call in the queue."""
+        """Return the queue state of group index `index`, or None before its first call in the queue."""
         if self._sides[index] is None:
             self._sides[index] = QueueState.find(self._board(index), key=self._key, ranks=len(self.ranks))
         return self._sides[index]
@@ -358,7 +373,7 @@ class GroupQueues:
         self._queues: dict[tuple[tuple[int, ...], str], GroupQueue] = {}
 
     def of(self, group: Group) -> GroupQueue:
-        """Return the queue of these ranks for their purpose."""
+        """Return the queue of the group's ranks and purpose; make the queue at the first call."""
         assert not self.closed, "the world was closed"
         name = group.ranks, group.purpose
         if name not in self._queues:
@@ -366,10 +381,11 @@ class GroupQueues:
         return self._queues[name]
 
     def progress(self, bell: int | None = None) -> Progress:
-        """Do this rank's part of the calls that are due in any queue.
+        """Do this rank's part of the calls of all queues, as far as the other ranks have posted.
 
-        bell: a rank whose bell wakes the caller, so calls that only lack this rank do not count as `LATER`. A forked
-        copy of the process does nothing.
+        Return `DID` if anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: rank whose
+        bell wakes the caller; calls that only lack this rank do not count as `LATER`. A fork of the rank's process does
+        nothing.
         """
         outlook = Progress.NOTHING
         if os.getpid() != self._process:
@@ -383,7 +399,7 @@ class GroupQueues:
         return outlook
 
     def close(self) -> None:
-        """Wait for every call under way; there will be no other."""
+        """Finish all calls of all queues, and close the connection to the other ranks. A second call does nothing."""
         if not self.closed:
             for queue in self._queues.values():
                 queue.close()
@@ -392,6 +408,6 @@ class GroupQueues:
 
 
 def _key(ranks: tuple[int, ...], purpose: str) -> int:
-    """Return the name of a queue as a number."""
+    """Return a hash of the ranks and purpose of a queue, which names the queue on the boards."""
     text = f"{purpose} {ranks}".encode()
     return zlib.crc32(text) << 31 | zlib.crc32(text[::-1]) >> 1

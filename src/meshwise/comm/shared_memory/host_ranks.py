@@ -1,4 +1,4 @@
-"""Join the ranks of one host: they find each other's memory, wait for each other, and notice lost ranks."""
+"""Connect this rank with the other ranks of its host: map their boards, wait for them, notice when one has ended."""
 
 import enum
 import errno
@@ -20,34 +20,37 @@ from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 from meshwise.comm.shared_memory.segment import JointTensors, PeerMappings, TensorSlabs
 
 _PROOF_WORD = 1
-# How often to look, and how often to let others run and look again: another rank may wait for this very core.
+# Number of polls of a condition, then number of polls with a yield before each: another rank may need this core.
 _LOOKS = 10
 _YIELDS = 30
-# How long to sleep before looking whether the others live (a launcher that sees one die soon ends the rest, and they
-# have something to say), and when other work may become due meanwhile.
+# How long to sleep before this rank checks for ended ranks: a launcher that notices an ended rank soon ends the others,
+# and each should report the loss before. A shorter sleep when other calls of this rank may become due.
 _SLEEP_SECONDS = 0.005
 _NAP_SECONDS = 0.001
-# A rank rings at every call and wakes all ranks that sleep on its board, also those that wait for another call. A rank
-# that was woken in vain this often sleeps for a fixed time instead, which costs the ringing rank nothing.
+# A rank rings at every call and wakes all ranks that sleep on its board, even if they wait for another call. After so
+# many wakes in vain a waiting rank sleeps for a fixed time instead, which costs the ringing rank nothing.
 _MOST_VAIN_WAKES = 16
 _BACK_OFF_SECONDS = 0.0002
-# How long a process may take to end once its memory has gone, and the errors that other ranks get then: no process, no
-# file of it, or another process in its place.
+# How long a process may take to end after its memory is freed, and errors that other ranks get meanwhile: no such
+# process, no such file, or (None) an error of this package: another process has the PID.
 _ENDING_SECONDS = 10.0
 _OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
 
 
 class Progress(enum.IntEnum):
-    """Progress of a waiting rank: nothing to do, something may arrive, or something was done."""
+    """Result of an attempt of a waiting rank to do its part of other calls."""
 
     NOTHING = 0
+    """This rank has no part left to do."""
     LATER = 1
+    """This rank has a part left, which needs a rank that has not posted yet."""
     DID = 2
+    """This rank did a part of a call."""
 
 
 @dataclass(frozen=True)
 class HostPeer:
-    """Another rank of this host."""
+    """Another rank of this host: its process, its board, and its shared segments as this process maps them."""
 
     rank: int
     life: ProcessLife
@@ -56,11 +59,17 @@ class HostPeer:
 
 
 class HostRanks:
-    """State that a rank shares with the other ranks of its host. memory: which ranks can read each other's private
-    memory; None if none can.
+    """Connection of one rank with the other ranks of its host.
+
+    | board           this rank's own board
+    | slabs           shared memory for this rank's tensors
+    | joint_tensors   tensors whose memory several ranks share
+    | memory          access to private memory of other ranks; None if no rank can read another rank's memory
+    | scratch         buffers for intermediate sums
     """
 
     def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
+        """Connect with `peers`, the other ranks. `enter` makes the board and the peers."""
         self.rank = rank
         self.board = board
         self.slabs = TensorSlabs()
@@ -71,7 +80,11 @@ class HostRanks:
 
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> "HostRanks":
-        """Map the boards of `ranks`; all of them call this over the same store. Raises OSError."""
+        """Return this rank's connection with `ranks`, the ranks of one host. All of them call it, over the same store.
+
+        Makes this rank's board and maps the boards of the other ranks. Raises OSError when a rank has no board, or when
+        a board cannot be mapped.
+        """
         board, own = None, ""
         try:
             board = Board.make()
@@ -88,7 +101,7 @@ class HostRanks:
         return cls(rank, board=board, peers=peers, memory=memory)
 
     def peer(self, rank: int) -> HostPeer:
-        """Return the peer of this rank number."""
+        """Return the peer with the number `rank` in the world."""
         return self._peers[rank]
 
     def wait_for(
@@ -100,9 +113,14 @@ class HostRanks:
         about: CallRecord,
         meanwhile: Callable[[], Progress],
     ) -> None:
-        """Return when `condition`, which depends on another rank, is true.
+        """Block until `condition` is true.
 
-        Raises RankLostError when a rank of `among` has ended and `condition` is still false.
+        | rank        the rank that makes the condition true; this rank sleeps until its bell rings
+        | among       ranks of the call; while this rank waits, it checks for their end
+        | about       record of the call that waits, for the message of the error
+        | meanwhile   called before each sleep; does this rank's part of other calls, as far as it can
+
+        Raises RankLostError when a rank of `among` has ended and the condition is still false.
         """
         for _ in range(_LOOKS):
             if condition():
@@ -129,21 +147,24 @@ class HostRanks:
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Close the file descriptors of the sharing. No rank waits any more, and none joins."""
+        """Close this rank's file descriptors for shared memory and for the other processes.
+
+        Call it when no rank waits any more. Afterwards no rank can connect with this one or wait for it.
+        """
         self.board.hide()
         self.slabs.keep_none()
         for peer in self._peers.values():
             peer.life.forget()
 
     def missing(self, ranks: Sequence[int]) -> int | None:
-        """Return the first of these ranks whose process has ended, if any has."""
+        """Return the first of `ranks` whose process has ended, or None. This rank itself may be among them."""
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
-        """Return the first of `ranks` that has ended, or None.
+        """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory.
 
-        The memory of a process goes before its end is visible, seconds before when it is large. Where `error` may come
-        from that, this waits for the end.
+        The system frees the memory of an ending process before its end is visible; for large memory it is seconds.
+        If `error` may be due to this, the method waits up to 10 s for the end.
         """
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
@@ -152,12 +173,15 @@ class HostRanks:
 
 
 def _peer(rank: int, text: str) -> HostPeer:
-    """Return the peer of a rank. Raises OSError when that rank has no board, or this rank cannot map it."""
+    """Return the peer with number `rank` from the text that it stored: PID, place of its board and proof number.
+
+    Raises OSError when that rank has no board, or when this rank cannot map the board.
+    """
     entry = json.loads(text)
     if isinstance(entry, str):
         raise OSError(f"rank {rank}: {entry}")
     process, place, proof = entry
     board = Board.open(process, place=place)
     if board.words[_PROOF_WORD] != proof:
-        raise OSError(f"process {process} is another one here than for rank {rank}")
+        raise OSError(f"PID {process} is another process here than for rank {rank}; are there two PID namespaces?")
     return HostPeer(rank, ProcessLife(process), board, PeerMappings(process))

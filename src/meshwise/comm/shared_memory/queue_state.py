@@ -1,11 +1,11 @@
-"""Read and write one rank's state of a queue on its board: the calls it has made, and how many it has done.
+"""Read and write the state of one rank in a queue, on the rank's board: its calls, and how many of them are done.
 
-    | words   +0    calls posted
-    |         +8    calls done
-    |         +16…  a ring of records: the call's tag, then place, offset and bytes of each tensor that the rank gives
-    |         …     a ring of payloads, one for each record: what small tensors hold
+    | word    +0    number of calls posted
+    |         +8    number of calls done
+    |         +16…  ring of records: tag of the call, then place, offset and bytes of each tensor that the rank gives
+    |         …     ring of payloads, one for each record: contents of small tensors
 
-`group_queue` explains queues. One rank writes here, all others read.
+`group_queue` explains queues. Only the rank itself writes its state; the other ranks read it.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,19 @@ from torch import Tensor
 from meshwise.comm.shared_memory.board import PAGE_WORDS, PAYLOAD_BYTES, Board
 
 RING = 32
-"""Calls of a queue that a board has records for; further calls wait until a record is free."""
+"""Number of calls of a queue for which a board has records. A further call is posted when a record becomes free."""
 
 IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
-"""Places other than a shared segment: the payload of the call, private memory of the rank, and a joint tensor, which
-all ranks of the queue have mapped.
+"""Places of a tensor outside shared segments: the payload of the call on the board, private memory of the rank, and a
+joint tensor, which all ranks of the queue have mapped (`World.shared_empty`).
 """
 
 Place: TypeAlias = tuple[int, int, int]
-"""Where a tensor is: the place, the offset there (in a payload, from its begin; or its address) and its bytes."""
+"""Location of a tensor: its place, its offset in bytes there, and its size in bytes.
+
+The place is one of the constants above or `SharedSegment.place`. The offset counts from the start of the payload or
+segment; for private memory it is the address. For a joint tensor the second number is `JointTensors.name`, the third 0.
+"""
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
 _HEAD, _PART = 1, 3  # words
@@ -33,7 +37,7 @@ _ALIGNMENT = 16
 
 
 def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors are so small that the board carries their contents, up to 64 KB in total."""
+    """Return whether the contents of all these tensors together fit into one payload of the board, 64 KB."""
     size = 0
     for x in tensors:
         size += _aligned(x.nbytes)
@@ -41,9 +45,10 @@ def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
 
 
 class QueueState:
-    """State of one rank in a queue of `ranks` ranks."""
+    """State of one rank in one queue, as words on the board of that rank."""
 
     def __init__(self, board: Board, *, start: int, ranks: int) -> None:
+        """Use the words of `board` from index `start`, for a queue of `ranks` ranks."""
         self.board = board
         self._posted, self._done, self._records = start + _POSTED, start + _DONE, start + _RECORDS
         self._size = _record_words(ranks)
@@ -51,13 +56,13 @@ class QueueState:
 
     @classmethod
     def make(cls, board: Board, *, key: int, ranks: int) -> "QueueState":
-        """Return this rank's own state, on its board."""
+        """Add a queue to this rank's own `board`, and return its state. key: name of the queue, equal on all ranks."""
         start = board.add_queue(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
         return cls(board, start=start, ranks=ranks)
 
     @classmethod
     def find(cls, board: Board, *, key: int, ranks: int) -> "QueueState | None":
-        """Return another rank's state; None before its first call in the queue."""
+        """Return the state of the rank that owns `board`, or None before that rank's first call in the queue."""
         start = board.queue_start(key)
         return None if start is None else cls(board, start=start, ranks=ranks)
 
@@ -65,28 +70,31 @@ class QueueState:
 
     @property
     def posted(self) -> int:
-        """Number of calls the rank has made."""
+        """Number of calls that the rank has posted."""
         return self.board.read(self._posted)
 
     @property
     def done(self) -> int:
-        """Number of calls that the rank has completed."""
+        """Number of calls of which the rank has done its part."""
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
-        """Return whether the rank has made call `number` with this tag."""
+        """Return whether the rank has posted call `number` with this tag."""
         return self.posted > number and self.board.words[self._record(number)] == tag
 
     def given(self, number: int, *, which: int) -> Place:
-        """Return the place, offset and bytes of a tensor of a call; the offset of a payload is on the board."""
+        """Return the place, offset and bytes of tensor `which` of call `number`.
+
+        The offset of a tensor in a payload counts from the start of the board.
+        """
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
         return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)
 
-    # ---- written by the rank itself --------------------------------------------------------------------------------
+    # ---- write, by the rank itself ---------------------------------------------------------------------------------
 
     def note(self, number: int, *, tag: int, places: Sequence[Place]) -> None:
-        """Write the record of a call: its tag and the places of its tensors."""
+        """Write the record of call `number`: its tag and the locations of its tensors."""
         words, at = self.board.words, self._record(number)
         words[at] = tag
         for place, offset, size in places:
@@ -94,7 +102,7 @@ class QueueState:
             at += _PART
 
     def bring(self, number: int, *, gives: Sequence[Tensor]) -> list[Place]:
-        """Copy small tensors into the payload of a call, and return their places."""
+        """Copy small tensors into the payload of call `number`, and return their locations."""
         address, offset, places = self.board.address + self._payload(number), 0, []
         for x in gives:
             size = x.nbytes
@@ -104,12 +112,12 @@ class QueueState:
         return places
 
     def publish_posted(self, count: int) -> None:
-        """Publish the number of calls made, and wake the ranks that wait for one."""
+        """Publish the number of calls posted, and wake the ranks that sleep on the board."""
         self.board.publish(self._posted, value=count)
         self.board.ring()
 
     def publish_done(self, count: int) -> None:
-        """Publish the number of calls done."""
+        """Publish the number of calls done, without waking other ranks."""
         self.board.publish(self._done, value=count)
 
     def _record(self, number: int) -> int:
@@ -128,5 +136,5 @@ def _record_words(ranks: int) -> int:
 
 
 def _payload_words(ranks: int) -> int:
-    """Return the word at which the payloads begin: on a page of their own."""
+    """Return the index, within the queue, of the first word of the payloads: a multiple of `PAGE_WORDS`."""
     return -(-(_RECORDS + RING * _record_words(ranks)) // PAGE_WORDS) * PAGE_WORDS

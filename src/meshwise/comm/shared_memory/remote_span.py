@@ -1,9 +1,9 @@
-"""Read parts of other ranks' tensors, and reduce them block by block.
+"""Reduce tensors of several ranks block by block, wherever each tensor is.
 
-Such a span lies in memory that this process maps, and is used like any tensor. Or the system copies it from and to the
-other process's own memory, a block at a time. A sum reads a block of every part, adds them while they are in the cache,
-writes the result to every rank that needs it, and continues with the next block. So an all-reduce reads each tensor
-once and writes it once.
+A span is a run of elements of one rank's tensor. A `MappedSpan` is in memory that this process maps, and is used like
+any tensor. A `RemoteSpan` is in another process's private memory; the system copies it from there and back. A sum
+handles one block at a time: it reads the block of every span, adds them in the cache, and writes the result to every
+rank that needs it. So an all-reduce reads each tensor once and writes it once.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from meshwise.comm.api.flat_parts import Elements, copy, elements, reduce_block
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
-# Bytes of all ranks' blocks together, which fit the cache of a core; the least bytes of one block, for which its calls
-# pay; and the alignment of a block, because aligned vectors are added faster.
+# Bytes of all ranks' blocks together: they fit the cache of a core. Least bytes of one block: fewer are not worth the
+# calls. Alignment of a block: aligned vectors are added faster.
 _CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
 
 
 class MappedSpan(NamedTuple):
-    """Elements in memory that this process maps."""
+    """Elements of a rank's tensor, in memory that this process maps; `tensor` is 1-D."""
 
     tensor: Tensor
 
@@ -33,27 +33,31 @@ class MappedSpan(NamedTuple):
         return MappedSpan(self.tensor[start:stop])
 
     def copy_to(self, into: Tensor) -> None:
-        """Copy all of it."""
+        """Copy all elements into `into`."""
         copy(self.tensor, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
-        """Return a function from a block number to a block of `step` elements."""
+        """Return a function from the number of a block of `step` elements to the block, without a copy.
+
+        block: ignored. op: the reduction, which decides between tensors and numpy arrays (see `elements`).
+        """
         whole = elements(self.tensor, op=op)
         return lambda number: whole[number * step : (number + 1) * step]
 
     def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites blocks of `step` elements."""
+        """Return a function that overwrites the block with a given number; blocks have `step` elements."""
         blocks = self.tensor.split(step)
         return lambda number, x: copy(x, into=blocks[number])
 
 
 @dataclass(frozen=True)
 class RemoteSpan:
-    """Elements in another process's own memory."""
+    """Elements of another rank's tensor, in the private memory of that rank's process."""
 
     memory: ProcessMemory
     rank: int
     address: int
+    """Address of the first element in that process."""
     numel: int
     itemsize: int
 
@@ -62,12 +66,13 @@ class RemoteSpan:
         return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
 
     def copy_to(self, into: Tensor) -> None:
-        """Copy all of it. Raises OSError."""
+        """Copy all elements into `into`. Raises OSError when the memory cannot be read."""
         self.memory.read(self.rank, address=self.address, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
-        """Return a function from a block number to that block of `step` elements, copied into `block`; it raises
-        OSError. Calling it raises OSError.
+        """Return a function from the number of a block of `step` elements to a copy of the block in `block`.
+
+        op: as in `MappedSpan.reader`. The function raises OSError when the memory cannot be read.
         """
 
         def read(number: int) -> Elements:
@@ -78,11 +83,16 @@ class RemoteSpan:
         return read
 
     def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites blocks of `step` elements; it raises OSError. Calling it raises OSError."""
+        """Return a function that overwrites the block with a given number; blocks have `step` elements.
+
+        The function raises OSError when the memory cannot be written.
+        """
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 
 Span: TypeAlias = MappedSpan | RemoteSpan
+"""Elements of one rank's tensor, in mapped memory or in another process's memory."""
+
 _Reader: TypeAlias = Callable[[int], Elements]
 _Writer: TypeAlias = Callable[[int, Tensor], object]
 
@@ -90,9 +100,10 @@ _Writer: TypeAlias = Callable[[int, Tensor], object]
 def reduce_spans(
     spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: ScratchMemory
 ) -> None:
-    """Reduce two or more spans in their order into `into`, which may be one of them, and copy the result to `copies`.
+    """Reduce two or more spans of equal size, in their order, into `into`, and copy the result to each of `copies`.
 
-    Raises OSError when memory of another process cannot be read or written.
+    `into` may be the tensor of one of the spans. op: sum, max or min. scratch: pool for intermediate blocks. Raises
+    OSError when memory of another process cannot be read or written.
     """
     size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
     step = size // into.element_size()
@@ -106,7 +117,7 @@ def reduce_spans(
     readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
     writers = [span.writer(step) for span in copies]
     sums = elements(total, op=op)
-    with np.errstate(all="ignore"):  # as torch, which does not warn of an overflow
+    with np.errstate(all="ignore"):  # torch does not warn of an overflow either
         for number, part in enumerate(parts):
             shown = [read(number) for read in readers]
             reduce_block(shown, into=elements(part, op=op), scratch=sums[: part.numel()], op=op)

@@ -1,8 +1,7 @@
-"""Lend buffers for data in transit.
+"""Lend reusable CPU buffers to collectives, for received parts and intermediate sums.
 
-A fresh buffer of some megabytes comes from the operating system page by page, each zeroed when first touched. For a
-received part that costs about as much as adding it. So buffers are used again, and there are never more of them than
-were once in use together.
+The operating system zeroes every page of a new buffer when it is first touched. For a received part this costs about
+as much as adding the part. So buffers are reused. Their number is the largest number that was in use at one time.
 """
 
 import threading
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 class ScratchMemory:
-    """CPU buffers to borrow and give back, from any thread."""
+    """Pool of CPU buffers that any thread may borrow from and give back to."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -20,7 +19,7 @@ class ScratchMemory:
         self._lock = threading.Lock()
 
     def borrow(self, *, like: Tensor) -> Tensor:
-        """Return a tensor of that size and dtype with unspecified contents."""
+        """Return an uninitialized 1-D tensor with the number of elements and the dtype of `like`."""
         size = like.numel() * like.element_size()
         if size == 0:
             return torch.empty_like(like)
@@ -29,13 +28,13 @@ class ScratchMemory:
             buffer = min(fitting or self._free, key=Tensor.numel, default=None)
             self._free = [kept for kept in self._free if kept is not buffer]
             if buffer is None or buffer.numel() < size:
-                with torch.inference_mode(mode=False):  # or nobody could write to it outside of that
+                with torch.inference_mode(mode=False):  # an inference tensor could not be written to outside the mode
                     buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._lent[buffer.data_ptr()] = buffer
         return buffer[:size].view(like.dtype)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Give back a tensor of `borrow`, which must not be used any more."""
+        """Give back a tensor that `borrow` returned; the caller must not use it any more."""
         if tensor.numel():
             with self._lock:
                 self._free.append(self._lent.pop(tensor.data_ptr()))
