@@ -1,1 +1,1 @@
-"""Watch the ranks of a job: notice lost ranks and hangs, and report which ranks wait for which."""
+"""Watch the ranks of a job: notice lost ranks and hangs, and report which rank waits for which other ranks."""

@@ -1,15 +1,15 @@
-"""Find out why the ranks stand still, from the answers of all ranks.
+"""Find out why ranks wait, from the answers of all ranks to a survey of the watchdog.
 
-A rank that waits is no proof of anything: another may compile, load data or write a checkpoint. So the answers of all
-ranks are put together and the reason is looked for in this order:
+One waiting rank proves nothing: another rank may compile, load data or write a checkpoint. So the answers of all ranks
+are compared. The causes are tried in this order:
 
-    | they disagree     calls with equal places (the same line, the same ordinal) that differ
-    | one is lost       it does not answer: stopped, killed, or its machine is gone
-    | one has finished  and the others wait for it
-    | a circle          every rank that somebody waits for waits itself
-    | one is slow       it answers and it is busy: no reason to end anything yet
+    | disagreement      ranks made different calls where they have to make the same call
+    | lost rank         a rank does not answer: it was stopped or killed, or its machine failed
+    | finished rank     a rank has finished, and other ranks wait for it
+    | circle            each of some ranks waits for another of them
+    | slow rank         a rank answers, and computes: waiting may help
 
-All but the last are certain: waiting longer cannot help.
+The cause is certain in all but the last case: waiting longer cannot help.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,15 @@ _MOST_STACKS = 4
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Answer of a rank about itself.
+    """Answer of one rank to a survey.
 
-    `waiting`: the call that it has been blocked in for `waited` seconds. On a GPU waiting does not block: then it is
-    None, and `waited` is the time since the last call. Any recent call may be the one that does not end.
+    | process   `process PID on HOST`
+    | waiting   call in which the rank is blocked; None if there is none, and on a GPU, where waiting does not block
+    | waited    seconds in that call, on a GPU since the last call; 0 if the rank does not wait
+    | recent    last calls of the rank, oldest first; on a GPU any of them may be the call that does not complete
+    | counts    number of calls so far on each line
+    | stack     Python stacks of the rank as text
+    | lost      message of the RankLostError that the rank raised; "" if none
     """
 
     rank: int
@@ -40,7 +45,7 @@ class RankAnswer:
     lost: str = ""
 
     def pending(self) -> Sequence[PlacedCall]:
-        """Return the calls that this rank may be waiting in."""
+        """Return the calls in which this rank may be waiting."""
         if self.waiting is not None:
             return [self.waiting]
         return self.recent if self.waited else []
@@ -48,37 +53,42 @@ class RankAnswer:
 
 @dataclass(frozen=True)
 class AbsentRank:
-    """A rank that did not answer, and what is known of it: its counts if it has finished, else its last stack."""
+    """A rank that did not answer a survey."""
 
     what: str
+    """State of the rank, as a predicate: `has finished`."""
     finished: bool = False
     stack: str = ""
+    """Last known Python stacks of the rank, with a headline; "" if unknown."""
     counts: Mapping[CallLine, int] = field(default_factory=dict)
+    """Number of calls on each line, if the rank has finished; else empty."""
 
 
 @dataclass(frozen=True)
 class HangFinding:
-    """Why the ranks stand still: a headline, the ranks whose stacks are shown, and whether waiting cannot help."""
+    """Cause for which ranks wait."""
 
     headline: str
     ranks: tuple[int, ...]
+    """Ranks whose stacks the report shows."""
     certain: bool
+    """True if waiting longer cannot help."""
 
 
 @dataclass(frozen=True)
 class RankSurvey:
-    """The answers of all ranks that gave one, and what is known of those that did not."""
+    """Answers of the ranks to one survey, by rank, and the ranks that did not answer, by rank."""
 
     size: int
     answers: Mapping[int, RankAnswer]
     absent: Mapping[int, AbsentRank]
 
     def finding(self) -> HangFinding | None:
-        """Return the reason why ranks wait, or None if none does."""
+        """Return the cause for which ranks wait, or None if no rank waits."""
         return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
 
     def report(self, finding: HangFinding) -> str:
-        """Return the report: the finding, the position of each rank, and the stacks that matter."""
+        """Return the text of a report: the finding, the position of each rank (of at most 16), and up to 4 stacks."""
         ranks = list(range(self.size))
         if self.size > _MOST_LINES:
             waiting = {rank for rank, answer in self.answers.items() if answer.waiting}
@@ -139,9 +149,7 @@ class RankSurvey:
 
     @cached_property
     def _waits(self) -> list[tuple[int, int]]:
-        """Pairs (waiting rank, rank waited for), for every rank that has not reached the call that another one waits
-        in.
-        """
+        """Pairs (waiting rank, rank that it waits for): the second has not made a call in which the first waits."""
         waits: dict[tuple[int, int], None] = {}
         for rank, answer in sorted(self.answers.items()):
             for call in answer.pending():

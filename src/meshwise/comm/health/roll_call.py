@@ -1,8 +1,8 @@
-"""Collect which ranks are present before they connect.
+"""Find out which ranks of a job have started, before they connect.
 
-Connecting needs every rank, the right size and the same software everywhere, and when something is missing it waits or
-breaks off in the middle of torch. A roll call only needs the store of the job. Each rank that reaches it writes its
-entry; rank 0 waits until all have or the time is up; then all read the same list.
+Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
+fails with an unclear error. A roll call only needs the store of the job. Each rank writes its entry. Rank 0 waits for
+all entries or the end of the time, and writes a list of them, which all ranks read.
 """
 
 import json
@@ -22,26 +22,31 @@ _GRACE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class RollCallEntry:
-    """Entry of one process: its rank, the world size it was given, and facts to compare."""
+    """Entry of one rank in a roll call."""
 
     rank: int
     size: int
+    """WORLD_SIZE of the process."""
     facts: Mapping[str, str]
+    """Facts that should be equal on all ranks, such as versions, by name."""
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """The entries of everyone who came in time, in the order of the ranks. It keeps rank 0's store open."""
+    """Result of a roll call."""
 
     entries: tuple[RollCallEntry, ...]
+    """Entries of the ranks that came in time, ordered by rank."""
     store: Store
+    """Store of the job: on rank 0 it is open as long as this object exists."""
 
 
 def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
-    """Write this rank's entry to the store that MASTER_ADDR and MASTER_PORT name, and read everyone's.
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks.
 
-    Takes as long as the last rank does to come, at most `seconds`. Raises torch's DistError when the store cannot be
-    reached (or, on rank 0 without torchrun, opened).
+    Every rank calls this function. It returns when the last rank has come, after at most `seconds` and a few more.
+    Without torchrun rank 0 opens the store. Raises torch's DistError or OSError when the store cannot be reached or
+    opened.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store_of(
@@ -64,7 +69,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
 
 
 def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
-    """Rank 0's part: the entries of as many ranks as anyone expects, or of those that came in time."""
+    """Return the entries on rank 0, when there are as many as the largest world size, or at the time `until`."""
 
     def complete() -> bool:
         entries = _present(roll)
@@ -75,7 +80,7 @@ def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
 
 
 def _await_list(roll: Store, *, until: float) -> list[RollCallEntry]:
-    """Return the other ranks' part: rank 0's list, or without rank 0 what there is."""
+    """Return rank 0's list of entries; if it does not come until the time `until`, the entries in the store."""
     if _await(lambda: roll.check(["all"]), until=until):
         return [RollCallEntry(**entry) for entry in json.loads(roll.get("all"))]
     return _present(roll)

@@ -1,17 +1,19 @@
-"""Watch over a rank and end a job that hangs, with one report.
+"""Watch over a rank with a thread, and end a job that hangs with one report.
 
-Each rank has a thread that looks at the rank's flight recorder and talks to the others through the job's store, which
-works when collectives do not. It needs no help from the rank's main thread, which may be blocked for good in C++.
+The thread of each rank reads the rank's flight recorder. The threads exchange messages through the job's store, which
+works when collectives do not. They need no help from the main thread, which may be blocked for good in C++.
 
-    | every beat       record that this rank is alive; see whether a rank asks or the end has been declared
-    | a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `rank_survey`)
-    | it is certain    that waiting is in vain: the lowest rank that answers prints the report and all ranks end
-    | it is not        because a rank is only slow: one warning at half of `stall_seconds`, the end at `stall_seconds`
-    | a rank raises    its traceback is the report and all ranks end
-    | the store or the launcher is gone    the rank ends by itself
+    | event                                 action of the watchdog
+    | every beat (about 1 s)                store that this rank is alive; look for a survey, or the declared end
+    | the rank waits for 10 s               start a survey: every rank answers with its position, last calls and stack
+    | waiting is certainly in vain          the lowest rank that answered prints the report, and all ranks end
+    | a rank may only be slow               print one warning at half of `stall_seconds`, end at `stall_seconds`
+    | an exception ends the main thread     its traceback is the report, and all ranks end
+    | the launcher is gone                  end this rank alone; if the store is gone, only when the rank waits
 
-Times to a certain report, for `stall_seconds` = 300: ranks that disagree, left early or wait in a circle after 10 s of
-waiting; a rank that does not answer after another 30 s (at once when its connection broke). Ending is `os._exit(1)`.
+Times for `stall_seconds` = 300. Ranks that disagree, finished early or wait in a circle are reported after 10 s of
+waiting. A rank that does not answer is reported after another 30 s, or after 6 s when its connection broke. A rank
+ends with `os._exit(1)`.
 """
 
 import contextlib
@@ -37,6 +39,8 @@ from meshwise.comm.api.world import World
 from meshwise.comm.health.rank_survey import AbsentRank, RankAnswer, RankSurvey
 
 STALL_SECONDS = 300.0
+"""Default for how long a rank may wait in one collective, in seconds."""
+
 _VARIABLE = "MESHWISE_STALL_SECONDS"
 _CALLS_SENT = 64
 _RANKS_PER_BEAT = 500
@@ -46,7 +50,11 @@ _FLUSH_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Pace:
-    """The times of a watch, in seconds: between beats, until a wait is surveyed, until a silent rank counts as lost."""
+    """Times of a watchdog, in seconds.
+
+    beat: between two beats. suspect: from the start of a wait to a survey. silent: from a survey until a rank that did
+    not answer counts as lost. stall: from the start of a wait to the end of the job.
+    """
 
     beat: float
     suspect: float
@@ -60,24 +68,26 @@ class _Pace:
 
 
 class ReportSink(Protocol):
-    """Receiver of a report; `final` when the job ends with it, False for a warning."""
+    """Function that receives the reports of a watchdog."""
 
     def __call__(self, report: str, *, final: bool) -> None:
-        """Take a report."""
+        """Receive a report. final: True when the job ends with this report, False for a warning."""
 
 
-def report_to_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - both are for the terminal
-    """Print a report."""
+def report_to_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - warnings and final reports are printed
+    """Print a report to standard error; `final` is ignored."""
     sys.stderr.write(f"{report}\n")
 
 
 class Watchdog:
-    """Thread that watches over one rank. Every rank of the job starts one, over the same store.
+    """Thread that watches over one rank, started by `start`. Every rank of the job has one, over the same store.
 
-    stall_seconds: how long a rank may wait in one collective while the others live; by default the value of the
-    environment variable MESHWISE_STALL_SECONDS, else 300. sink: receiver of a report, called on the one rank that
-    reports. launcher: the process whose end is the end of this rank. Raises ValueError unless stall_seconds is
-    positive.
+    | stall_seconds   how long a rank may wait in one collective while the other ranks live; None for the value of the
+    |                 environment variable MESHWISE_STALL_SECONDS, or 300 without the variable
+    | sink            receiver of reports, called on the one rank that reports
+    | launcher        process that started this rank: when it ends, this rank ends; None to watch no launcher
+
+    Raises ValueError unless stall_seconds is positive.
     """
 
     def __init__(
@@ -105,19 +115,22 @@ class Watchdog:
         self._lost = ""
         self._wake = threading.Event()
         self._stopped = False
-        self._ending = threading.RLock()  # the main thread and this watch's may both come to end the rank
+        self._ending = threading.RLock()  # the main thread and the watchdog's thread may both end the rank
         self._previous_hook = sys.excepthook
         self._thread = threading.Thread(target=self._run, name="meshwise watch", daemon=True)
 
     def start(self) -> None:
-        """Begin. From now on an uncaught exception in the main thread ends all ranks."""
+        """Start the thread. From now on an uncaught exception in the main thread ends all ranks."""
         self._store.set(f"process/{self._world.rank}", self._process)
         self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
         os.register_at_fork(after_in_child=self._leave_to_the_rank)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: this rank will make no more collective calls. Safe to call twice."""
+        """Stop the thread, and tell the other ranks that this rank will make no more collective calls.
+
+        A second call does nothing.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -131,15 +144,15 @@ class Watchdog:
             self._store.add("finished", 1)
 
     def _leave_to_the_rank(self) -> None:
-        """Stop watching in a forked copy of the process, which is no rank."""
+        """Stop watching in a fork of the rank's process, which is no rank."""
         self._stopped = True
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Report `error`, and end this rank and all others. Called in the main thread; does not return.
+        """Report `error`, and end all ranks. Call it in the main thread; it does not return.
 
-        The report is the traceback, but for a RankLostError: then the others know better what happened, and are asked.
+        The report is the traceback. For a RankLostError there is a survey first: other ranks may know the cause.
         """
         if isinstance(error, RankLostError):
             self._lost = str(error)
@@ -173,7 +186,7 @@ class Watchdog:
             self._wake.clear()
 
     def _beat(self) -> None:
-        """Record that this rank is alive, answer a survey, and end when the end has been declared."""
+        """Store that this rank is alive, answer a new survey, and end the rank if the end has been declared."""
         self._require_launcher()
         place = "\n".join(self._stacks())
         self._store.set(f"alive/{self._world.rank}", pickle.dumps((time.time(), place)))  # type: ignore[arg-type]
@@ -191,8 +204,9 @@ class Watchdog:
         return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
 
     def _waited(self) -> float:
-        """Return the number of seconds this rank has been waiting, or (on a GPU, where waiting does not block) may have
-        been.
+        """Return the seconds for which this rank has been waiting; 0 if it does not wait.
+
+        On a GPU, where waiting does not block, return the seconds since the last call.
         """
         flight_recorder = self._world.flight_recorder
         since = flight_recorder.position.waiting_since
@@ -205,7 +219,7 @@ class Watchdog:
         position, recent = flight_recorder.position, flight_recorder.recent.copy()
         waited = self._waited()
         if waited < self._pace.suspect / 2:
-            waited = 0.0  # it may well be over: two ranks do not answer at the same moment
+            waited = 0.0  # a short wait may be over when the other ranks answer
         waiting: PlacedCall | None = None
         if waited and position.waiting_since is not None:
             waiting = next((call for call in recent if call.record is position.record), None)
@@ -225,10 +239,10 @@ class Watchdog:
         stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.flight_recorder.thread))]
         return [stack for stack in stacks if stack]
 
-    # ---- the rank that asks ------------------------------------------------------------------------------------
+    # ---- the rank that starts a survey -------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Ask all ranks for their positions; declare the end when waiting longer cannot help."""
+        """Survey all ranks, and declare the end when waiting is in vain or took too long."""
         survey = self._survey(self._store.add("asked", 1))
         finding = survey.finding() if survey else None
         if survey is None or finding is None:
@@ -244,9 +258,9 @@ class Watchdog:
             )
 
     def _survey(self, number: int) -> RankSurvey | None:
-        """Return the answers of all ranks; None when this rank finishes meanwhile.
+        """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile.
 
-        Ranks that do not answer get `silent` seconds; after a broken connection a few beats.
+        The wait ends after `silent` seconds. After a broken connection it ends after six beats.
         """
         patience = min(self._pace.silent, 6 * self._pace.beat) if self._lost else self._pace.silent
         ends = time.monotonic() + patience
@@ -290,7 +304,10 @@ class Watchdog:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _declare(self, reporter: int, report: str) -> NoReturn:
-        """Let the rank `reporter` print the report and all ranks end, unless the end has been declared."""
+        """Declare the end of the job, unless it was declared before, and end this rank.
+
+        reporter: the rank that prints the report.
+        """
         try:
             if self._store.add("declared", 1) == 1:
                 self._store.set("end", pickle.dumps((reporter, report)))  # type: ignore[arg-type]
@@ -299,7 +316,7 @@ class Watchdog:
             self._leave(report)
 
     def _end(self) -> NoReturn:
-        """End as announced: one rank prints the report, the others end silently."""
+        """End this rank after the end was declared: one rank prints the report, the other ranks wait for it."""
         with self._ending:
             reporter, report = pickle.loads(self._store.get("end"))
             if reporter == self._world.rank:
@@ -315,7 +332,7 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """Watch without a store: a rank that computes may still finish; a rank that waits in a collective is ended."""
+        """Watch this rank alone: a rank that computes may still finish, a rank that waits in a collective is ended."""
         while not self._stopped:
             self._require_launcher()
             since = self._world.position.waiting_since
@@ -327,7 +344,10 @@ class Watchdog:
             self._pause()
 
     def _leave(self, report: str | None = None) -> NoReturn:
-        """End this process, whatever its other threads do. Flushing must not hold it up: a pipe may be full."""
+        """End this process with exit status 1, whatever its other threads do.
+
+        Flushing the output gets 2 s: a pipe may be full.
+        """
         if report is not None:
             self._sink(report, final=True)
         flushing = threading.Thread(target=_flush, daemon=True)
@@ -342,7 +362,10 @@ def _flush() -> None:
 
 
 def _state(process: str) -> str:
-    """Return the state of a process of this machine, for a report; "" for other machines."""
+    """Return the state of a process as a clause of a report; "" for a process of another machine.
+
+    process: text `process PID on HOST`.
+    """
     _, pid, _, host = process.split(maxsplit=3)
     if host != socket.gethostname():
         return ""
@@ -353,7 +376,7 @@ def _state(process: str) -> str:
 
 
 def stall_seconds_from_environment() -> float:
-    """Return the `stall_seconds` of MESHWISE_STALL_SECONDS, or the default. Raises ValueError unless it is above 0."""
+    """Return the value of MESHWISE_STALL_SECONDS, or 300 without it. Raises ValueError unless it is above 0."""
     text = os.environ.get(_VARIABLE, str(STALL_SECONDS))
     with contextlib.suppress(ValueError):
         if float(text) > 0:

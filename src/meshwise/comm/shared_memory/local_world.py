@@ -1,19 +1,19 @@
-"""Collectives in shared memory: the World of CPU ranks of one host.
+"""The World of CPU ranks on one host, with collectives in shared memory.
 
-Every rank posts the places of its tensors (see `group_queue`), and then reads what it needs from the others:
+Every rank posts the locations of its tensors (see `group_queue`), and reads the parts that it needs from other ranks:
 
-    | all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
-    | reduce-scatter                         every rank adds up its own part, straight from the others' tensors
+    | all-gather, broadcast, all-to-all, …   every rank copies the other ranks' parts into its own tensors
+    | reduce-scatter                         every rank adds up its part, straight from the other ranks' tensors
     | all-reduce                             every rank adds up its slice, block by block, and writes each block of the
-    |                                        sum into everybody's tensor: nothing is read twice, nothing copied between
-    | up to 64 KB                            the board carries the contents, so no rank waits for the tensors of another
+    |                                        sum into all ranks' tensors, without intermediate copies
+    | tensors of up to 64 KB in total        the board has a copy of the contents: no rank waits until they were read
 
-    | tensors               how the others reach them
-    | of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
-    | any others            process_vm_readv and _writev copy from one process to another; where the system forbids
-    |                       that, through shared memory that is borrowed for the call
+    | tensors                access by other ranks
+    | from `World.empty`     shared memory, mapped once, read and written in place
+    | all other tensors      process_vm_readv and process_vm_writev copy from one process to another; where the system
+    |                        forbids this, a copy in shared memory that is lent for the call
 
-Sums follow the order of the group, so they have the same bits wherever tensors lie and whichever rank adds them.
+Ranks are added up in group order, so sums have the same bits wherever the tensors are and whichever rank adds them.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall
 from meshwise.comm.shared_memory.queue_state import travels_in_payload
 from meshwise.comm.shared_memory.remote_span import Span, reduce_spans
 
-# Where a tensor begins in borrowed memory: at a line of the cache, so at a multiple of any dtype's size.
+# Copies in lent memory begin at multiples of this number of bytes: a cache line, which any dtype's size divides.
 _ALIGNED = 64
 
 
 class LocalWorld(World):
-    """Ranks that share memory."""
+    """World of the CPU ranks of one host. Its collectives do their work when a rank waits, calls or makes progress."""
 
     medium = "shared memory"
 
@@ -45,15 +45,16 @@ class LocalWorld(World):
         self._queues = queues
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory that the other ranks can map; one whose contents travel in a call needs none."""
+        """Return an uninitialized 1-D tensor in shared memory, or in ordinary memory if it has at most 64 KB."""
         if numel * dtype.itemsize <= PAYLOAD_BYTES:
             return super().empty(numel, dtype=dtype)
         return self._queues.host.slabs.empty(numel, dtype=dtype)
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """Return a tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
+        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None for a group of one rank.
 
-        It has no owner: once all ranks have mapped it, it lives as long as the last of them.
+        Every rank of the group calls this method. The memory is freed when no rank uses the tensor any more. Raises
+        OSError when the system refuses shared memory, RankLostError when a rank has ended.
         """
         group, host = self.group(axes), self._queues.host
         if group.size == 1:
@@ -75,17 +76,17 @@ class LocalWorld(World):
         return joint[: numel * dtype.itemsize].view(dtype)
 
     def progress(self) -> None:
-        """Do this rank's part in calls that the other ranks have made by now."""
+        """Do this rank's part of collectives that the other ranks have posted by now."""
         self._queues.progress()
 
     def close(self) -> None:
-        """Wait until all ranks call it and nothing is under way."""
+        """Wait until all ranks have called this method, finish all collectives, and close the connection."""
         if not self._queues.closed:
             self._meet_to_close()
             self._queues.close()
 
     def leave(self) -> None:
-        """Wait for the calls under way, after the ranks have agreed to close."""
+        """Finish all collectives and close the connection, without a last meeting of the ranks."""
         self._queues.close()
 
     # ---- every rank reads what it needs --------------------------------------------------------------------------
@@ -186,8 +187,9 @@ class LocalWorld(World):
         return self._begin(call, gives=[x], users=[target])
 
     def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Return work in which every rank reduces its slice of all ranks' `x` and writes it into the targets'
-        slices.
+        """Start a reduction in which each rank reduces its slice of all ranks' `x`.
+
+        The rank writes the result into the slices of `targets`, which are group indices.
         """
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
@@ -231,7 +233,7 @@ class LocalWorld(World):
         act: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> QueuedCall:
-        """Post the call, and do this rank's part of the calls that are due."""
+        """Post the call, do this rank's part of all calls that are ready, and return the call. Fields: `QueuedCall`."""
         call.needs = needs
         call.act, call.after = (None if job is None else as_called(job) for job in (act, after))
         if travels_in_payload(gives):

@@ -1,9 +1,9 @@
-"""Read and write the memory of other processes of this host.
+"""Read and write the memory of other processes of this host with Linux' process_vm_readv and process_vm_writev.
 
-Between processes of one machine a message through a socket is copied into the kernel and out again, packet by packet.
-Linux can copy it once, straight from one process's memory into another's (process_vm_readv, as MPI libraries use it):
-less than half the processor time. Permission depends on the kernel, the container and the user, so it is tried rank by
-rank. Where reading is forbidden, messages go through sockets.
+A message through a socket is copied twice, into the kernel and out again, packet by packet. These system calls copy it
+once, from one process's memory straight into another's, as MPI libraries do. This takes less than half the processor
+time. The permission depends on the kernel, the container and the user, so each rank tries to read from every other
+rank. Tensors of a rank whose memory cannot be read are copied through shared memory instead.
 """
 
 import ctypes
@@ -31,7 +31,10 @@ class _Span(ctypes.Structure):
 
 
 class ProcessMemory:
-    """Which ranks can read which other ranks' memory. Every rank makes one, over the same store."""
+    """Access of this rank to the memory of other ranks of its host, where the system permits it.
+
+    Every rank makes one over the same store; each tries to read a number from the memory of every other rank.
+    """
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._processes: dict[int, int] = {}
@@ -58,11 +61,11 @@ class ProcessMemory:
         return rank in self._processes
 
     def read(self, rank: int, *, address: int, into: Tensor) -> None:
-        """Copy the memory at `address` of another rank into a contiguous CPU tensor. Raises OSError."""
+        """Copy memory of rank `rank`, from `address` on, into a contiguous CPU tensor. Raises OSError when refused."""
         _copy("read", self._processes[rank], address, into)
 
     def write(self, rank: int, *, address: int, x: Tensor) -> None:
-        """Copy a contiguous CPU tensor to the memory at `address` of another rank. Raises OSError."""
+        """Copy a contiguous CPU tensor into the memory of rank `rank` at `address`. Raises OSError when refused."""
         _copy("write", self._processes[rank], address, x)
 
 
@@ -82,11 +85,11 @@ def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
 
 
 def _hint(number: int) -> str:
-    return "; does a tensor lie in memory that may only be read, as of a file?" if number == errno.EFAULT else ""
+    return "; is a tensor in read-only memory, for example of a mapped file?" if number == errno.EFAULT else ""
 
 
 def _readable(process: int, address: int, *, expected: int) -> bool:
-    """Return whether the number at that address of a process can be read, and is what it should be."""
+    """Return whether the integer at `address` in a process can be read, and equals `expected`."""
     found = torch.zeros(1, dtype=torch.int64)
     try:
         _copy("read", process, address, found)
@@ -96,12 +99,12 @@ def _readable(process: int, address: int, *, expected: int) -> bool:
 
 
 def _machine() -> str:
-    """Return a name shared by processes that may read each other's memory, or "" where none can."""
+    """Return a name that is equal for processes of one host, or "" on systems without these system calls."""
     return host_name() if sys.platform == "linux" else ""
 
 
 def _let_others_read() -> None:
-    """Allow the other ranks to read this process where Yama restricts that to ancestors, as MPI libraries do."""
+    """Allow the other ranks to read this process where Yama permits it to ancestors only, as MPI libraries do."""
     _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
 
 

@@ -1,14 +1,14 @@
-"""Create and map memory that the processes of one host share.
+"""Create and map memory that the processes of one host share, and lend it as tensors.
 
-Memory with a name (/dev/shm, System V) outlives a process that is killed, and containers often give 64 MB of it. A
-memfd has no name: the machine's memory is its only limit, and it ends with the last process that maps it. Others reach
-it through /proc/PID/fd, and check its label.
+Memory with a name (/dev/shm, System V) outlives a killed process, and containers often limit it to 64 MB. A memfd has
+no name: it is limited by the machine's memory only, and is freed with the last process that maps it. Other processes
+open a memfd through /proc/PID/fd, and check its label.
 
     owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
-Making and mapping cost a page fault every 4 KB. So an empty slab is reused for the next one of about its size; the last
-two are kept for that.
+A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of about
+equal size; two unused slabs are kept for this.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _PAGE = mmap.PAGESIZE
 _LABEL = "meshwise-"
 _FD_BITS = 20
 KEPT = 2
-"""Number of free slabs that are kept for reuse."""
+"""Number of unused slabs that are kept for reuse."""
 _MOST = 256
 _CLOSED_ON_EXEC = 1
 _NAMES = 2**63 - 1  # the largest number of a word on a board
@@ -41,15 +41,21 @@ _C = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(eq=False)
 class SharedSegment:
-    """Shared memory that this process made, as bytes. `place` is how the others find it."""
+    """Shared memory that this process made."""
 
     memory: Tensor
+    """The bytes of the segment, as a uint8 tensor."""
     place: int
+    """Number by which other processes find the segment: its label and its file descriptor in this process."""
     lease: weakref.ref[memoryview] | None = None
+    """Weak reference to the buffer of the tensors that use the segment; it dies with the last of them."""
 
     @classmethod
     def make(cls, number: int, *, size: int) -> "SharedSegment":
-        """Return new memory of `size` bytes, zero where nothing was written. Raises OSError when the system refuses."""
+        """Return new memory of `size` bytes, filled with zeros. Raises OSError when the system refuses.
+
+        number: number of the segment in this process, for its label.
+        """
         fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd
         try:
@@ -60,12 +66,12 @@ class SharedSegment:
             raise
 
     def discard(self) -> None:
-        """Return the memory to the system, even while other processes map it."""
+        """Free the memory, even while other processes map it, and close the segment."""
         _advise(self.memory, _REMOVE)
         self.close()
 
     def close(self) -> None:
-        """Hide it from further processes; it lasts as long as one maps it."""
+        """Close the file descriptor: no further process can map the segment. Existing mappings stay valid."""
         os.close(self.place & (1 << _FD_BITS) - 1)
 
 
@@ -81,12 +87,15 @@ def _memfd(label: str) -> int:
 
 
 def open_segment(process: int, *, place: int) -> Tensor:
-    """Map a segment of another process, as bytes. Raises OSError when it is not there, or cannot be opened."""
+    """Map a segment, and return its bytes as a uint8 tensor. Raises OSError when the segment cannot be mapped.
+
+    process: PID of the process that made the segment. place: `SharedSegment.place` there.
+    """
     path = _path(process, place)
     if not _is_there(process, place):
         raise OSError(f"{path} is not the memory that was announced")
     try:
-        with torch.inference_mode(mode=False):  # or nobody could write to it outside of that
+        with torch.inference_mode(mode=False):  # an inference tensor could not be written to outside the mode
             return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"cannot map {path}: {error}") from error
@@ -104,17 +113,17 @@ def _is_there(process: int, place: int) -> bool:
 
 
 def words_of(memory: Tensor) -> memoryview:
-    """Return a view of `memory` as numbers of 8 bytes, each read and written at once."""
+    """Return a view of `memory` as integers of 8 bytes; each is read and written in one piece."""
     return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
 
 
 def fits(size: int, *, slab: int) -> bool:
-    """Return whether a slab of `slab` bytes is lent to a tensor of `size`."""
+    """Return whether a slab of `slab` bytes may be used for a tensor of `size` bytes: at most a quarter is unused."""
     return size <= slab <= size + size // 4 + _PAGE
 
 
 class TensorSlabs:
-    """The shared memory of one rank's tensors."""
+    """Pool of shared segments (slabs) for the tensors of one rank."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -124,10 +133,10 @@ class TensorSlabs:
         self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in shared memory with unspecified contents; its memory is reused after its last view.
+        """Return an uninitialized 1-D tensor in shared memory; the slab is reused when the tensor's last view is gone.
 
-        Each slab needs a file descriptor, and a process has about a thousand. So with 256 slabs in use the tensor
-        lies in ordinary memory. A forked copy of the process gets ordinary memory too: the slabs are the rank's.
+        The tensor is in ordinary memory when 256 slabs are in use, because each needs one of the process's file
+        descriptors. Likewise when the system refuses shared memory, and in a fork of the rank's process.
         """
         if len(self._lent) < _MOST and os.getpid() == self._process:
             with contextlib.suppress(OSError):
@@ -135,7 +144,10 @@ class TensorSlabs:
         return torch.empty(numel, dtype=dtype)
 
     def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in shared memory, however many slabs are in use. Raises OSError when the system refuses."""
+        """Return an uninitialized 1-D tensor in shared memory, whatever the number of slabs in use.
+
+        Raises OSError when the system refuses.
+        """
         size = max(1, numel * dtype.itemsize)
         slab = self._fitting(size)
         if slab is None:
@@ -148,18 +160,19 @@ class TensorSlabs:
         return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
 
     def make(self, size: int) -> SharedSegment:
-        """Return new memory of whole pages, not managed here. Raises OSError when the system refuses."""
+        """Return a new segment of at least `size` bytes that the pool does not reuse. Raises OSError when refused."""
         return SharedSegment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
 
     def locate(self, x: Tensor) -> tuple[int, int] | None:
-        """Return the place and the offset in bytes of a tensor in this memory; None for any other tensor."""
+        """Return the place of the slab that holds `x` and the offset of `x` there in bytes; None for other tensors."""
         start = x.untyped_storage().data_ptr()
         slab = self._lent.get(start)
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
-        """Take the smallest free slab that fits `size` bytes, or return None. Garbage collection may discard free slabs
-        meanwhile.
+        """Take the smallest unused slab that fits `size` bytes out of the pool; return None if no slab fits.
+
+        Garbage collection may discard unused slabs meanwhile.
         """
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
             if fits(size, slab=slab.memory.numel()):
@@ -170,12 +183,12 @@ class TensorSlabs:
 
     def _give_back(self, address: int) -> None:
         if os.getpid() != self._process:
-            return  # a forked copy: the rank still uses the memory
+            return  # a fork of the rank's process: the rank still uses the memory
         self._free.append(self._lent.pop(address))
         self._discard(self._kept)
 
     def keep_none(self) -> None:
-        """Return free slabs to the system, now and later."""
+        """Free the unused slabs now, and every other slab as soon as its tensors are gone."""
         self._kept = 0
         self._discard(0)
 
@@ -186,16 +199,16 @@ class TensorSlabs:
 
 
 class JointTensors:
-    """The joint tensors of this rank, and the ranks that share each of them."""
+    """Register of the joint tensors of this rank: tensors whose memory several ranks share (`World.shared_empty`)."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[tuple[int, ...], int]] = {}
-        """By address: the ranks that share the tensor, and its number among the joint tensors of these ranks."""
+        """By address: the ranks that share the tensor, and its number among their joint tensors, from 1."""
         self._leases: dict[int, weakref.ref[memoryview]] = {}
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
-        """Register a joint tensor of `ranks`, and return a view of it; the entry goes with the last view."""
+        """Register `memory` as a joint tensor of `ranks`, and return a view. The entry ends with the last view."""
         lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = memory.data_ptr()
         self._counts[ranks] += 1
@@ -204,8 +217,9 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a number that names the memory of these tensors on every rank; 0 unless all of it is joint tensors of
-        exactly these ranks.
+        """Return a hash that names the memory of `tensors`, equal on all ranks that share this memory.
+
+        Return 0 unless all tensors are in joint tensors of exactly these ranks.
         """
         if not self._known:
             return 0
@@ -223,14 +237,17 @@ class JointTensors:
 
 
 class PeerMappings:
-    """The mapped slabs of another process."""
+    """Segments of another process that this process has mapped."""
 
     def __init__(self, process: int) -> None:
         self._process = process
         self._mapped: dict[int, Tensor] = {}
 
     def at(self, place: int) -> Tensor:
-        """Return the bytes of a slab. Raises OSError when it cannot be mapped."""
+        """Return the bytes of the slab `place` of that process; map the slab at the first call.
+
+        Also unmaps slabs that the process has closed. Raises OSError when the slab cannot be mapped.
+        """
         if place not in self._mapped:
             self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
             self._mapped[place] = self.map(place)
@@ -238,10 +255,10 @@ class PeerMappings:
         return self._mapped[place]
 
     def map(self, place: int) -> Tensor:
-        """Return the mapped segment, for a caller that keeps it."""
+        """Map the segment `place` anew, and return its bytes, which the caller keeps. Raises OSError if it fails."""
         return open_segment(self._process, place=place)
 
 
 def _advise(memory: Tensor, how: int) -> None:
-    """Advise the kernel about memory; kernels that do not know the advice (populate: before Linux 5.14) refuse it."""
+    """Call madvise for `memory`. Kernels that do not know the advice `how` ignore it (populate: before Linux 5.14)."""
     _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)
