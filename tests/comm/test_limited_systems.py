@@ -132,7 +132,7 @@ def limited(world: World, name: str, what: int, most: int) -> str:
 def test_where_addresses_are_limited_the_remedy_is_to_have_more(processes: Processes) -> None:
     told, *_ = run(SIZE, with_few_addresses, on=processes, args=(uuid.uuid4().hex,))
     assert "Cannot allocate memory" in told
-    assert "let processes have more addresses (`ulimit -v unlimited`), or set MESHWISE_COMM=gloo" in told
+    assert "allow processes more address space (`ulimit -v unlimited`), or set MESHWISE_COMM=gloo" in told
 
 
 @pytest.mark.processes
@@ -155,7 +155,7 @@ def test_ranks_that_have_many_files_open_share_memory(processes: Processes) -> N
 def test_where_there_is_no_memory_to_share_nobody_is_sent_to_look_for_proc(processes: Processes) -> None:
     first, *others = run(SIZE, on_macos, on=processes, args=(uuid.uuid4().hex,))
     assert "cannot share memory (rank 1: darwin has no memfd)" in first
-    assert "several times slower; set MESHWISE_COMM=gloo to hear no more of it" in first
+    assert "several times slower; set MESHWISE_COMM=gloo to turn this message off" in first
     assert "/proc" not in first
     assert others == [""] * (SIZE - 1)
 
@@ -163,7 +163,7 @@ def test_where_there_is_no_memory_to_share_nobody_is_sent_to_look_for_proc(proce
 @pytest.mark.processes
 def test_a_limit_on_file_sizes_is_reported(processes: Processes) -> None:
     first, *_ = run(SIZE, with_small_files, on=processes, args=(uuid.uuid4().hex,))
-    assert "let files be larger (`ulimit -f unlimited`), or set MESHWISE_COMM=gloo to hear no more of it" in first
+    assert "allow larger files (`ulimit -f unlimited`), or set MESHWISE_COMM=gloo to turn this message off" in first
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

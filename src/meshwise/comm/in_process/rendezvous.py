@@ -1,4 +1,4 @@
-"""Rendezvous of the threads of a run: pending collectives, waiting ranks, and calls that can never be completed."""
+"""Match the collectives of ranks that are threads of one process, and find calls that can never be completed."""
 
 import threading
 import time
@@ -14,7 +14,10 @@ _PATIENCE_SECONDS = 1.0
 
 
 class TurnTaking:
-    """The turn of one thread to compute. Threads that have not entered are not guarded up."""
+    """Lock that lets one thread of several compute at a time; for threads that did not enter, `take` does nothing.
+
+    A thread is a member inside a `with` block.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,26 +35,26 @@ class TurnTaking:
         self._members.discard(threading.get_ident())
 
     def take(self) -> None:
-        """Wait until it is this thread's turn, but not for long."""
+        """Wait until it is this thread's turn, for at most a second: then the thread goes on without the turn."""
         if threading.get_ident() in self._members and self._lock.acquire(timeout=_PATIENCE_SECONDS):
             self._holder = threading.get_ident()
 
     def give(self) -> None:
-        """Let another thread have its turn, if it was this one's."""
+        """End this thread's turn, if it has the turn."""
         if self._holder == threading.get_ident():
             self._holder = None
             self._lock.release()
 
 
 class RunEnded(BaseException):
-    """Unwinds a rank because the run has failed. Not an Exception, so that `except Exception` does not keep it."""
+    """Raised in a rank whose run has failed, to end the rank. Not an Exception: `except Exception` must not stop it."""
 
 
 class PendingCollective:
-    """One collective, or one send with its recv: the calls of its ranks and their data."""
+    """One collective, or one send with its recv: the records of the ranks' calls, and copies of their tensors."""
 
     def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
-        """Make a pending call; `changed` is notified when the last rank has made the call, or when none will."""
+        """Make a collective of `ranks` without calls. changed: notified when all have called, or the run fails."""
         self.ranks = ranks
         self.records: dict[int, CallRecord] = {}
         self.changed = changed
@@ -60,20 +63,20 @@ class PendingCollective:
         self._reducing = threading.Lock()
 
     def arrive(self, rank: int, *, record: CallRecord, deposit: list[Tensor]) -> None:
-        """Note a rank's call and keep what it leaves for the others."""
+        """Add the call of `rank`. deposit: copies of its tensors, for the other ranks."""
         self.records[rank] = record
         self._deposits[rank] = deposit
 
     def complete(self) -> bool:
-        """Return whether every rank has called it."""
+        """Return whether every rank has called the collective."""
         return len(self.records) == len(self.ranks)
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not called it."""
+        """Return the ranks that have not called the collective."""
         return [rank for rank in self.ranks if rank not in self.records]
 
     def reduced(self, op: str) -> Tensor:
-        """Return the reduction of the ranks' tensors; the first rank that asks computes it for all."""
+        """Return the reduction of the ranks' first tensors; computed at the first call, for all ranks."""
         with self._reducing:
             if self._reduced is None:
                 self._reduced = torch.empty_like(self._deposits[self.ranks[0]][0])
@@ -81,16 +84,16 @@ class PendingCollective:
             return self._reduced
 
     def reduce(self, op: str, *, into: Tensor, part: int = 0) -> None:
-        """Reduce one part of every rank's tensors into `into`, in the order of the ranks."""
+        """Reduce tensor `part` of every rank into `into`, in group order. Raises RanksDisagree if sizes differ."""
         parts = [self._fitting(index, part, into) for index in range(len(self.ranks))]
         reduce_in_order(parts, into=into, scratch=torch.empty_like(into), op=op)
 
     def place(self, target: Tensor, *, index: int, part: int = 0) -> None:
-        """Copy one part of the tensors of the rank with this group index into `target`."""
+        """Copy tensor `part` of group index `index` into `target`. Raises RanksDisagree if sizes differ."""
         target.copy_(self._fitting(index, part, target))
 
     def place_all(self, targets: list[Tensor], *, part: int = 0) -> None:
-        """Copy one part of every rank's tensors into `targets`, in group order."""
+        """Copy tensor `part` of every rank into `targets`, in group order. Raises RanksDisagree if sizes differ."""
         for index, target in enumerate(targets):
             self.place(target, index=index, part=part)
 
@@ -105,7 +108,10 @@ class PendingCollective:
 
 
 class Rendezvous:
-    """The pending collectives of a run, guarded by one lock. Only the collective that a rank waits for wakes it."""
+    """Meeting point of the ranks of a run: their pending collectives, waiting and finished ranks, under one lock.
+
+    timeout: seconds that a rank may wait in one collective; None for no limit.
+    """
 
     def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
@@ -123,9 +129,10 @@ class Rendezvous:
     def meet(
         self, rank: int, *, ranks: tuple[int, ...], record: CallRecord, deposit: list[Tensor]
     ) -> PendingCollective:
-        """Note this rank's next call among `ranks`, and return the collective that it is part of.
+        """Add this rank's next call among `ranks`, and return the collective to which the call belongs.
 
-        For a message, `ranks` are its source and target; both count the messages of that line.
+        For a send or recv, `ranks` are source and target. deposit: copies of this rank's tensors. Raises RunEnded when
+        the run has failed, or because the records of the ranks disagree.
         """
         line = record.point_to_point
         with self._lock:
@@ -149,7 +156,7 @@ class Rendezvous:
             return pending
 
     def wait(self, pending: PendingCollective, *, rank: int) -> None:
-        """Block until every rank has called the collective."""
+        """Block until every rank has called the collective. Raises RunEnded when the run has failed."""
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._lock:
             self._end_if_failed()
@@ -164,26 +171,26 @@ class Rendezvous:
         self.turn.take()
 
     def finish(self, rank: int) -> None:
-        """Mark a rank as done; no rank can wait for it any more."""
+        """Mark a rank as finished. If another rank waits for its call, the run fails."""
         with self._lock:
             self._finished.add(rank)
             self._ended.notify_all()
             self._look_for_the_impossible()
 
     def fail(self, error: BaseException, *, rank: int) -> None:
-        """End the run with this rank's error, unless it is ending with an earlier one."""
+        """Fail the run with this rank's error, unless the run has failed with an earlier error."""
         with self._lock:
             if self.failure is None:
                 error.add_note(f"(raised on rank {rank} of {self.size})")
             self._fail(error)
 
     def abandon(self) -> None:
-        """Let every rank end at its next collective."""
+        """Fail the run without an error: every rank ends at its next collective."""
         with self._lock:
             self._fail(RunEnded())
 
     def join(self) -> None:
-        """Wait for the ranks' threads; after a failure for no longer than `timeout`."""
+        """Wait until the ranks' threads have ended; after a failure, wait at most `timeout` seconds more."""
         with self._ended:
             self._ended.wait_for(lambda: self.failure or len(self._finished) == self.size)
         ends = None if self.timeout is None else time.monotonic() + self.timeout
@@ -212,7 +219,7 @@ class Rendezvous:
             self._fail(RanksDisagree(f"every rank waits for another, none can go on:\n{self._report()}"))
 
     def _report(self) -> str:
-        """Return where each rank is, with the Python stacks of those that have not finished."""
+        """Return a line with the state of each rank, and the Python stacks of the ranks that have not finished."""
         lines = []
         for rank in range(self.size):
             pending = self._waiting.get(rank)

@@ -1,24 +1,23 @@
-"""Ranks as threads of one process: the World of tests, notebooks and small machines.
+"""Ranks as threads of one process, for tests and notebooks: `run_threads` runs them, `ThreadWorld` is their World.
 
-Processes make a test slow to start, hard to debug and able to hang. Here the ranks are threads that compute in turns
-(see `turn`) and meet:
+With processes a test starts slowly, is hard to debug and may hang. Here ranks are threads, which compute one at a time
+(see `TurnTaking`) and exchange copies of their tensors:
 
     rank 0   all_reduce(x) ──┐ leaves a copy of x                 wait() ── until all have arrived,
     rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
     rank 2             all_reduce(x) ──┴─ a PendingCollective: the record and the copy of each rank
 
-Sums run once, in the order of the ranks, so that all ranks get the same bits. The place of every rank is known, so
-nothing has to time out. A call that disagrees with another rank's, a wait for a finished rank and a circle of waiting
-ranks are each reported at once.
+Sums are computed in group order, and all ranks get the same bits. The state of every rank is known. So three errors are
+reported at once, without a timeout: calls that disagree, a wait for a finished rank, and ranks that wait in a circle.
 
-It is stricter than other worlds about what c10d leaves undefined. A tensor that a collective will fill holds 0xFF
-bytes (not-a-number) until `wait`. Writing to a collective's tensors before `wait` is an error. The tensor of a `reduce`
-stays not-a-number on ranks other than the target, and `send` waits for its `recv`.
+This world is stricter than others where c10d leaves the behaviour undefined. An output tensor is filled with 0xFF bytes
+(NaN) until `wait`. Writing to a tensor of a collective before `wait` is an error. After a `reduce` the tensor is NaN on
+all ranks but the target. `send` waits for its `recv`.
 
-Only for CPU tensors: on a GPU the backward of all ranks would share one autograd thread, and the first collective in
-it would block them all. Grad mode, autocast and default device belong to a thread, so each rank starts with torch's
-defaults and changes its own only. Global settings of torch (default dtype, number of threads) stay unchanged. Within a
-rank, one thread at a time may call collectives.
+All tensors are on the CPU. On a GPU the backward of all ranks would share one autograd thread, and the first collective
+in the backward would block all ranks. Grad mode, autocast and default device belong to a thread: each rank starts with
+torch's defaults, and its changes do not affect other ranks. Default dtype and number of threads are global; they are
+left unchanged. Within a rank, one thread at a time may call collectives.
 """
 
 import threading
@@ -41,12 +40,12 @@ _Take: TypeAlias = Callable[[PendingCollective], None]
 def run_threads(
     size: int, main: Callable[..., Result], *, args: Sequence[Any] = (), timeout: float | None = 60
 ) -> list[Result]:
-    """Run `main(world, *args)` on `size` ranks, each a thread, over the mesh `rank=size`; the results, by rank.
+    """Run `main(world, *args)` on `size` ranks, each a thread, over the mesh `rank=size`. Return the results by rank.
 
-    timeout: seconds a rank may wait in one collective while others compute; None waits for ever.
+    timeout: seconds that a rank may wait in one collective while other ranks compute; None for no limit.
 
-    When a rank raises, the others are woken from their collectives and end. That exception is raised here with its own
-    traceback and a note that names the rank. RanksDisagree is raised when the calls of the ranks do not fit together. A
+    When a rank raises an exception, the other ranks end at their collectives. The exception is raised here, with its
+    traceback and a note that names the rank. Raises RanksDisagree when the calls of the ranks do not fit together. A
     rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running as a daemon
     thread.
     """
@@ -79,10 +78,10 @@ def run_threads(
 
 
 class _GuardedTensors:
-    """The tensors of one call until its `wait`: inputs keep their values, outputs hold no number."""
+    """Check that nobody writes to the tensors of one call before its `wait`."""
 
     def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Keep `inputs`, each with its copy, and `outputs`; an input that is also an output counts as an output."""
+        """Fill the outputs with 0xFF bytes. inputs: each with a copy; an input that is also an output is an output."""
         self._outputs = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
         filled = {x.data_ptr() for x, _ in self._outputs}
         self._inputs = [(x, copy) for x, copy in inputs if x.data_ptr() not in filled]
@@ -104,7 +103,7 @@ _Part: TypeAlias = tuple[PendingCollective, _GuardedTensors, Callable[[], None]]
 
 
 class _ThreadWork(Work):
-    """A rank's part in a pending collective, whose results are taken once all ranks have called it."""
+    """Call of one rank of a pending collective; `wait` copies the results when all ranks have called."""
 
     def __init__(self, world: "ThreadWorld", record: CallRecord, part: _Part) -> None:
         super().__init__(world, record=record)
@@ -122,7 +121,7 @@ class _ThreadWork(Work):
 
 
 class ThreadWorld(World):
-    """World of one thread of `run_threads`."""
+    """World of one rank that is a thread; `run_threads` makes it."""
 
     medium = "threads"
 
@@ -191,7 +190,10 @@ class ThreadWorld(World):
     def _meet(
         self, record: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
     ) -> Work:
-        """Post copies of `give` and return; at `wait`, `take` puts the results into `fill`."""
+        """Add the call to the rendezvous, with copies of `give`, and return its work.
+
+        At `wait`, `take` copies the results into `fill`.
+        """
         copies = [x.clone() for x in give]
         guarded = _GuardedTensors(inputs=list(zip(give, copies, strict=True)), outputs=fill)
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=copies)
@@ -199,4 +201,4 @@ class ThreadWorld(World):
 
 
 def _nothing(met: PendingCollective) -> None:
-    """Take nothing: the rank only gives."""
+    """Do nothing at `wait`: this rank receives no result."""

@@ -1,16 +1,17 @@
-"""A world in which one rank of any number runs alone, moves nothing and records everything.
+"""A World in which one rank of any number of ranks runs alone: its collectives are recorded and move no data.
 
-The communication cost of a plan follows from its calls, and a single rank knows its own: run the step of one rank here
-and read the records. Kinds, axes, bytes and order equal the ones of a job with 8 ranks or 65,536. Meta tensors take no
-memory.
+The communication cost of a plan follows from the collectives of its ranks. To read those of one rank, run its step in
+this world. Their kinds, axes, bytes and order are those of the real job, with 8 ranks or 65,536. With meta tensors the
+step takes no memory.
 
     with world.record() as records:
         trainer.step(batch)
 
-On tensors with values every other rank counts as zeros. A sum is this rank's own term, a gather fills only its own
-part, and received, broadcast or scattered values are zero. `exchange` returns this rank's value for all of them.
+With tensors that have values, all tensors of other ranks count as zeros. A sum is this rank's own term. A gather fills
+only this rank's part. Received, broadcast and scattered values are zero. `exchange` returns this rank's value for every
+rank.
 """
-# ruff: noqa: ARG002 — it answers calls without looking at all their arguments
+# ruff: noqa: ARG002 — most methods here do not need all their arguments
 
 from typing import Any
 
@@ -23,7 +24,7 @@ from meshwise.comm.api.world import Axes, Group, Work, World
 
 
 class _Waited(Work):
-    """A call that notifies its world when it is waited for."""
+    """Work that calls `TraceWorld.waited` at its first `wait`."""
 
     def _finish(self) -> None:
         assert isinstance(self._world, TraceWorld)
@@ -32,7 +33,10 @@ class _Waited(Work):
 
 
 class TraceWorld(World):
-    """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta by default."""
+    """World of the rank `rank` of `mesh`, without the other ranks. device: device of its tensors, meta by default.
+
+    Raises ValueError when the mesh has no such rank.
+    """
 
     def __init__(
         self,
@@ -47,18 +51,18 @@ class TraceWorld(World):
         super().__init__(rank=rank, mesh=mesh, device=torch.device(device), flight_recorder=flight_recorder)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return this rank's value once per rank of the group. Records nothing."""
+        """Return a list with this rank's `value` for every rank of the group. No collective is recorded."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
     def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
-        """Return the sums as any world does; on meta every sum is 1."""
+        """Return sums as `World.totals` does; for a meta tensor, 1 for each sum and 0 for the mismatch."""
         if not x.is_meta:
             return super().totals(x)
         self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names).wait()
         return [1.0] * x.numel(), 0.0
 
     def waited(self, record: CallRecord) -> None:
-        """Note that this rank waits for one of its calls for the first time. Recorders override it."""
+        """Do nothing; subclasses that record waits override it. Called at the first `wait` of each collective."""
 
     def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index != source:
@@ -109,7 +113,7 @@ class TraceWorld(World):
 
 
 def _only(index: int, x: Tensor, parts: list[Tensor]) -> None:
-    """Fill `parts` with zeros but for this rank's own; on meta there is nothing to fill, for however many ranks."""
+    """Copy `x` into part `index`, this rank's, and fill the other parts with zeros; do nothing for meta tensors."""
     if x.is_meta:
         return
     for other, part in enumerate(parts):
@@ -120,7 +124,7 @@ def _only(index: int, x: Tensor, parts: list[Tensor]) -> None:
 
 
 def _with_zeros(x: Tensor, op: str) -> None:
-    """Reduce `x` with the zeros of the other ranks."""
+    """Reduce `x` in place with zeros for the other ranks; do nothing for meta tensors."""
     if x.is_meta:
         return
     if op == "max":

@@ -1,4 +1,4 @@
-"""torch's own collectives over gloo: what ours are measured against."""
+"""Call torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -12,13 +12,17 @@ from meshwise.comm.network.loopback import LOOPBACK
 from meshwise.comm.network.torch_world import meeting_place
 
 Call: TypeAlias = Callable[[Tensor, Tensor], None]
-"""A collective on two tensors of the whole side's size, of which it uses what it needs, waited for."""
+"""Blocking collective of (x, y): reads x and writes y, or works in place on one of them.
+
+Both tensors have the full size: the size of the gathered tensor. A rank's part is its slice of x or y.
+"""
 
 
 def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
-    """By collective, a call of torch's own among the first `size` ranks; nothing on the others.
+    """Return torch's gloo collectives among the first `size` ranks, by name; an empty mapping on other ranks.
 
-    Every rank of the world calls it; they are on one host. Raises RuntimeError where gloo cannot connect them.
+    Names: all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are
+    on one host. Raises RuntimeError when gloo cannot connect the ranks.
     """
     store = meeting_place()
     if store is None or world.rank >= size:
@@ -33,7 +37,7 @@ def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
     def all_reduce(x: Tensor, _: Tensor) -> None:
         group.allreduce([x]).wait()
 
-    def all_gather(_: Tensor, y: Tensor) -> None:  # in place, which spares it a copy
+    def all_gather(_: Tensor, y: Tensor) -> None:  # in place, which saves gloo a copy
         group._allgather_base(y, part(y)).wait()
 
     def reduce_scatter(x: Tensor, y: Tensor) -> None:

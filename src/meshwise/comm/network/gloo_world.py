@@ -1,19 +1,19 @@
-"""Collectives made of messages: the World of CPU ranks on several hosts, and of ranks that share a GPU.
+"""The World over gloo's messages, for CPU ranks on several hosts and for ranks that share a GPU.
 
-A collective here is a generator. Each `yield` hands over messages that are under way; when it is resumed they have
-arrived.
+A collective here is a generator. Each `yield` returns messages that were started. The caller waits for them and then
+resumes the generator.
 
-    | reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum them in order
-    | all-gather       send x to everyone, receive N-1 parts              yield
+    | reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum the parts in group order
+    | all-gather       send x to all ranks, receive N-1 parts             yield
     | all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
 
-The first messages leave before the call returns. Messages that proceed without help are completed by the rank that
-waits for them. What would stand still until then, because it has a second phase, is carried on by a thread: one for
-each group, in the order of the calls. Messages go straight between every two ranks, which suits a small number of them.
+The first messages are started before the call returns. A collective of one phase is completed by `wait`. A collective
+of two phases is completed by a thread, so that the second phase does not have to wait for `wait`. There is one thread
+for each group, which runs its calls in order. Every rank sends to every other rank directly, which suits few ranks.
 
-Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the worker
-waits for it and exchanges, and `wait` puts the copy back on the current stream. Pinned memory comes from the caching
-host allocator, which does not hand it out again while a copy that reads it is under way.
+CUDA tensors are copied to pinned memory and back. The calling thread starts the copies to the host and records an
+event. The thread of the group waits for the event and exchanges the messages. `wait` starts the copies back on the
+current stream. torch's caching host allocator does not reuse pinned memory while a copy reads it.
 """
 
 import itertools
@@ -35,14 +35,17 @@ from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
 Steps: TypeAlias = Iterator[PendingMessages]
-Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
+"""A collective that was started, as an iterator over its phases: each item is to be waited for before the next."""
 
-# Up to here a second round of messages costs more than sending everything to everyone.
+Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
+"""Function (input tensors, output tensors) that starts a collective on CPU tensors."""
+
+# All-reduces of up to so many bytes use one phase: sending all data to all ranks costs less than a second phase.
 _ONE_PHASE_BYTES = 256 << 10
 
 
 class GlooTransport:
-    """State that all views of one rank's world share: the mailbox, the worker threads, and unfinished calls."""
+    """Messages, threads and unfinished collectives of one rank, shared by all views of its world."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
@@ -51,13 +54,13 @@ class GlooTransport:
         self._workers: dict[str, WorkerThread] = {}
 
     def worker(self, queue: str) -> WorkerThread:
-        """Return the thread that completes the calls of this queue, in order."""
+        """Return the thread that runs the collectives with the queue name `queue` in their order."""
         if queue not in self._workers:
             self._workers[queue] = WorkerThread(f"meshwise {queue}")
         return self._workers[queue]
 
     def close(self) -> None:
-        """Wait for everything under way, end the threads and close the connections."""
+        """Finish all collectives, end the threads and close the connections."""
         for work in list(self.unfinished):
             work.wait()
         for worker in self._workers.values():
@@ -74,19 +77,19 @@ class _Call:
 
     @property
     def label(self) -> str:
-        """Content of the tag of every message besides size and dtype: equal on ranks that agree."""
+        """Text in the tag of the collective's messages: purpose and ranks of the group, and `CallRecord.agreed`."""
         return f"{self.group.purpose} {self.group.ranks} {self.record.agreed}"
 
     @property
     def peers(self) -> list[tuple[int, int]]:
-        """(index, rank) of the others, beginning after this one, so that not everyone starts with the same rank."""
+        """(group index, rank) of the other ranks, from the next index around: so ranks begin with different ones."""
         group = self.group
         around = [(group.index + step) % group.size for step in range(1, group.size)]
         return [(index, group.ranks[index]) for index in around]
 
 
 class GlooWorld(World):
-    """Ranks joined by a `GlooTransport`; a world of one has none."""
+    """World over a `GlooTransport`. A world of one rank has no transport (None)."""
 
     medium = "gloo"
 
@@ -103,7 +106,7 @@ class GlooWorld(World):
         self._transport = transport
 
     def close(self) -> None:
-        """Wait until all ranks call it and nothing is under way, then end the threads and close the connections."""
+        """Wait until all ranks have called this method, finish all collectives, and close the connections."""
         if self._transport is not None and not self._transport.mailbox.closed:
             self._meet_to_close()
             self._transport.close()
@@ -259,7 +262,7 @@ class GlooWorld(World):
         return self._start(call, program, reads=[x], writes=[x], carried=True)
 
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
-        """Return the reduction of everyone's part for this rank."""
+        """Send every rank its part, and reduce the received parts and this rank's own part into `into`."""
         own = call.group.index
         assert self._transport is not None
         scratch = self._transport.scratch
@@ -282,7 +285,10 @@ class GlooWorld(World):
         writes: list[Tensor],
         carried: bool = False,
     ) -> Work:
-        """Start `program` on CPU tensors that hold `reads` and will hold `writes`."""
+        """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work.
+
+        CUDA tensors are replaced by pinned copies. carried: True if a thread completes the collective.
+        """
         assert self._transport is not None
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks} {call.queue}"
@@ -309,7 +315,7 @@ class GlooWorld(World):
 
 
 class _Started(Work):
-    """A collective under way. The transport keeps it until it has been waited for, so its messages always arrive."""
+    """A collective that was started. The transport keeps it until `wait`: a dropped work is finished at `close`."""
 
     def __init__(
         self,
@@ -327,7 +333,7 @@ class _Started(Work):
 
     @property
     def ready(self) -> bool:
-        """True if the thread that carries it on is done."""
+        """True after `wait`, or when the thread has completed the collective."""
         return super().ready or (self._ticket is not None and self._ticket.done)
 
     def _finish(self) -> None:
@@ -341,7 +347,7 @@ def _complete(steps: Steps) -> None:
 
 
 def _once(job: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `job` once; called again after an interruption, it raises the same error again."""
+    """Return a function that calls `job`. After a call that raised, every further call raises the same exception."""
     raised: list[BaseException] = []
 
     def do() -> None:
@@ -357,7 +363,10 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
 
 
 def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker: WorkerThread) -> Callable[[], None]:
-    """Carry `program` out on pinned copies of CUDA tensors; what it returns puts the results back."""
+    """Run `program` on pinned copies of CUDA tensors in the thread `worker`.
+
+    The returned function waits for the end and copies the results back.
+    """
     streams = streams_of(next(x.device for x in (*reads, *writes)))
     copies = [streams.host_empty(x.shape, dtype=x.dtype) for x in (*reads, *writes)]
     for copy, x in zip(copies, reads, strict=False):
@@ -372,7 +381,7 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker:
 
     def finish() -> None:
         ticket.wait()
-        # Kernels queued before the call may still read what is about to be overwritten, on another stream.
+        # Kernels of another stream, queued before the call, may still read the tensors that are overwritten here.
         streams.current().wait_event(copied)
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Open the stores of a job so that no other machine can reach them unless it has to.
+"""Open the key-value store of a job on the loopback interface if all ranks are on this machine.
 
-torch's stores listen on every interface of a machine, and any process that reaches one can write into it. A job whose
-ranks are all here needs none of that: its stores are given a socket that is bound to the loopback interface already. A
-store that other machines must reach has a named host, and stays torch's.
+torch's stores listen on every interface of a machine, and any process that can connect may write into them. If
+MASTER_ADDR is a loopback address, the store here gets a socket that is bound to the loopback interface. For any other
+address torch's store is used unchanged.
 """
 
 import ctypes
@@ -19,11 +19,13 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 LOOPBACK = "127.0.0.1"
+"""Address of the loopback interface, which only processes of this machine can reach."""
+
 _TIME = timedelta(minutes=10)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this name or address leads to this machine and never leaves it."""
+    """Return whether `host` is `localhost` or an address of the loopback interface."""
     if host == "localhost":
         return True
     try:
@@ -33,16 +35,17 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine on the route to `host`. Raises OSError when there is no route."""
+    """Return this machine's own address on the interface that leads to `host`. Raises OSError without a route."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing: it only chooses the interface
+        probe.connect(place)  # sends nothing: the system only chooses the interface
         return str(probe.getsockname()[0])
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
-    """Return a store of this process on the loopback interface; port 0 takes a free one. Raises OSError when it is
-    taken.
+    """Open a store in this process on the loopback interface, and return it.
+
+    port: 0 for any free port. timeout: for operations of the store. Raises OSError when the port is in use.
     """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,10 +66,10 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 
 @functools.cache
 def _opened() -> weakref.WeakSet[TCPStore]:
-    """Return the stores of this process.
+    """Return the set of stores that this process has opened.
 
-    A store that is collected ends a thread, which a forked copy of the process does not have. So the copy, a data
-    worker for example, died of a segmentation fault. In a copy the stores are never collected.
+    A store joins its thread when it is collected. A fork of the process, such as a data worker, has no such thread, and
+    died of a segmentation fault. So a fork never collects the stores: each gets one more reference there.
     """
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
@@ -79,9 +82,10 @@ def _opened() -> weakref.WeakSet[TCPStore]:
 
 
 def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
-    """Return the store at this place; `opens`: this process opens it, unless it has done so before.
+    """Return the store at `host` and `port`.
 
-    Raises torch's DistError when it cannot be reached, OSError when it cannot be opened.
+    opens: True if this process opens the store, unless the port is in use already: then it connects. Raises torch's
+    DistError when the store cannot be reached within `timeout`, OSError when it cannot be opened.
     """
     if opens and is_loopback(host):
         try:
@@ -94,8 +98,10 @@ def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of torch's launcher on one machine. Every round has a new store, so values of earlier rounds
-    cannot disturb restarted ranks.
+    """Rendezvous handler for torch's elastic launcher on one machine, with a store on the loopback interface.
+
+    Every start of the ranks gets a new store, so keys of earlier starts cannot disturb restarted ranks. run: name of
+    the job.
     """
 
     def __init__(self, run: str) -> None:
@@ -104,25 +110,25 @@ class LoopbackRendezvous(RendezvousHandler):
         self._closed = False
 
     def get_backend(self) -> str:
-        """Its name in torch's records."""
+        """Return the name of this rendezvous for torch's records."""
         return "meshwise-loopback"
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks meet at the launcher's store."""
+        """True: the ranks use the store that the launcher opened."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once: this launcher is the only one."""
+        """Open a new store and return it at once, as node 0 of 1: there is no other launcher."""
         self._store = loopback_store()
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
     def is_closed(self) -> bool:
-        """Return whether there will be no further round."""
+        """Return whether `set_closed` was called."""
         return self._closed
 
     def set_closed(self) -> None:
-        """There will be none."""
+        """Note that there will be no further start of the ranks."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
@@ -130,15 +136,15 @@ class LoopbackRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the name of the job, in the ranks TORCHELASTIC_RUN_ID."""
+        """Return the name of the job, which the ranks see as TORCHELASTIC_RUN_ID."""
         return self._run
 
     def shutdown(self) -> bool:
-        """Close the store."""
+        """Drop the store, and return True for success."""
         self._store = None
         return True
 
 
 def is_opened_by_launcher() -> bool:
-    """Return whether the launcher holds the store that MASTER_ADDR and MASTER_PORT name; else rank 0 opens it."""
+    """Return whether the launcher has opened the store at MASTER_ADDR and MASTER_PORT; else rank 0 has to open it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

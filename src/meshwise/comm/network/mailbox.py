@@ -1,15 +1,15 @@
-"""Messages between the processes of a job.
+"""Send and receive tensors between the processes of a job, over gloo's point-to-point messages.
 
-gloo's own collectives copy more than they need, queue behind each other on two threads and sum in an order that depends
-on the size. When two ranks disagree about a size they end the process (SIGABRT). Its sends and receives have none of
-this: they are under way when the call returns, any number at once, straight from and into the tensors.
+gloo's own collectives copy more than necessary, run on two threads one after the other, and sum in an order that
+depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). gloo's sends and receives have
+none of these problems. They are started at once, in any number, and use the memory of the tensors without a copy.
 
-    | 64 MB, 4 processes, CPU ms a rank     all-reduce   reduce-scatter   all-gather   broadcast
+    | 64 MB, 4 ranks, CPU ms per rank       all-reduce   reduce-scatter   all-gather   broadcast
     | gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
     | messages                              55 to 74     32 to 40         30           48
 
-Every message carries a tag made of what the rank believes it is calling (ranks, kind, operation, phase, size, dtype).
-Ranks that disagree therefore never take each other's bytes: they wait, and the hang report finds out who differs.
+The tag of a message is a hash of the collective that the rank calls: ranks, kind, operation, phase, size, dtype. So a
+rank never receives a message of a different collective: it waits, and the hang report names the ranks that differ.
 """
 
 import os
@@ -32,7 +32,7 @@ _TAG_BITS = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class _Pending:
-    """One send or receive under way. It keeps its tensor alive."""
+    """One send or receive that was started; it keeps its tensor alive."""
 
     peer: int
     tensor: Tensor
@@ -41,13 +41,13 @@ class _Pending:
 
 @dataclass(frozen=True)
 class PendingMessages:
-    """Sends and receives under way."""
+    """Sends and receives that were started together; `about` is the call, for the message of an error."""
 
     pending: Sequence[_Pending]
     about: object
 
     def wait(self) -> None:
-        """Block until all of them are complete. Raises RankLostError."""
+        """Block until all messages are complete. Raises RankLostError when the other rank of a message was lost."""
         for message in self.pending:
             try:
                 message.complete()
@@ -56,7 +56,7 @@ class PendingMessages:
 
 
 class Mailbox:
-    """The messages of one process. Every process of the job makes one, over the same store."""
+    """Connections of this rank with all ranks of the job, for messages. Every rank makes one, over the same store."""
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
@@ -74,10 +74,10 @@ class Mailbox:
         label: str,
         about: object,
     ) -> PendingMessages:
-        """Start these messages, (rank, contiguous CPU tensor) each; empty tensors need none.
+        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each.
 
-        A receive takes the first message from that rank with the same label, size and dtype that no earlier receive
-        took. `about` is what an error names. Raises RankLostError.
+        A receive gets the messages of that rank with the same `label`, size and dtype in the order of sending. Empty
+        tensors are skipped. about: the call, for the message of an error. Raises RankLostError.
         """
         pending = []
         for start, messages in ((self._receive, receives), (self._send, sends)):
@@ -90,7 +90,7 @@ class Mailbox:
         return PendingMessages(pending, about)
 
     def close(self) -> None:
-        """Close the connections. Messages still under way fail."""
+        """Close the connections. Messages that are not complete fail."""
         self._group = None
 
     def _send(self, peer: int, tensor: Tensor, label: str) -> _Pending:
@@ -103,16 +103,16 @@ class Mailbox:
 
 
 def _tag(label: str, tensor: Tensor) -> int:
-    """Return the number by which a message is known: of what the rank believes it calls, the size and the dtype."""
+    """Return the tag of a message: a hash of its label, size and dtype."""
     return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & _TAG_BITS
 
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    """Return a gloo process group of our own: torch's default group stays free for the user."""
+    """Return a gloo process group that is separate from torch's default group, which stays free for the user."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         backend = c10d.ProcessGroupGloo(store, rank, size, _FOREVER)
     else:
-        # By default gloo listens where the host's own name leads, which may be anywhere, or nowhere.
+        # gloo's default is the address of the host's own name, which may be wrong or missing.
         together = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
         address = LOOPBACK if together else address_towards(os.environ["MASTER_ADDR"])
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs

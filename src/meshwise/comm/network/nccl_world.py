@@ -1,12 +1,12 @@
-"""NCCL's collectives as a World: one GPU for each rank.
+"""The World over NCCL, for ranks with one GPU each.
 
-Every group of ranks has a communicator of its own, made by its members when they first use it. NCCL runs on streams of
-its own: starting an operation orders it behind the current stream, waiting orders the current stream behind it, and
-neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and reduce-scatter.
-Anything else is one exchange of parts, made of grouped sends and receives.
+Every group of ranks has its own communicator, which its members make when they first use it. NCCL runs its operations
+on its own streams. A call lets NCCL's stream wait for the current stream; `wait` lets the current stream wait for
+NCCL's. Neither blocks the host. Equal parts in one piece of memory use NCCL's all-gather and reduce-scatter. All other
+parts are exchanged by NCCL's grouped sends and receives (all-to-all).
 
-Messages have a communicator for each direction between two ranks, and a thread that posts them. Making a communicator
-takes both ends, so ranks that all send first would wait for each other in a circle.
+For send and recv there is a communicator and a thread for each direction between two ranks. To make a communicator
+takes both ranks. In the main thread ranks that all send first would wait for each other in a circle.
 """
 
 import itertools
@@ -26,9 +26,14 @@ from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.network.worker_thread import WorkerThread
 
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
+"""Function (store, rank, size) that makes a process group of the ranks that call it over the same store."""
+
 Post: TypeAlias = Callable[[c10d.ProcessGroup], c10d.Work]
+"""Function that starts a send or recv in a process group."""
 
 FOREVER = timedelta(days=30)
+"""Timeout of process groups: the watchdog ends hanging jobs before, with a report."""
+
 _OPS: Mapping[str, c10d.ReduceOp] = {
     "sum": c10d.ReduceOp(c10d.ReduceOp.SUM),
     "max": c10d.ReduceOp(c10d.ReduceOp.MAX),
@@ -37,7 +42,7 @@ _OPS: Mapping[str, c10d.ReduceOp] = {
 
 
 def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    """Return a communicator among the ranks that meet under this store."""
+    """Return an NCCL process group of the `size` ranks that call this function over the same store."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = FOREVER
     backend = c10d.ProcessGroupNCCL(store, rank, size, options)
@@ -48,7 +53,10 @@ def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
 
 
 class Communicators:
-    """The process groups of one rank, made when first used. Only their members take part in making one."""
+    """Process groups of one rank, and its threads for messages; both are made at first use.
+
+    Only the members of a process group take part in making it.
+    """
 
     def __init__(self, store: c10d.Store, *, backend: Backend) -> None:
         self._store = store
@@ -58,24 +66,27 @@ class Communicators:
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
-        """Return the process group of `ranks`, among which `rank` is this one."""
+        """Return the process group of `ranks`, for this rank `rank`; block until all members have made it.
+
+        purpose: name of a separate process group of these ranks.
+        """
         assert not self.closed, "the world was closed"
         if (purpose, ranks) not in self._made:
-            # A connection of its own: one that waits for a key is locked, and two workers that wait for each other's
-            # ranks through the same connection would wait forever.
+            # A separate connection to the store: a connection that waits for a key is locked. Two threads that wait for
+            # each other's ranks over one connection would wait forever.
             own = self._store.clone()  # type: ignore[attr-defined]
             store = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", own)
             self._made[purpose, ranks] = self._backend(store, ranks.index(rank), len(ranks))
         return self._made[purpose, ranks]
 
     def worker(self, ends: tuple[int, int]) -> WorkerThread:
-        """Return the thread that posts the messages from one rank to another."""
+        """Return the thread that starts the messages from rank `ends[0]` to rank `ends[1]`."""
         if ends not in self._workers:
             self._workers[ends] = WorkerThread(f"meshwise messages from {ends[0]} to {ends[1]}")
         return self._workers[ends]
 
     def close(self) -> None:
-        """Finish and release all of them."""
+        """Finish all messages, end the threads and release the process groups."""
         for worker in self._workers.values():
             worker.close()
         self.closed = True
@@ -85,7 +96,7 @@ class Communicators:
 
 
 class NcclWorld(World):
-    """Ranks joined by c10d process groups: NCCL's, or for its tests on CPU any backend with the same collectives."""
+    """World over c10d process groups: NCCL's, or in tests on the CPU those of another backend."""
 
     medium = "NCCL"
 
@@ -103,7 +114,7 @@ class NcclWorld(World):
         self.streams = streams_of(device)
 
     def close(self) -> None:
-        """Wait until all ranks call it and nothing is under way, then release the communicators."""
+        """Wait until all ranks have called this method, finish all messages, and release the communicators."""
         if not self._communicators.closed:
             self._meet_to_close()
             self._communicators.close()
@@ -174,7 +185,10 @@ class NcclWorld(World):
         return self._message(record, ends, x, lambda between: between.recv([x], 0, 0))
 
     def _message(self, record: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
-        """Let the thread of this direction post a message behind what the current stream does now."""
+        """Start a message in the thread of its direction, after the work queued so far on the current stream.
+
+        ends: source and target rank.
+        """
         behind = self.streams.mark()
         posted: list[c10d.Work] = []
 
@@ -199,12 +213,12 @@ class NcclWorld(World):
         token.item()
 
     def _together(self, group: Group) -> c10d.ProcessGroup:
-        """Return the process group of a collective."""
+        """Return the process group for the collectives of a group."""
         return self._communicators.of(group.ranks, rank=self.rank)
 
 
 class _Started(Work):
-    """An operation on a stream of NCCL's, with the tensors it reads and writes."""
+    """An operation on one of NCCL's streams, with the tensors that it reads and writes."""
 
     def __init__(self, world: NcclWorld, record: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
         super().__init__(world, record=record)
@@ -217,14 +231,14 @@ class _Started(Work):
         self._complete()
         current = self._streams.current()
         if self._stream != current:
-            # Their memory belongs to the stream they were made on, which has not been ordered behind the operation.
+            # The memory of the tensors is reused on the stream that made them, which does not wait for the operation.
             for x in self._tensors:
                 self._streams.keep(x, stream=current)
         self._tensors = []
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:
-    """Return the parts as one tensor, when they have one size and lie one after the other in memory."""
+    """Return the parts as one tensor if they have equal sizes and follow each other in one storage, else None."""
     size = parts[0].numel()
     for part, following in itertools.pairwise(parts):
         if following.numel() != size or following.data_ptr() != part.data_ptr() + size * part.element_size():

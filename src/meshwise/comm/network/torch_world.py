@@ -1,11 +1,13 @@
-"""The world of processes, on one machine or many, chosen by their devices and hosts.
+"""Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-    | device           joined by
-    | CPU              shared memory on one host; messages over gloo on several hosts, or with comm=gloo
-    | CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
-    | a world of one   nothing
+    | ranks                             world         transport
+    | on CPUs of one host               LocalWorld    shared memory
+    | on CPUs of several hosts          GlooWorld     messages over gloo; also with comm=gloo, or without shared memory
+    | on one GPU each                   NcclWorld     NCCL
+    | two or more on one GPU            GlooWorld     messages over gloo and pinned copies; NCCL refuses this case
+    | a world of one rank               GlooWorld     none
 
-It leaves torch's default process group alone: a job can use meshwise and its own `init_process_group` side by side.
+torch's default process group is not used: a job may call `init_process_group` as well.
 """
 
 import errno
@@ -34,16 +36,18 @@ from meshwise.comm.shared_memory.local_world import LocalWorld
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 
 Comm: TypeAlias = Literal["auto", "local", "gloo"]
+"""How CPU ranks communicate: `local` (shared memory), `gloo`, or `auto`: shared memory on one host if possible."""
+
 COMM_VARIABLE = "MESHWISE_COMM"
+"""Environment variable with a value of `Comm`; `auto` without the variable."""
 
 
 def meeting_place() -> c10d.Store | None:
-    """Return the store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of
-    one.
+    """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it.
 
-    Every rank calls it, and gets a part of the store that no earlier start of the job has used. The store listens on
-    the loopback interface alone when MASTER_ADDR leads there. Raises torch's DistError when it cannot be reached in ten
-    minutes.
+    The store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
+    loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
+    torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing.
     """
     rank, size = _numbers()
     if size == 1:
@@ -54,14 +58,12 @@ def meeting_place() -> c10d.Store | None:
 
 
 def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
-    """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device
-    type.
+    """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it once per device type.
 
-    `store`: where the ranks meet, by default the `meeting_place`. `comm`: how CPU ranks are joined, `local` (shared
-    memory), `gloo`, or `auto`: shared memory where all ranks are on one host that has some.
+    device: of this rank's tensors. store: store of the job; None for `meeting_place()`. comm: as described at `Comm`.
 
-    Raises ValueError when some ranks are on CPU and others on CUDA, or when `local` is impossible, and torch's
-    DistError when ranks stay away for ten minutes.
+    Raises ValueError when some ranks are on CPU and others on CUDA, when `comm` differs between ranks, or when `local`
+    is impossible. Raises torch's DistError when ranks are missing for ten minutes.
     """
     rank, size = _numbers()
     mesh = Mesh.of(rank=size)
@@ -80,9 +82,9 @@ def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: 
 
 
 def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | None:
-    """Return the shared memory of the ranks, or None on all ranks when one of them cannot share.
+    """Return the connection of the ranks through shared memory, or None on all ranks when one rank cannot share memory.
 
-    Raises ValueError when `comm` requires sharing.
+    Prints the reason on rank 0. Raises ValueError instead when `comm` is `local`.
     """
     host, reason = None, ""
     if not on_one_host(store, rank=rank, size=size):
@@ -97,10 +99,10 @@ def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRa
         reasons = [text.decode() for text in store.multi_get([f"unshared/{other}" for other in range(size)])]
         reason = next(filter(None, reasons), "")
         if reason and rank == 0 and comm == "auto":
-            mend = f"{_remedy(reason)}set {COMM_VARIABLE}=gloo to hear no more of it"
+            mend = f"{_remedy(reason)}set {COMM_VARIABLE}=gloo to turn this message off"
             sys.stderr.write(
-                f"meshwise: the ranks of one host cannot share memory ({reason}), so they talk through gloo, which is "
-                f"several times slower; {mend}\n"
+                f"meshwise: the ranks of one host cannot share memory ({reason}). They use gloo, which is several "
+                f"times slower; {mend}\n"
             )
     if reason and comm == "local":
         raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")
@@ -108,31 +110,31 @@ def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRa
 
 
 def _remedy(reason: str) -> str:
-    """Return advice that would let ranks share memory, to be put before an "or"; "" when none is known."""
+    """Return the remedy for ranks that cannot share memory, as text that ends with "or "; "" if none is known."""
     if os.strerror(errno.EFBIG) in reason:
-        return "let files be larger (`ulimit -f unlimited`), or "
+        return "allow larger files (`ulimit -f unlimited`), or "
     if os.strerror(errno.ENOMEM) in reason and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return "let processes have more addresses (`ulimit -v unlimited`), or "
+        return "allow processes more address space (`ulimit -v unlimited`), or "
     return "let them see each other's /proc (one user, one PID namespace), or " if sys.platform == "linux" else ""
 
 
 def default_device() -> torch.device:
-    """Return the GPU with this rank's local number (modulo the GPUs there are), or the CPU."""
+    """Return GPU number LOCAL_RANK (modulo the number of GPUs), or the CPU on a machine without GPUs."""
     if (gpus := gpu_count()) == 0:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
 
 
 def _numbers() -> tuple[int, int]:
-    """Return this process's rank and the size of its world."""
+    """Return this process's rank and world size; (0, 1) without a launcher. Raises ValueError as `launched`."""
     own = launched()
     return (0, 1) if own is None else (own.rank, own.size)
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
-    """Return every rank's device: a name of its GPU that no other GPU has, or `cpu` and how it wants to be joined.
+    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`.
 
-    Raises ValueError where the ranks differ in the kind of device or in `comm`: they would wait for each other.
+    Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other.
     """
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     store.set(f"device/{rank}", own)
@@ -145,13 +147,13 @@ def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm
     if device.type == "cpu" and len(comms) > 1:
         named = " and ".join(f"{name} on rank {other}" for name, other in sorted(comms.items()))
         raise ValueError(
-            f"the ranks of a world are joined in one way, but comm is {named}; set {COMM_VARIABLE} to one value"
+            f"all ranks of a world need the same comm, but comm is {named}; set {COMM_VARIABLE} to one value"
         )
     return devices
 
 
 def backends() -> dict[str, str]:
-    """`gloo` and `nccl`, each with its version, `yes` or `no`."""
+    """Return which backends torch has: `gloo` with `yes` or `no`, `nccl` with its version or `no` (without a GPU)."""
     nccl = dist.is_available() and dist.is_nccl_available()
     return {
         "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",

@@ -1,7 +1,7 @@
-"""A thread that carries work out in the order it was given.
+"""A thread that runs jobs one after the other, in the order in which they were given.
 
-Daemon threads that are still inside torch when the interpreter exits end the process with "terminate called without an
-active exception", whatever its exit status should be. So a worker is joined before that, by `close`.
+`close` joins the thread before the interpreter exits. A daemon thread that is still inside torch then would end the
+process with "terminate called without an active exception" and a wrong exit status.
 """
 
 import threading
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 
 class ThreadJob:
-    """One job of a worker thread."""
+    """One job of a worker thread, to wait for."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
@@ -18,28 +18,28 @@ class ThreadJob:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the job and keep its error for the waiting rank."""
+        """Run the job in the calling thread, and store its exception for `wait`."""
         try:
             self._job()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it in another thread
             self._error = error
         finally:
             self._done.set()
 
     @property
     def done(self) -> bool:
-        """True if the job is done."""
+        """True if the job has ended, with or without an exception."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Block until the job is done; raises what the job raised."""
+        """Block until the job has ended. Raises the exception of the job."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
 
 class WorkerThread:
-    """One thread, started with its first job."""
+    """Daemon thread for jobs; it starts when the object is made."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
@@ -47,13 +47,13 @@ class WorkerThread:
         self._thread.start()
 
     def carry(self, job: Callable[[], None]) -> ThreadJob:
-        """Do `job` after all earlier ones."""
+        """Queue `job` behind all earlier jobs, and return it as an object to wait for."""
         ticket = ThreadJob(job)
         self._jobs.put(ticket)
         return ticket
 
     def close(self) -> None:
-        """Return when all jobs are done and the thread has ended."""
+        """Block until all jobs are done and the thread has ended."""
         self._jobs.put(None)
         self._thread.join()
 
