@@ -236,7 +236,10 @@ def test_a_launcher_that_is_set_up_by_half_is_one_message_and_status_2(
 @pytest.mark.parametrize(
     "variable, message",
     [
-        ("MESHWISE_COMM=mpi", "MESHWISE_COMM=mpi: ranks of one host are joined by auto, local, gloo"),
+        (
+            "MESHWISE_COMM=mpi",
+            "MESHWISE_COMM=mpi is unknown; the ways to connect the ranks of one host are auto, local, gloo",
+        ),
         ("MESHWISE_STALL_SECONDS=soon", "MESHWISE_STALL_SECONDS=soon: it has to be a number of seconds above 0"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Start ranks, join them to a world, and collect their results."""
+"""Start the ranks of a job, connect them, and collect their results or errors."""

@@ -1,16 +1,12 @@
-"""torch's launcher, which here also notices a rank that ended well and left no result.
+"""Run the ranks of one machine with torch's elastic launcher, with three changes.
 
-It waits until every rank has returned something or one has failed. A rank that ends with status 0 in another way (by
-`os._exit(0)`, or a library that calls C's `exit`) does neither, and the launcher would wait for ever. Here that is a
-failure of the rank, so the others are ended, and all are started again where that was asked for.
-
-torch learns the exit status of a process a moment after its end. So ranks that ended a second ago, and are no failure
-to torch, ended with status 0.
-
-When a rank ends without a word, those that wait for it notice, and say in which collective they lost it. torch's
-launcher would end them at once; here they are given a moment for that.
-
-To start ranks takes semaphores. Where a container has no room for them, the error says what to change.
+1. A rank that ends with status 0 and without a result counts as failed. torch's launcher waits until every rank has
+   returned a result or one rank has failed. After `os._exit(0)`, or C's `exit` in a library, it would wait for ever.
+   torch learns the exit status of a process a moment after its end. So ranks that ended a second ago, and have not
+   failed for torch, ended with status 0.
+2. When a rank ends without an outcome, the other ranks get 2 s to report in which collective they lost this rank.
+   torch's launcher would end them at once.
+3. Ranks need semaphores. If a container has no room for them, the error says what to change.
 """
 
 import errno
@@ -44,17 +40,21 @@ _NO_ROOM = (
 
 
 class NoSemaphoresError(OSError):
-    """Raised when the machine has no room for the semaphores of a job."""
+    """Raised when /dev/shm has no room for the semaphores of the ranks."""
 
 
 def launch(
     main: Callable[..., Any], *, args: tuple[Any, ...], size: int, restarts: int, method: str, folder: Path
 ) -> Mapping[int, int]:
-    """Call `main(*args)` in `size` processes and wait for all of them. Returns the statuses of those that failed, by
-    rank: of one that a signal ended, less than 0.
+    """Call `main(*args)` in `size` processes, wait until all have ended, and return the exit statuses of failed ranks.
 
-    method: how multiprocessing starts them. folder: where they leave their outcomes. Raises torch's SignalException for
-    a signal that it handles, when all have ended.
+    The statuses are by rank, minus the signal's number for a rank that a signal ended.
+
+    | restarts   how many times all ranks are started again after one failed
+    | method     start method of multiprocessing
+    | folder     folder of the job, in which the ranks save their outcomes
+
+    Raises NoSemaphoresError, and torch's SignalException after a signal, when all ranks have ended.
     """
     rendezvous = LoopbackRendezvous(uuid.uuid4().hex)
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
@@ -78,7 +78,7 @@ def launch(
 
 
 class _Agent(LocalElasticAgent):
-    """Agent for the ranks of one machine."""
+    """torch's elastic agent for one machine, with the changes that this file describes."""
 
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
         super().__init__(spec, logs, start_method=method, shutdown_timeout=_SHUTDOWN_SECONDS)
@@ -89,7 +89,7 @@ class _Agent(LocalElasticAgent):
         self._silent_since = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._pcontext = None  # or the semaphores of the ranks before would take their room until these are started
+        self._pcontext = None  # free the semaphores of the last start before those of the next are made
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
         except OSError as error:
@@ -107,13 +107,13 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and (failures := self._left_nothing(worker_group)):
             result = RunResult(WorkerState.FAILED, failures=failures)
-        if result.failures:  # those that are started after them say why
+        if result.failures:  # the ranks of the next start print these statuses as the reason
             statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
             save_statuses(last_start(self._folder), statuses=statuses)
         return result
 
     def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Return the ranks that have ended with status 0, for certain, and left no result."""
+        """Return a failure for each rank that has certainly ended with status 0 and has saved no outcome."""
         if time.monotonic() - self._since < _CERTAIN_SECONDS:
             return {}
         outcomes = last_start(self._folder)
@@ -124,7 +124,7 @@ class _Agent(LocalElasticAgent):
         }
 
     def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
-        """Return whether a rank has ended without a word just now, and one that lives has said nothing yet."""
+        """Return whether a rank ended without an outcome less than 2 s ago, while another rank may still save one."""
         outcomes = last_start(self._folder)
         quiet = {one.id for one in worker_group.workers if not RankOutcome.is_there(outcomes, rank=one.global_rank)}
         known, self._silent = self._silent, {process for process in quiet if _has_ended(process)}
@@ -136,7 +136,7 @@ class _Agent(LocalElasticAgent):
 def _has_ended(process: int) -> bool:
     try:
         return has_ended(process)
-    except PermissionError:  # it has become another user
+    except PermissionError:  # the process runs and has changed its user
         return False
 
 
@@ -146,6 +146,6 @@ def _is_gone(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it has become another user
+    except PermissionError:  # the process runs and has changed its user
         return False
     return False

@@ -1,4 +1,4 @@
-"""Count the cores of this process: its affinity and its cgroup's share, not all cores of the machine."""
+"""Count the cores that this process may use, by its affinity and its cgroup's limit."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ _SHARE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
-    """Return the cores this process may use, reduced to its cgroup's share of time."""
+    """Return the number of cores in this process's affinity, at most its cgroup's CPU limit, at least 1."""
     own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         share = _SHARE.read_text("utf-8").split()

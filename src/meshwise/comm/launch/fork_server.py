@@ -1,17 +1,17 @@
-"""Fork the ranks of a machine from a server instead of starting each one.
+"""Fork the ranks of a machine from a server process that has imported torch, because to import torch takes seconds.
 
-A process that imports torch takes seconds to start. So the ranks are forked from a multiprocessing server that has
-imported torch once and does nothing else. None of its threads holds a lock, and a restart is immediate. Where there is
-a GPU every rank starts afresh, because a process that has asked for the GPUs cannot hand them on. On macOS too: system
-libraries may run threads once they are imported.
+The server is multiprocessing's fork server. It imports torch once and does nothing else, so none of its threads holds a
+lock, and restarted ranks start at once. On a machine with a GPU every rank is a new process (spawn): forks of a process
+that has counted the GPUs cannot use them. On macOS too, where system libraries may run threads after their import.
 
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not the launcher
 
-A forked rank inherits the environment of the server, as it was when the server started. So the launcher sends its own
-environment along (`LauncherEnvironment`). A rank asks multiprocessing whether its launcher lives (`LauncherProcess`).
+A forked rank inherits the environment that the server had at its start. So the launcher sends its present environment
+to each rank (`LauncherEnvironment`). Since the launcher is not the parent of a rank, `LauncherProcess` asks
+multiprocessing whether the launcher runs.
 
-The server itself starts afresh. A command that has only imported modules may be copied instead
-(`fork_server_from_here`), which saves the seconds.
+The server is a new process. If the launcher has only imported modules so far, the server can instead be a fork of it
+(`fork_server_from_here`), which saves the import of torch.
 """
 
 import atexit
@@ -35,14 +35,15 @@ _PRELOADED = ("torch._dynamo", "meshwise.comm.launch.launch")  # an optimizer im
 _OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STREAMS = (1, 2)
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals other than Ctrl-C that end a process."""
+"""Signals besides SIGINT (Ctrl-C) on which a launcher and its ranks end."""
 _SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start_context() -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context that starts ranks here, with its server running until this process ends.
+    """Return the multiprocessing context for ranks: forkserver, or spawn on macOS and on machines with a GPU.
 
-    The server ignores Ctrl-C and the end of the terminal: an interrupted import would print a useless traceback.
+    Starts the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal:
+    an interrupted import would print a useless traceback.
     """
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if gpu_count() or not forks:
@@ -50,7 +51,7 @@ def start_context() -> ForkServerContext | SpawnContext:
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))
     with _terminal_signals_blocked():
-        resource_tracker.ensure_running()  # which lets Ctrl-C through again
+        resource_tracker.ensure_running()  # this call unblocks Ctrl-C, so the next block blocks it again
     with _terminal_signals_blocked():
         forkserver.ensure_running()
     atexit.unregister(_end_server)
@@ -59,9 +60,9 @@ def start_context() -> ForkServerContext | SpawnContext:
 
 
 def fork_server_from_here() -> None:
-    """Make the server of `start_context` a copy of this process, whose modules need not be imported again.
+    """Start the server of `start_context` as a fork of this process, whose modules are imported already.
 
-    This process must only have imported modules so far: each rank inherits the rest of its state.
+    This process must only have imported modules so far: each rank inherits all of its state.
     """
     with _terminal_signals_blocked():
         resource_tracker.ensure_running()
@@ -75,7 +76,7 @@ def fork_server_from_here() -> None:
             _serve(args[-1], passfds)
         return pid
 
-    util.spawnv_passfds = copy  # by which multiprocessing starts the server; were it by another, it would start afresh
+    util.spawnv_passfds = copy  # multiprocessing starts the server with this function; if not, it is a new process
     try:
         start_context()
     finally:
@@ -84,7 +85,7 @@ def fork_server_from_here() -> None:
 
 @contextlib.contextmanager
 def _terminal_signals_blocked() -> Iterator[None]:
-    """Block the signals of the terminal for the processes started in the block."""
+    """Block the signals of the terminal inside the block; processes started there inherit this."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
     try:
         yield
@@ -93,21 +94,21 @@ def _terminal_signals_blocked() -> Iterator[None]:
 
 
 def _fork() -> int:
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
         stream.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of OpenBLAS, which minds forks
+        warnings.simplefilter("ignore", DeprecationWarning)  # about OpenBLAS' threads, which OpenBLAS handles in forks
         return os.fork()
 
 
 def _serve(line: str, kept: Sequence[int]) -> NoReturn:
-    """Serve forks in a copy of the launcher, without its open files and locks."""
+    """Run the fork server in a fork of the launcher, after closing the launcher's open files."""
     try:
         for number in {int(name) for name in os.listdir("/dev/fd")} - {0, *_STREAMS, *kept}:  # noqa: PTH208 - numbers
-            with contextlib.suppress(OSError):  # one of them was what listed them
+            with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
                 os.close(number)
         vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
-        exec(line, {})  # noqa: S102 - multiprocessing's own line, which ends when the launcher has ended
+        exec(line, {})  # noqa: S102 - multiprocessing's own code, which returns when the launcher has ended
     except Exception:  # noqa: BLE001 - printed as by any process
         traceback.print_exc()
     finally:
@@ -115,7 +116,7 @@ def _serve(line: str, kept: Sequence[int]) -> NoReturn:
 
 
 def _end_server() -> None:
-    """End the server now: without this it ends with this process too, but only after all its imports."""
+    """End the server at once; else it would end with this process too, but only after all its imports."""
     pid = vars(forkserver._forkserver).get("_forkserver_pid")
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -123,7 +124,7 @@ def _end_server() -> None:
 
 
 class LauncherEnvironment:
-    """Environment, folder, output and start method of the launcher, for a rank that it starts."""
+    """Environment, working directory, output files and start method of the launcher, to be sent to a rank."""
 
     def __init__(self) -> None:
         self._method = multiprocessing.get_start_method(allow_none=True)
@@ -132,14 +133,14 @@ class LauncherEnvironment:
         self._streams: Sequence[Any] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for a process being started; file descriptors can travel then."""
+        """Return the state for pickle, with file descriptors if the fork server starts a process just now."""
         popen = context.get_spawning_popen()
         forked = popen is not None and popen.method == "forkserver"
         return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}
 
     def enter(self) -> None:
-        """Take over the launcher's environment where this process has not inherited it."""
-        # Or its workers would be started as it was, later than by a fork, and a server would keep them when it is gone.
+        """Apply the launcher's settings to this process, a rank, where it has not inherited them."""
+        # With the launcher's method: else data workers would come from a fork server, and outlive the rank.
         multiprocessing.set_start_method(self._method, force=True)
         util.register_after_fork(LauncherEnvironment, _end_workers_with_job)
         if not self._streams:
@@ -151,20 +152,21 @@ class LauncherEnvironment:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_TERMINAL)
         os.environ.update(self._environment)
         os.chdir(self._folder)
-        atexit._clear()  # what the server has to do at its end
-        gc.freeze()  # what the server imported stays: a collection would walk all of it, and copy its pages
-        # A forked process does not come to Python's own end.
+        atexit._clear()  # remove the functions that the server registered
+        gc.freeze()  # garbage collections skip the server's objects: to visit them would copy their memory pages
+        # A forked process ends without Python's own exit, so its exit functions are called by multiprocessing.
         util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
 
 
 def _end_workers_with_job(_: object) -> None:
-    """Let a process that multiprocessing has forked from a rank end with the job."""
+    """Register `_end_if_job_is_over` in a process that multiprocessing has forked from a rank."""
     util.Finalize(None, _end_if_job_is_over, exitpriority=100)
 
 
 def _end_if_job_is_over() -> None:
-    """End silently when the job is over: a data worker notices that seconds later, and would report each file that it
-    cannot remove.
+    """End this process without a message if the job is over.
+
+    A data worker notices this only seconds later, and would report each file that it cannot remove.
     """
     folder = vars(process.current_process())["_config"].get("tempdir")
     if folder is not None and not Path(folder).exists():

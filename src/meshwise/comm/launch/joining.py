@@ -1,4 +1,7 @@
-"""Join the ranks that torchrun or `run` has started: one world for each device, watched and closed at exit."""
+"""Connect this process, a rank that torchrun or `run` has started, with the other ranks: `connect` returns its World.
+
+A process has one world for each device, with a watchdog, and closes it at exit.
+"""
 
 import atexit
 import contextlib
@@ -26,15 +29,17 @@ _LEAVING_TIME = timedelta(seconds=5)
 def connect(
     *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
 ) -> World:
-    """Return the world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
+    """Return the world of this process, over the mesh `rank=N` of all ranks of the job. Every rank calls it.
 
-    `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
-    the same world again. It is watched (see `watchdog`, also for `stall_seconds`) and closed at exit at the latest;
-    once closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or
-    `auto`; by default the environment variable MESHWISE_COMM, else `auto`.
+    | device          device of this rank's tensors; None for GPU number LOCAL_RANK, or the CPU without GPUs. A second
+    |                 call for the same device returns the same world, even if it was closed
+    | stall_seconds   as of `Watchdog`, which watches over the world
+    | comm            how CPU ranks of one host communicate: `local` (shared memory), `gloo`, or `auto`; None for the
+    |                 value of MESHWISE_COMM, or `auto` without this variable
 
-    Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible, when a requested GPU is
-    missing, or when the environment is incomplete. Raises torch's DistError when ranks stay away for ten minutes.
+    The world is closed at exit. Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is
+    impossible, when a requested GPU is missing, or when the environment is incomplete. Raises torch's DistError when
+    ranks are missing for ten minutes.
     """
     with joined_by(comm):
         return joined(device, stall_seconds=stall_seconds, sink=report_to_stderr)
@@ -43,7 +48,7 @@ def connect(
 def joined(
     device: torch.device | str | None, *, stall_seconds: float | None = None, sink: ReportSink = report_to_stderr
 ) -> World:
-    """Connect as `connect` does; `sink` receives the reports of the watchdog."""
+    """Return the world of this process as `connect` does. sink: receives the reports of the watchdog."""
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
         if not gpu_count():
@@ -58,7 +63,7 @@ def joined(
 
 @functools.cache
 def _worlds() -> dict[torch.device, World]:
-    """Return the worlds this process has joined. A process is one rank, whichever code asks."""
+    """Return the worlds of this process by device: one dict, which lives as long as the process."""
     return {}
 
 
@@ -74,30 +79,35 @@ def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -
         if not is_opened_by_launcher():
             atexit.register(_leave_store, own, rank=world.rank, size=world.size)
         atexit.register(watch.stop)
-    # Runs before the watch stops: what is still under way is waited for, and watched.
+    # Runs before `watch.stop`, so the watchdog still watches while the last collectives are finished.
     atexit.register(_close, world, watch)
     return world
 
 
 def leave_undone() -> None:
-    """Leave the collectives under way unfinished: this rank ends, and its launcher ends the others."""
+    """Do not close the worlds at exit, so that this rank can end while collectives are not complete.
+
+    The launcher then ends the other ranks.
+    """
     atexit.unregister(_close)
 
 
 def _close(world: World, watch: Watchdog | None) -> None:
-    """Close at exit. A lost rank has been reported by then, or does not matter any more. A disagreement has not been
-    reported, and an exception at exit would end the process with status 0.
+    """Close the world at exit.
+
+    The loss of a rank is ignored: it has been reported, or does not matter any more. A disagreement is reported here,
+    with exit status 1: after an exception at exit the process would end with status 0.
     """
     try:
         with contextlib.suppress(RankLostError):
             world.close()
     except RanksDisagree as error:
-        assert watch is not None, "there are others"
+        assert watch is not None, "ranks can only disagree in a world of several"
         watch.failed(error)
 
 
 def asked_comm() -> Comm:
-    """Return how the environment asks to join ranks. Raises ValueError for an unknown way."""
+    """Return the value of MESHWISE_COMM, or `auto` without it. Raises ValueError for an unknown value."""
     named = os.environ.get(COMM_VARIABLE) or "auto"
     return _known(named, source=f"{COMM_VARIABLE}={named}")
 
@@ -106,13 +116,14 @@ def _known(named: str, *, source: str) -> Comm:
     for comm in get_args(Comm):
         if named == comm:
             return cast(Comm, comm)
-    raise ValueError(f"{source}: ranks of one host are joined by {', '.join(get_args(Comm))}")
+    raise ValueError(f"{source} is unknown; the ways to connect the ranks of one host are {', '.join(get_args(Comm))}")
 
 
 @contextlib.contextmanager
 def joined_by(comm: Comm | None) -> Iterator[None]:
-    """Set `comm` in the environment inside the block, for the processes started there. Raises ValueError for an unknown
-    way.
+    """Set MESHWISE_COMM to `comm` inside the block, also for processes started there; None leaves it unchanged.
+
+    Raises ValueError for an unknown value.
     """
     kept = os.environ.get(COMM_VARIABLE)
     asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
@@ -128,7 +139,10 @@ def joined_by(comm: Comm | None) -> Iterator[None]:
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Leave a store that rank 0's process opened: rank 0 leaves last, or the last messages of the others would fail."""
+    """Wait at exit on rank 0, which has opened the store, until all ranks are here: at most 5 s.
+
+    Without this the last requests of other ranks to the store would fail.
+    """
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == size:
             store.set("all left", "")

@@ -1,13 +1,11 @@
-"""Start the ranks of a job, or connect the ranks that torchrun has started.
+"""Start the ranks of a job on this machine, run a function on each, and return the results: `run`.
 
-`connect` is for a program that torchrun (or srun torchrun) has started. `run` is for a script or a notebook: it starts
-the ranks of one machine through the elastic launcher that torchrun uses. Under torchrun it only connects. So the same
-file works both ways.
+`run` uses the elastic launcher of torchrun. In a process that torchrun has started, `run` only connects this rank. So
+one script works with `python` and with torchrun.
 
-    run ── agent ── rank ──────────── joining ── main(world, …)
-     │     torch's  one rank from      the world it
-     │     launcher start to end       has part in
-     └─ rank_outcome: what they returned, or the error that came first, not one of those that it caused in other ranks
+    run ── agent ──────────── rank_process ────────────── joining ──────── main(world, …)
+     │     torch's launcher   one rank, start to end      its world
+     └─ rank_outcome: the results of `main`, or the first error (not the errors that it caused in other ranks)
 """
 
 import contextlib
@@ -39,6 +37,7 @@ from meshwise.comm.launch.rank_process import SIGNALS, asked_threads, rank_main
 from meshwise.comm.network.torch_world import Comm
 
 ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
+"""Function like `sys.excepthook`: (type, exception, traceback)."""
 
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
@@ -53,19 +52,21 @@ def run(
     restarts: int = 0,
     comm: Comm | None = None,
 ) -> list[Any]:
-    """Call `main(world, *args)` on `size` ranks and return what it returned on each, by rank.
+    """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
-    Starts `size` processes on this machine and ends them again; under torchrun, whose ranks already are processes, it
-    connects this one instead. `main`, `args` and the results travel by pickle. `main` is a function at the top of a
-    module or script, called under `if __name__ == "__main__":`; in a notebook any function works. A rank gets its part
-    of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
+    Starts `size` processes on this machine, and ends them again. Under torchrun, where every rank runs the script, the
+    function connects this process instead and returns the results of all ranks. `main`, `args` and results are pickled.
+    `main` is a function at the top of a module or script, and `run` is called under `if __name__ == "__main__":`. In a
+    notebook any function works. A rank has its share of the cores as threads unless OMP_NUM_THREADS is set.
 
-    restarts: how many times all ranks are ended and started again when one fails, and `main` called again. `main` must
-    store what it should not do twice (`JobAttempt` says which start it is). comm: as in `connect`.
+    | device     as in `connect`
+    | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
+    |            (`JobAttempt.current()` tells the number of the start). Ignored under torchrun
+    | comm       as in `connect`
 
     Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError
     when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
-    ValueError when the environment is incomplete or asks for something impossible, and NoSemaphoresError in a container
+    ValueError when the environment is incomplete or an argument is impossible, and NoSemaphoresError in a container
     with almost no shared memory.
     """
     if launched():
@@ -96,18 +97,19 @@ def run(
         ended = received.sigval
     if isinstance(ended, BaseException):
         raise ended
-    # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one; of Ctrl-C
-    # that nobody catches, a traceback into the wait for the ranks would tell nothing.
+    # torch's handler has received the signal. Now that all ranks have ended, the signal is raised again for the handler
+    # of this program. For Ctrl-C a plain message replaces the traceback, which would only show the wait for the ranks.
     if signal.getsignal(ended) == signal.SIG_DFL:
-        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; what Python would do when it ends
+        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; multiprocessing's own exit function
     sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
     signal.raise_signal(ended)
     raise SystemExit(128 + ended)
 
 
 def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
-    """Return the command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its
-    arguments.
+    """Return the torchrun command that starts `size` ranks on this machine, quoted for the shell.
+
+    argv: the script, or `-m` and the module, and then its arguments. restarts: as in `run`.
     """
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
@@ -121,7 +123,11 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 
 
 def _start_method(main: Callable[..., Any]) -> str:
-    """Return the start method for the processes: fork when `main` is defined in a notebook only."""
+    """Return the start method of multiprocessing for `main`: `fork` if a notebook defines it, else as `start_context`.
+
+    Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
+    pickled, RuntimeError for a notebook's function where a fork is impossible.
+    """
     script = sys.modules["__main__"]
     if sys.modules.get("__mp_main__", script) is not script:
         # A forked process does not print why it exits.
@@ -133,18 +139,19 @@ def _start_method(main: Callable[..., Any]) -> str:
     if main.__module__ != "__main__" or Path(getattr(script, "__file__", "")).is_file():
         if "<" in main.__qualname__:
             raise ValueError(
-                f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
+                f"{main.__qualname__} cannot be pickled for another process: define it at the top of a module or script"
             )
         return start_context().get_start_method()
     if "fork" not in multiprocessing.get_all_start_methods() or cuda_in_use():
-        why = "CUDA is already in use here" if cuda_in_use() else "this system cannot copy processes"
+        why = "CUDA is already in use here" if cuda_in_use() else "this system cannot fork processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
     return "fork"
 
 
 def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType | None) -> NoReturn:
-    """Handle a signal as torch's launcher does once ranks run: end them and clean up. Further signals are ignored
-    meanwhile.
+    """Handle a signal as torch's launcher does: raise SignalException, so that the ranks are ended.
+
+    handled: signals that are ignored from now on.
     """
     for other in handled:
         signal.signal(other, signal.SIG_IGN)
@@ -154,12 +161,15 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 
 @contextlib.contextmanager
 def _as_launcher(size: int) -> Iterator[None]:
-    """Prepare this process as torch's launcher expects it, and restore it afterwards."""
+    """Set the signal handlers, environment and logging that torch's launcher needs, and restore them after.
+
+    size: number of ranks, among which the cores are divided.
+    """
     kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}
     kept_handlers = {number: handler for number, handler in found.items() if handler is not None}
-    # What this process ignores, as `nohup` and a shell in the background have it, it goes on to ignore.
+    # Signals that this process ignores stay ignored: `nohup` and background jobs of a shell depend on this.
     handled = [number for number, handler in kept_handlers.items() if handler != signal.SIG_IGN]
     silenced = [
         logger
@@ -168,7 +178,7 @@ def _as_launcher(size: int) -> Iterator[None]:
     ]
     if size > 1 and asked_threads() is None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
-    os.environ[_HANDLED] = ""  # torch's handler would hear a second one
+    os.environ[_HANDLED] = ""  # torch sets no handlers: `_received` is the handler
     for logger in silenced:
         logger.disabled = True
     try:

@@ -1,11 +1,11 @@
-"""Store the result or error of a rank in a file that its launcher reads, in the folder of the job.
+"""Store the result or exception of each rank in a file, from which the launcher makes its result or its error.
 
-    | meshwise-job-x1y2/         among the temporary files
-    |   start-0/  0  1  …        a `RankOutcome` of each rank, for each start of them
-    |   logs/                    torch's
+    | meshwise-job-x1y2/         folder of the job, in the system's temporary folder
+    |   start-0/  0  1  …        a pickled `RankOutcome` of each rank, for each start of the ranks
+    |   logs/                    log files of torch's launcher
 
-A result or exception travels in a file, not through the exit status or a pipe. It is there even when the process dies
-right afterwards, and the first of several errors can be separated from later ones.
+A file, unlike an exit status or a pipe, is complete even if the process dies right afterwards. The time in it tells the
+first of several errors from later ones.
 """
 
 import contextlib
@@ -27,50 +27,52 @@ _STATUSES = "statuses"
 
 @contextlib.contextmanager
 def job_folder() -> Iterator[Path]:
-    """Make a folder for a job among the temporary files, and remove it after the block."""
+    """Make a temporary folder for a job, and remove it after the block."""
     with tempfile.TemporaryDirectory(prefix="meshwise-job-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 def start_folder(folder: Path, *, number: int) -> Path:
-    """Return the folder in which the ranks of one start leave their outcomes."""
+    """Return the folder for the outcomes of one start of the ranks. number: 0 for the first start."""
     return folder / f"start-{number}"
 
 
 def last_start(folder: Path) -> Path:
-    """Return the folder with the outcomes of the last start."""
+    """Return the folder with the outcomes of the last start; `folder` itself if no rank has started."""
     return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """The result of a rank's main, or the exception that ended it, where it was raised (as text) and when."""
+    """Result of `main` on one rank, or the exception that ended the rank."""
 
     result: Any = None
     error: BaseException | None = None
     trace: str = ""
+    """Traceback of `error` as text, without its message."""
     seconds: float = 0.0
+    """Time of the exception, by `time.time`."""
 
     @classmethod
     def of(cls, error: BaseException) -> "RankOutcome":
-        """Return the outcome for a rank that `error` ended just now."""
+        """Return the outcome of a rank that the exception `error` ends now."""
         text, message = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
         return cls(error=_picklable(error), trace=text.removesuffix(message), seconds=time.time())
 
     @property
     def is_consequence(self) -> bool:
-        """True if the rank only failed because another one was lost."""
+        """True if the rank failed because another rank was lost."""
         return isinstance(self.error, RankLostError)
 
     @property
     def left_well(self) -> bool:
-        """True if the rank called `sys.exit` as one does at a good end."""
+        """True if the rank called `sys.exit` with status 0."""
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write the outcome into the folder that the launcher reads. Raises the error of pickle where it refuses.
+        """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle.
 
-        An outcome that the watchdog wrote stays: the rank may notice the loss of another one before it ends itself.
+        An outcome that is a consequence does not replace another: the watchdog may have written a better report before.
         """
         if self.is_consequence and self.is_there(folder, rank=rank):
             return
@@ -78,7 +80,9 @@ class RankOutcome:
             data = pickle.dumps(self)
         except Exception as error:
             kind = type(self.result).__name__
-            error.add_note(f"main returned a {kind}; a result of main travels by pickle")
+            error.add_note(
+                f"main returned a {kind}, which cannot be pickled; return a value that can be, such as a list of tensors"
+            )
             raise
         (folder / f"{rank}.writing").write_bytes(data)
         (folder / f"{rank}.writing").rename(folder / str(rank))
@@ -90,7 +94,7 @@ class RankOutcome:
 
     @classmethod
     def load(cls, folder: Path, *, rank: int) -> "RankOutcome | None":
-        """Return the outcome that a rank wrote, or None when it wrote nothing."""
+        """Return the outcome that `rank` wrote into `folder`, or None if it wrote none."""
         if not cls.is_there(folder, rank=rank):
             return None
         outcome = pickle.loads((folder / str(rank)).read_bytes())
@@ -99,7 +103,10 @@ class RankOutcome:
 
 
 def results(folder: Path, *, size: int) -> list[Any]:
-    """Return the result of `main` on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
+    """Return the results of `main` in the outcomes of `folder`, by rank.
+
+    Raises `first_error` when an outcome has an exception: some ranks have called `sys.exit` with status 0.
+    """
     outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
         raise first_error(folder, size=size, statuses={})
@@ -109,13 +116,13 @@ def results(folder: Path, *, size: int) -> list[Any]:
 
 
 def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
-    """Store the exit codes of failed ranks in the folder of their outcomes."""
-    with contextlib.suppress(OSError):  # it only serves to say why others are started
+    """Store the exit statuses of failed ranks, by rank, in the folder of their outcomes. A full disk is ignored."""
+    with contextlib.suppress(OSError):  # only the message about a restart needs the statuses
         (folder / _STATUSES).write_text(json.dumps(list(statuses.items())), encoding="utf-8")
 
 
 def load_statuses(folder: Path) -> Mapping[int, int]:
-    """Return the exit statuses left in `folder`, by rank."""
+    """Return the exit statuses that `save_statuses` stored in `folder`, by rank; empty if there are none."""
     try:
         return dict(json.loads((folder / _STATUSES).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -123,14 +130,16 @@ def load_statuses(folder: Path) -> Mapping[int, int]:
 
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
-    """Return the exception to raise for ranks that ended: the first one that no other rank caused. `statuses`: exit
-    status of each failed process, by rank; negative for one that a signal ended.
+    """Return the exception for the caller of `run`: the first one in `folder` that no other rank caused.
+
+    If only such consequences are there, the exception is a RankLostError for the rank that ended without an outcome.
+    statuses: exit status of each failed process, by rank; minus the signal's number for a process that a signal ended.
     """
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
     if not silent and not raised:
-        return RankLostError("ranks ended without a word")
+        return RankLostError("ranks ended without an exception and without an exit status")
     if not silent or any(not outcome.is_consequence and not outcome.left_well for outcome in raised.values()):
         rank, first = min(raised.items(), key=lambda item: (item[1].left_well, item[1].is_consequence, item[1].seconds))
         assert first.error is not None
@@ -168,10 +177,10 @@ def _with_notes(error: BaseException, others: Mapping[int, RankOutcome]) -> Base
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Return the exception itself, or when it cannot travel between processes a RuntimeError with the same message."""
+    """Return `error` itself if pickle can copy it, else a RuntimeError with its type name, message and notes."""
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
+    except Exception:  # noqa: BLE001 - pickle may call any code of the exception's class
         copy = None
     if isinstance(copy, type(error)) and str(copy) == str(error):
         return error

@@ -1,7 +1,8 @@
-"""Run one rank from start to end, in a process that `run` has started; it leaves a `RankOutcome`.
+"""Run one rank from start to end in a process that `run` has started, and save its `RankOutcome`.
 
-A rank that blocks in a collective cannot handle Ctrl-C or the signal of a lost launcher: both end it at once. A rank
-that worked cannot fail at interpreter exit, where threads of torch may abort the process.
+A rank that blocks in a collective cannot run Python signal handlers. So Ctrl-C and the launcher's signals end the rank
+by their default action. A rank ends by `os._exit`: at interpreter exit threads of torch may abort the process, and a
+successful rank would fail.
 """
 
 import atexit
@@ -29,21 +30,25 @@ from meshwise.comm.launch.joining import joined
 from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, load_statuses, start_folder
 
 POLL_SECONDS = 0.1
-"""How often the launcher looks at its ranks."""
+"""Seconds between two looks of the launcher at its ranks."""
 
 SIGNALS = (signal.SIGINT, *ENDING)
-"""Signals that a launcher passes on to its ranks."""
+"""Signals on which a launcher ends its ranks, and which end a rank."""
 
 CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
-"""Longer than a launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
-the others then.
+"""Seconds that a rank stays alive after it failed because another rank was lost.
+
+By then the launcher has noticed the rank that ended first, even on an overloaded machine, and has ended this rank.
 """
 
 
 def rank_main(
     folder: Path, environment: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
-    """Run one rank from start to end; `folder` is the folder of the job."""
+    """Call `main(world, *args)` on the world of this rank, save the outcome, and end the process; do not return.
+
+    folder: folder of the job, in which outcomes are saved. environment: settings of the launcher. device: as in `run`.
+    """
     _die_of(SIGNALS)
     environment.enter()
     _keep_lines_whole()
@@ -70,36 +75,38 @@ def rank_main(
         outcome = _outcome(functools.partial(main, world, *args))
         world.close()
         outcome.save(folder, rank=rank)
-    except BaseException as error:  # noqa: BLE001 - the launcher reports whatever ended this rank
+    except BaseException as error:  # noqa: BLE001 - the launcher reports every exception that ended this rank
         try:
             outcome = RankOutcome.of(error)
             try:
                 outcome.save(folder, rank=rank)
-            except OSError:  # a full disk, for example: then it is printed here
+            except OSError:  # a full disk, for example: then the exception is printed here
                 traceback.print_exc()
             if outcome.is_consequence:
                 time.sleep(CONSEQUENCE_SECONDS)
-        finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
+        finally:  # after an exception here the process would end with status 0, and the launcher wait for a result
             _leave(1)
 
 
 def _end_workers() -> None:
-    """End the data workers with this process, as multiprocessing does at the end of a process."""
+    """End the daemon processes of this process, such as data workers, as multiprocessing does at exit."""
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()
 
 
 def _die_of(numbers: Collection[signal.Signals]) -> None:
-    """Let these signals end the process by their default action, except those that its parent makes it ignore."""
+    """Let these signals end the process by their default action, except signals that the process ignores already."""
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _keep_lines_whole() -> None:
-    """Print whole lines at a time. Ranks write to the same place, where pieces of lines would mix: those that a full
-    buffer cuts off, or every word with PYTHONUNBUFFERED. Printed lines also survive when the rank is killed.
+    """Write output one whole line at a time.
+
+    All ranks write to the same terminal or file. Without this, parts of lines would mix when a buffer is full, or with
+    PYTHONUNBUFFERED. Lines are also printed before a rank is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -107,7 +114,7 @@ def _keep_lines_whole() -> None:
 
 
 def _outcome(main: Callable[[], Any]) -> RankOutcome:
-    """Return the outcome of `main`: its result, or a successful `sys.exit`."""
+    """Return the outcome of `main`: its result, or a `sys.exit` with status 0. Other exceptions are raised."""
     try:
         return RankOutcome(main())
     except SystemExit as left:
@@ -118,16 +125,16 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 
 def asked_threads() -> int | None:
-    """Return the threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level.
+    """Return the number of threads in OMP_NUM_THREADS, of a list `4,2` the first number.
 
-    None for a value that is no number above 0, which OpenMP ignores too.
+    Return None without the variable, and for values other than numbers above 0, which OpenMP ignores too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
 
 
 def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
-    """Print why the ranks are started again, from the outcomes of the last start."""
+    """Print why the ranks were started again: the first error of the start before. folder: of the job."""
     previous = start_folder(folder, number=attempt.number - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
     why = f"{type(error).__name__}: {error}"
@@ -135,12 +142,12 @@ def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process with this status, whatever threads still run in it; with 1 when its output cannot be written."""
+    """End the process at once with the exit status `status`, or 1 when its output cannot be written."""
     _end_workers()
     try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
             stream.flush()
-    except Exception:  # noqa: BLE001 - a full disk, or what `main` has put there
+    except Exception:  # noqa: BLE001 - a full disk, or an error of a stream that `main` has installed
         status = status or 1
         traceback.print_exc()
     finally:
