@@ -59,10 +59,9 @@ class PendingResult:
 
 
 def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Concatenate the parts of all ranks along `axes` in dim `dim`: (…, sizes[i], …) → (…, sum(sizes), …).
-
-    `sizes`: size of each rank's part along `dim`, in group order; by default every part is as large as `x`.
-    Backward: reduce_scatter. Raises ValueError when `sizes` does not fit `x` and the group.
+    """Concatenate the parts of all ranks along `axes` in dim `dim`: (…, sizes[i], …) → (…, sum(sizes), …). `sizes`:
+    size of each rank's part along `dim`, in group order; by default every part is as large as `x`. Backward:
+    reduce_scatter. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=False))
 
@@ -73,9 +72,8 @@ def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes
 
 
 def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Return this rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …).
-
-    `sizes`: size of each rank's part, in group order. By default parts are equal, or the first parts are larger by one.
+    """Return this rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …). `sizes`:
+    size of each rank's part, in group order. By default parts are equal, or the first parts are larger by one.
     Backward: all_gather. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     return _start(x, _ReduceScatter(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
@@ -83,7 +81,6 @@ def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: 
 
 def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Return a copy of this rank's part along `dim` of an `x` that is equal on all ranks, without communication.
-
     `sizes`: as in `reduce_scatter`. Backward: replicate. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     return _start(x, _Take(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
@@ -95,10 +92,7 @@ def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
 
 
 def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """Return `x`, which is equal on all ranks and from which each rank computes something different.
-
-    Backward: all_reduce.
-    """
+    """Return `x`, equal on all ranks, for each rank to compute something different from it. Backward: all_reduce."""
     return _start(x, _Copy(world, axes))
 
 
@@ -119,8 +113,7 @@ def all_to_all(
         | two dims         (…, sum(split), …, cat[i], …) → (…, split[i], …, sum(cat), …)
         | one dim for both (…, sum(split), …) → (…, sum(cat), …)
 
-    Backward: all_to_all with `split_dim` and `cat_dim` exchanged. Raises ValueError when `sizes` does not fit `x` and
-    the group.
+    Backward: all_to_all with the two dims exchanged. Raises ValueError when `sizes` does not fit `x` and the group.
     """
     group = world.group(axes)
     cut, arriving = (None, None) if sizes is None else sizes
@@ -134,9 +127,8 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class CollectiveSource:
-    """Kind of a collective's output (see the first table of this file), and the axes of the collective.
-
-    One field holds the axes, the others are empty. No collective has a partial output.
+    """Kind of a collective's output (see the first table of this file), and the axes of the collective. One field holds
+    the axes, the others are empty. No collective has a partial output.
     """
 
     whole: tuple[str, ...] = ()
@@ -145,9 +137,8 @@ class CollectiveSource:
 
 
 def source_of_output(node: Node) -> CollectiveSource | None:
-    """Return the axes over which the output of an autograd node is whole, replicated or split.
-
-    Return None for a node that is not of a collective of this file.
+    """Return the axes over which the output of an autograd node is whole, replicated or split. Return None for a node
+    that is not of a collective of this file.
     """
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
@@ -360,7 +351,6 @@ class _Passage:
 
 class _Depart(torch.autograd.Function):
     """Start the collective on `x`, and return an empty tensor that connects this function with `_Arrive` in the graph.
-
     The backward waits for the conjugate collective and returns its result.
     """
 

@@ -13,10 +13,9 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
-    """Return a 1-D view of `x` outside autograd (as in c10d, autograd does not notice writes through the view).
-
-    given: True if the collective only reads the tensor. Then the result for a tensor with torch's conjugate or negative
-    bit is a copy. Raises ValueError for a tensor that is not contiguous, and for such a bit when `given` is False.
+    """Return a 1-D view of `x` outside autograd (as in c10d, autograd does not notice writes through the view). given:
+    True if the collective only reads the tensor. Then the result for a tensor with torch's conjugate or negative bit is
+    a copy. Raises ValueError for a tensor that is not contiguous, and for such a bit when `given` is False.
     """
     if x.is_conj() or x.is_neg():
         if not given:
@@ -33,7 +32,6 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
 
 def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
     """Return `x` as `size` parts in one dim: equal slices of one tensor, or a view of each tensor of the sequence.
-
     given: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
     divide into equal parts, when the number of tensors is wrong, and in the cases of `flat`.
     """
@@ -55,9 +53,8 @@ def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
 
 
 def passed(x: Parts | None, *, who: str, name: str) -> Parts:
-    """Return `x`, or raise ValueError when `x` is None on the rank that has to pass it.
-
-    who, name: the rank (`the target of a gather`) and the parameter, for the message.
+    """Return `x`, or raise ValueError when `x` is None on the rank that has to pass it. who, name: the rank (`the
+    target of a gather`) and the parameter, for the message.
     """
     if x is None:
         raise ValueError(f"{who} passes `{name}`; here it is None")
@@ -107,11 +104,9 @@ _BLOCK = 128 << 10
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
-    """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min.
-
-    `into` may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results: a separate tensor,
-    or one of the first two parts if that part may be overwritten. fp16 and bf16 values are summed in fp32 and
-    rounded once. Raises ValueError for an unknown op.
+    """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min. `into`
+    may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results: a separate tensor, or one
+    of the first two parts if that part may be overwritten. fp16 and bf16 values are summed in fp32 and rounded once.
     """
     require_op(op)
     for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
@@ -119,10 +114,8 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
 
 
 def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
-    """Reduce `parts`, in their order, into `into`, without cutting them into blocks. op: sum, max or min.
-
-    All arguments are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch` holds intermediate results
-    of three and more parts.
+    """Reduce `parts`, in their order, into `into`, without cutting them into blocks. op: sum, max or min. All arguments
+    are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums.
     """
     if op == "sum" and is_narrow(into.dtype):
         total = parts[0].float()

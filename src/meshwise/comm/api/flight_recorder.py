@@ -62,9 +62,8 @@ class CallRecord(NamedTuple):
 
     @property
     def agreed(self) -> str:
-        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype.
-
-        For a send and its recv: number of elements and dtype. All-to-all, gather and scatter leave the elements out.
+        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. For a
+        send and its recv: number of elements and dtype. All-to-all, gather and scatter leave the elements out.
         """
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
@@ -110,8 +109,7 @@ class PlacedCall(NamedTuple):
 class Position(NamedTuple):
     """Collective that a rank waits for, or else the last collective that the rank called.
 
-    `record` is None before the first call. `waiting_since` is the time of `time.monotonic` at which the wait began, or
-    None for a rank that does not wait.
+    record: None before the first call. waiting_since: start of the wait by `time.monotonic`; None without a wait.
     """
 
     record: CallRecord | None = None
@@ -163,10 +161,9 @@ class FlightRecorder:
             self._stopwatch.begins(what)
 
     def write(self, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
-        """Store the record of a call that is about to be made, and make it the position of the rank.
-
-        ranks: the ranks of the group; for a send or recv, the source and the target. Raises RuntimeError in a fork of
-        the rank's process, and while another thread of the rank waits in a collective.
+        """Store the record of a call that is about to be made, and make it the position of the rank. ranks: the ranks
+        of the group; for a send or recv, the source and the target. Raises RuntimeError in a fork of the rank's
+        process, and while another thread of the rank waits in a collective.
         """
         self._require_own(record)
         line = CallLine(ranks, record.point_to_point)
@@ -183,9 +180,8 @@ class FlightRecorder:
             recording.append(record)
 
     def waiting(self, record: CallRecord) -> "_Waiting":
-        """Return a context manager that marks this rank as waiting for `record`; such blocks may be nested.
-
-        Raises RuntimeError in a fork of the rank's process, and while another thread of the rank waits.
+        """Return a context manager that marks this rank as waiting for `record`; such blocks may be nested. Raises
+        RuntimeError in a fork of the rank's process, and while another thread of the rank waits.
         """
         self._require_own(record)
         return _Waiting(self, record)
@@ -214,7 +210,6 @@ class FlightRecorder:
 
     def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
         """Add activities of other threads of this rank to the times of the `timed` block; do nothing outside of one.
-
         events: (activity, start, stop), with times of `time.monotonic`.
         """
         if self._stopwatch is not None:
@@ -223,10 +218,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[ActivityStopwatch]:
-        """Measure the rank's activities and waits inside the block with the stopwatch that the block gets.
-
-        Raises RuntimeError inside another such block.
-        """
+        """Measure the rank's activities and waits inside the block. Raises RuntimeError inside another such block."""
         if self._stopwatch is not None:
             raise RuntimeError("this rank is in a `timed` block already; end that block first")
         self._stopwatch = ActivityStopwatch(device)
@@ -262,9 +254,8 @@ class _Waiting:
 
 
 def disagreement(records: Mapping[int, CallRecord]) -> str | None:
-    """Return a text with a line for each set of ranks that made the same call, largest set first.
-
-    Return None when the calls agree. `records`: by rank, the call that should be the same on all ranks.
+    """Return a text with a line for each set of ranks that made the same call, largest set first. Return None when the
+    calls agree. `records`: by rank, the call that should be the same on all ranks.
     """
     parties: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(records.items()):
@@ -280,7 +271,6 @@ def disagreement(records: Mapping[int, CallRecord]) -> str | None:
 
 def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
     """Return the first difference between the recent calls of the ranks: a message and the ranks that made the calls.
-
     Return None when there is no difference. `recent`: the last calls of each rank, by rank.
     """
     places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
@@ -302,10 +292,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def call_site() -> str:
-    """Return `folder/file:line function` of the innermost caller outside this folder and torch.
-
-    Return `interpreter exit` when there is no such caller.
-    """
+    """Return `folder/file:line function` of the innermost caller outside this folder and torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back

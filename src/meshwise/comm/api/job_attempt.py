@@ -50,7 +50,6 @@ class JobAttempt:
 
 def fresh(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
     """Return `store` with a prefix that no earlier attempt has used. Every rank of the attempt calls this function.
-
     When ranks are missing for `timeout`: raises TimeoutError with their numbers on rank 0, torch's DistError on others.
     """
     desk = c10d.PrefixStore("meshwise/attempts", store)

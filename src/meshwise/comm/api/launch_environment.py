@@ -1,7 +1,6 @@
 """Read and check the launcher's environment variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-torchrun sets all four. An incomplete set is an error: without the error each process would run alone, as a world of one
-rank, and train on its own.
+torchrun sets all four. An incomplete set is an error: else each process would run alone, as a world of one rank.
 """
 
 import os
@@ -25,9 +24,7 @@ class LaunchedRank:
 
 def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """Return the rank and world size of the environment, or None when neither RANK nor WORLD_SIZE is set.
-
-    `environment`: by default the environment of this process. Raises ValueError when variables are missing, are no
-    numbers or contradict each other.
+    `environment`: by default the environment of this process. Raises ValueError when variables are missing or wrong.
     """
     variables = os.environ if environment is None else environment
     if not is_under_launcher(variables):

@@ -30,7 +30,6 @@ _LEFT_OUT = (
 
 def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the innermost 12 of these (frame, line number) pairs as indented text, the outermost of them first.
-
     frames: innermost first, as from `traceback.walk_stack`.
     """
     summary = traceback.StackSummary.extract(iter(frames))
@@ -44,9 +43,8 @@ def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return `file:line function` of the innermost frame of an exception that is in the user's own code.
-
-    Without such a frame: of the innermost frame outside torch, else of the innermost frame.
+    """Return `file:line function` of the innermost frame of an exception that is in the user's own code. Without such a
+    frame: of the innermost frame outside torch, else of the innermost frame.
     """
     entries = traceback.extract_tb(error.__traceback__)
     others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
@@ -62,9 +60,8 @@ def _is_pythons_or_ours(file: str) -> bool:
 
 def stack_of(thread: int | None) -> str:
     """Return the current stack of the thread with this identifier (None: of none); "" when the thread has ended.
-
-    Garbage collection is off while the frames are read. Python makes a frame object only when code asks for it, and
-    may then collect garbage and switch threads. The other thread may return from that frame, and the frame's memory is
+    Garbage collection is off while the frames are read. Python makes a frame object only when code asks for it, and may
+    then collect garbage and switch threads. The other thread may return from that frame, and the frame's memory is
     reused. Reading this memory ended ranks with SIGSEGV.
     """
     collects = gc.isenabled()

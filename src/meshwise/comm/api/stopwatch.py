@@ -75,10 +75,8 @@ class ActivityStopwatch:
         self._background.append(TimedSpan(what, start, stop, in_background=True))
 
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
-        """Return this rank's activities in order, then its waits, then the work of its other threads.
-
-        Blocks the host until the GPU has reached the last event. offset: seconds by which this host's clock is ahead;
-        they are subtracted from all times.
+        """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
+        until the GPU has reached the last event. offset: seconds to subtract from all times.
         """
         marks = [(what, self._origin.at(moment) - offset) for what, moment in self._marks]
         spans = [

@@ -75,9 +75,8 @@ def rooted(group: Group, *, root: int) -> Group:
 
 
 def line(group: Group, *, source: int, target: int) -> Group:
-    """Return the group of two ranks, source and target, for a message between these indices of `group`.
-
-    Raises ValueError unless they are two different indices of the group.
+    """Return the group of two ranks, source and target, for a message between these indices of `group`. Raises
+    ValueError unless they are two different indices of the group.
     """
     if source == target or not (0 <= source < group.size and 0 <= target < group.size):
         raise ValueError(
@@ -104,9 +103,8 @@ class Work:
         return self._done
 
     def wait(self) -> None:
-        """Block until the result is complete. On CUDA, block only the current stream.
-
-        Raises RankLostError when another rank has ended, and other errors of the implementation.
+        """Block until the result is complete. On CUDA, block only the current stream. Raises RankLostError when another
+        rank has ended, and other errors of the implementation.
         """
         if self._done:
             return
@@ -125,12 +123,11 @@ class Work:
 
 
 class World(abc.ABC):
-    """Collectives, send and recv along the axes of a mesh. Every tensor must be contiguous and on `device`.
-
-    Each method starts a collective and returns a `Work`; call `.wait()` at once for the blocking form. `axes` is one
-    name or several; the group is ordered row-major by the axes in mesh order. `source`, `target` and `to` are indices
-    of the group. `Parts` are one tensor that is cut into equal parts, or a list with one part per group index, of any
-    sizes. Only one thread of a rank at a time may call and wait. Several `World` objects may be views of one world.
+    """Collectives, send and recv along the axes of a mesh. Every tensor must be contiguous and on `device`. Each method
+    starts a collective and returns a `Work`; call `.wait()` at once for the blocking form. `axes` is one name or
+    several; the group is ordered row-major by the axes in mesh order. `source`, `target` and `to` are indices of the
+    group. `Parts` are one tensor that is cut into equal parts, or a list with one part per group index, of any sizes.
+    Only one thread of a rank at a time may call and wait. Several `World` objects may be views of one world.
     """
 
     medium: ClassVar[str] = ""
@@ -156,9 +153,8 @@ class World(abc.ABC):
         return self.flight_recorder.position
 
     def over(self, mesh: Mesh) -> Self:
-        """Return a view of this world over another mesh with as many ranks; the view shares all but the mesh.
-
-        Raises ValueError when the numbers of ranks differ.
+        """Return a view of this world over another mesh with as many ranks; the view shares all but the mesh. Raises
+        ValueError when the numbers of ranks differ.
         """
         if mesh.size != self.size:
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
@@ -167,10 +163,7 @@ class World(abc.ABC):
         return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D tensor in the memory that other ranks read fastest, for use in many collectives.
-
-        Collectives take other tensors too.
-        """
+        """Return an uninitialized 1-D tensor in memory that other ranks read fast, for use in many collectives."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -179,29 +172,24 @@ class World(abc.ABC):
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
         """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None where they share none.
-
         Every rank of the group calls this method. An all-gather of the tensor's equal parts into the tensor copies
         nothing: each rank only waits until every rank has written its part.
         """
         return None
 
     def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
-        """Do this rank's part of collectives for which other ranks wait by now, without blocking.
-
-        Call this method now and then during a long computation between a collective and its `wait`.
+        """Do this rank's part of collectives for which other ranks wait by now, without blocking. Call this method now
+        and then during a long computation between a collective and its `wait`.
         """
 
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
-        """Release the connections between the ranks. Every rank calls `close`; a second call does nothing.
-
-        Needed for a world of processes only. Raises RanksDisagree when the ranks called different collectives.
+        """Release the connections between the ranks. Every rank calls `close`; a second call does nothing. Needed for a
+        world of processes only. Raises RanksDisagree when the ranks called different collectives.
         """
 
     def group(self, axes: Axes) -> Group:
-        """Return this rank's group along `axes`, in any order of the names.
-
-        The `axes` of the group are in mesh order, without axes of one rank (unless all have one rank). Raises
-        ValueError for a name that the mesh lacks.
+        """Return this rank's group along `axes`, in any order of the names. The `axes` of the group are in mesh order,
+        without axes of one rank (unless all have one rank). Raises ValueError for a name that the mesh lacks.
         """
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
@@ -219,10 +207,7 @@ class World(abc.ABC):
         return self.flight_recorder.record()
 
     def timed(self) -> AbstractContextManager[ActivityStopwatch]:
-        """Measure this rank's activities and waits inside the block, on any view of this world.
-
-        Raises RuntimeError inside another such block.
-        """
+        """Measure this rank's activities and waits inside the block. Raises RuntimeError inside another such block."""
         return self.flight_recorder.timed(self.device)
 
     @property
@@ -263,7 +248,6 @@ class World(abc.ABC):
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         """Gather every rank's `x` into `into`: one tensor of size · x.numel() elements, or one tensor per group index.
-
         `x` may be this rank's slice of `into`.
         """
         group = self.group(axes)
@@ -337,9 +321,8 @@ class World(abc.ABC):
                 self._barrier(record, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return the `value` of every rank along `axes` (None: of all ranks), in group order.
-
-        For small values: each is pickled. Blocks until every rank of the group has called.
+        """Return the `value` of every rank along `axes` (None: of all ranks), in group order. For small values: each is
+        pickled. Blocks until every rank of the group has called.
         """
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
@@ -354,7 +337,6 @@ class World(abc.ABC):
 
     def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
         """Return the sums over all ranks of `x`, an fp64 vector, and of `rank_mismatch`, by one blocking all-reduce.
-
         digest: 32 bits that have to be equal on all ranks. If they differ, the second result is not 0.
         """
         whole = self.rank_mismatch + digest * (self.size - 1 if self.rank == 0 else -1)
@@ -365,9 +347,8 @@ class World(abc.ABC):
         return sums, mismatches
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
-        """Send a small Python value, pickled, to group index `to` along one axis. Wait for both returned messages.
-
-        The first message is the number of bytes, the second the bytes.
+        """Send a small Python value, pickled, to group index `to` along one axis. Wait for both returned messages. The
+        first message is the number of bytes, the second the bytes.
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([data.numel()], device=self.device)
@@ -421,10 +402,9 @@ class World(abc.ABC):
     def _barrier(self, record: CallRecord, group: Group) -> None: ...
 
     def _meet_to_close(self) -> None:
-        """Block until every rank has called this method.
-
-        The call has a kind of its own, `close`. So a rank that closes while others call a collective is reported.
-        Raises RanksDisagree if the ranks of a group have called different collectives and no error was raised for it.
+        """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes
+        while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called different
+        collectives and no error was raised for it.
         """
         group = self.group(self.mesh.names)
         record = self._new_record("close", group, ())
@@ -459,10 +439,8 @@ def _copy(x: Parts, into: Parts) -> Work:
 
 
 def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
-    """Raise RanksDisagree with the first difference between the calls of the ranks.
-
-    `found`: for each rank, its last calls and its number of calls on each line. Call this when the ranks have been
-    found to differ: it always raises.
+    """Raise RanksDisagree with the first difference between the calls of the ranks. `found`: for each rank, its last
+    calls and its number of calls on each line. Call this when the ranks have been found to differ: it always raises.
     """
     if difference := first_difference({rank: recent for rank, (recent, _) in found.items()}):
         raise RanksDisagree(difference[0])

@@ -42,11 +42,9 @@ class RollCall:
 
 
 def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
-    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks.
-
-    Every rank calls this function. It returns when the last rank has come, after at most `seconds` and a few more.
-    Without torchrun rank 0 opens the store. Raises torch's DistError or OSError when the store cannot be reached or
-    opened.
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks. Every
+    rank calls this function. It returns when the last rank has come, after at most `seconds` and a few more. Without
+    torchrun rank 0 opens the store. Raises torch's DistError or OSError when the store cannot be reached or opened.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store_of(

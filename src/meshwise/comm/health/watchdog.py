@@ -12,8 +12,7 @@ works when collectives do not. They need no help from the main thread, which may
     | the launcher is gone                  end this rank alone; if the store is gone, only when the rank waits
 
 Times for `stall_seconds` = 300. Ranks that disagree, finished early or wait in a circle are reported after 10 s of
-waiting. A rank that does not answer is reported after another 30 s, or after 6 s when its connection broke. A rank
-ends with `os._exit(1)`.
+waiting. A rank that does not answer is reported after another 30 s, or after 6 s when its connection broke.
 """
 
 import contextlib
@@ -50,10 +49,8 @@ _FLUSH_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Pace:
-    """Times of a watchdog, in seconds.
-
-    beat: between two beats. suspect: from the start of a wait to a survey. silent: from a survey until a rank that did
-    not answer counts as lost. stall: from the start of a wait to the end of the job.
+    """Times of a watchdog, in seconds. beat: between two beats. suspect: from the start of a wait to a survey. silent:
+    from a survey until a silent rank counts as lost. stall: from the start of a wait to the end of the job.
     """
 
     beat: float
@@ -127,10 +124,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and tell the other ranks that this rank will make no more collective calls.
-
-        A second call does nothing.
-        """
+        """Stop the thread, and tell the other ranks that this rank has finished. A second call does nothing."""
         if self._stopped:
             return
         self._stopped = True
@@ -150,9 +144,8 @@ class Watchdog:
             sys.excepthook = self._previous_hook
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Report `error`, and end all ranks. Call it in the main thread; it does not return.
-
-        The report is the traceback. For a RankLostError there is a survey first: other ranks may know the cause.
+        """Report `error`, and end all ranks. Call it in the main thread; it does not return. The report is the
+        traceback. For a RankLostError there is a survey first: other ranks may know the cause.
         """
         if isinstance(error, RankLostError):
             self._lost = str(error)
@@ -204,9 +197,8 @@ class Watchdog:
         return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
 
     def _waited(self) -> float:
-        """Return the seconds for which this rank has been waiting; 0 if it does not wait.
-
-        On a GPU, where waiting does not block, return the seconds since the last call.
+        """Return the seconds for which this rank has been waiting; 0 if it does not wait. On a GPU, where waiting does
+        not block, return the seconds since the last call.
         """
         flight_recorder = self._world.flight_recorder
         since = flight_recorder.position.waiting_since
@@ -258,9 +250,8 @@ class Watchdog:
             )
 
     def _survey(self, number: int) -> RankSurvey | None:
-        """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile.
-
-        The wait ends after `silent` seconds. After a broken connection it ends after six beats.
+        """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile. The wait ends
+        after `silent` seconds. After a broken connection it ends after six beats.
         """
         patience = min(self._pace.silent, 6 * self._pace.beat) if self._lost else self._pace.silent
         ends = time.monotonic() + patience
@@ -304,10 +295,7 @@ class Watchdog:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _declare(self, reporter: int, report: str) -> NoReturn:
-        """Declare the end of the job, unless it was declared before, and end this rank.
-
-        reporter: the rank that prints the report.
-        """
+        """Declare the end of the job, unless that was done before, and end this rank. `reporter` prints the report."""
         try:
             if self._store.add("declared", 1) == 1:
                 self._store.set("end", pickle.dumps((reporter, report)))  # type: ignore[arg-type]
@@ -344,10 +332,7 @@ class Watchdog:
             self._pause()
 
     def _leave(self, report: str | None = None) -> NoReturn:
-        """End this process with exit status 1, whatever its other threads do.
-
-        Flushing the output gets 2 s: a pipe may be full.
-        """
+        """End this process at once with exit status 1. Flushing the output gets 2 s: a pipe may be full."""
         if report is not None:
             self._sink(report, final=True)
         flushing = threading.Thread(target=_flush, daemon=True)
@@ -362,10 +347,7 @@ def _flush() -> None:
 
 
 def _state(process: str) -> str:
-    """Return the state of a process as a clause of a report; "" for a process of another machine.
-
-    process: text `process PID on HOST`.
-    """
+    """Return the state of the process `process PID on HOST` as a clause of a report; "" for another machine."""
     _, pid, _, host = process.split(maxsplit=3)
     if host != socket.gethostname():
         return ""

@@ -14,9 +14,8 @@ _PATIENCE_SECONDS = 1.0
 
 
 class TurnTaking:
-    """Lock that lets one thread of several compute at a time; for threads that did not enter, `take` does nothing.
-
-    A thread is a member inside a `with` block.
+    """Lock that lets one thread of several compute at a time; for threads that did not enter, `take` does nothing. A
+    thread is a member inside a `with` block.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,6 @@ class PendingCollective:
 
 class Rendezvous:
     """Meeting point of the ranks of a run: their pending collectives, waiting and finished ranks, under one lock.
-
     timeout: seconds that a rank may wait in one collective; None for no limit.
     """
 
@@ -129,10 +127,9 @@ class Rendezvous:
     def meet(
         self, rank: int, *, ranks: tuple[int, ...], record: CallRecord, deposit: list[Tensor]
     ) -> PendingCollective:
-        """Add this rank's next call among `ranks`, and return the collective to which the call belongs.
-
-        For a send or recv, `ranks` are source and target. deposit: copies of this rank's tensors. Raises RunEnded when
-        the run has failed, or because the records of the ranks disagree.
+        """Add this rank's next call among `ranks`, and return the collective to which the call belongs. For a send or
+        recv, `ranks` are source and target. deposit: copies of this rank's tensors. Raises RunEnded when the run has
+        failed, or because the records of the ranks disagree.
         """
         line = record.point_to_point
         with self._lock:

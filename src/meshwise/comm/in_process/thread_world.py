@@ -46,8 +46,7 @@ def run_threads(
 
     When a rank raises an exception, the other ranks end at their collectives. The exception is raised here, with its
     traceback and a note that names the rank. Raises RanksDisagree when the calls of the ranks do not fit together. A
-    rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running as a daemon
-    thread.
+    rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running.
     """
     rendezvous = Rendezvous(size, timeout=timeout)
     results: dict[int, Result] = {}
@@ -190,10 +189,7 @@ class ThreadWorld(World):
     def _meet(
         self, record: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
     ) -> Work:
-        """Add the call to the rendezvous, with copies of `give`, and return its work.
-
-        At `wait`, `take` copies the results into `fill`.
-        """
+        """Call with copies of `give`, and return the work. At `wait`, `take` copies the results into `fill`."""
         copies = [x.clone() for x in give]
         guarded = _GuardedTensors(inputs=list(zip(give, copies, strict=True)), outputs=fill)
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=copies)

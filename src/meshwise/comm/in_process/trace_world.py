@@ -1,15 +1,13 @@
 """A World in which one rank of any number of ranks runs alone: its collectives are recorded and move no data.
 
 The communication cost of a plan follows from the collectives of its ranks. To read those of one rank, run its step in
-this world. Their kinds, axes, bytes and order are those of the real job, with 8 ranks or 65,536. With meta tensors the
-step takes no memory.
+this world. Kinds, axes, bytes and order are those of the real job, with 8 ranks or 65,536. Meta tensors take no memory.
 
     with world.record() as records:
         trainer.step(batch)
 
 With tensors that have values, all tensors of other ranks count as zeros. A sum is this rank's own term. A gather fills
-only this rank's part. Received, broadcast and scattered values are zero. `exchange` returns this rank's value for every
-rank.
+only this rank's part. Received, broadcast and scattered values are zero. `exchange` repeats this rank's value.
 """
 # ruff: noqa: ARG002 — most methods here do not need all their arguments
 
@@ -34,7 +32,6 @@ class _Waited(Work):
 
 class TraceWorld(World):
     """World of the rank `rank` of `mesh`, without the other ranks. device: device of its tensors, meta by default.
-
     Raises ValueError when the mesh has no such rank.
     """
 

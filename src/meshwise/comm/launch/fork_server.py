@@ -40,10 +40,9 @@ _SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"
 
 
 def start_context() -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context for ranks: forkserver, or spawn on macOS and on machines with a GPU.
-
-    Starts the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal:
-    an interrupted import would print a useless traceback.
+    """Return the multiprocessing context for ranks: forkserver, or spawn on macOS and on machines with a GPU. Starts
+    the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal: an
+    interrupted import would print a useless traceback.
     """
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if gpu_count() or not forks:
@@ -60,9 +59,8 @@ def start_context() -> ForkServerContext | SpawnContext:
 
 
 def fork_server_from_here() -> None:
-    """Start the server of `start_context` as a fork of this process, whose modules are imported already.
-
-    This process must only have imported modules so far: each rank inherits all of its state.
+    """Start the server of `start_context` as a fork of this process, whose modules are imported already. This process
+    must only have imported modules so far: each rank inherits all of its state.
     """
     with _terminal_signals_blocked():
         resource_tracker.ensure_running()
@@ -164,10 +162,7 @@ def _end_workers_with_job(_: object) -> None:
 
 
 def _end_if_job_is_over() -> None:
-    """End this process without a message if the job is over.
-
-    A data worker notices this only seconds later, and would report each file that it cannot remove.
-    """
+    """End this process silently if the job is over: else a data worker reports each file that it cannot remove."""
     folder = vars(process.current_process())["_config"].get("tempdir")
     if folder is not None and not Path(folder).exists():
         os._exit(0)

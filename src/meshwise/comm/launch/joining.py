@@ -39,7 +39,7 @@ def connect(
 
     The world is closed at exit. Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is
     impossible, when a requested GPU is missing, or when the environment is incomplete. Raises torch's DistError when
-    ranks are missing for ten minutes.
+    ranks are missing.
     """
     with joined_by(comm):
         return joined(device, stall_seconds=stall_seconds, sink=report_to_stderr)
@@ -85,18 +85,13 @@ def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -
 
 
 def leave_undone() -> None:
-    """Do not close the worlds at exit, so that this rank can end while collectives are not complete.
-
-    The launcher then ends the other ranks.
-    """
+    """Do not close the worlds at exit: this rank ends at once, and the launcher ends the other ranks."""
     atexit.unregister(_close)
 
 
 def _close(world: World, watch: Watchdog | None) -> None:
-    """Close the world at exit.
-
-    The loss of a rank is ignored: it has been reported, or does not matter any more. A disagreement is reported here,
-    with exit status 1: after an exception at exit the process would end with status 0.
+    """Close the world at exit. The loss of a rank is ignored: it has been reported, or does not matter any more. A
+    disagreement is reported here, with exit status 1: after an exception at exit the process would end with status 0.
     """
     try:
         with contextlib.suppress(RankLostError):
@@ -121,10 +116,7 @@ def _known(named: str, *, source: str) -> Comm:
 
 @contextlib.contextmanager
 def joined_by(comm: Comm | None) -> Iterator[None]:
-    """Set MESHWISE_COMM to `comm` inside the block, also for processes started there; None leaves it unchanged.
-
-    Raises ValueError for an unknown value.
-    """
+    """Set MESHWISE_COMM to `comm` inside the block (None: unchanged). Raises ValueError for an unknown value."""
     kept = os.environ.get(COMM_VARIABLE)
     asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
     if comm is not None:
@@ -139,9 +131,8 @@ def joined_by(comm: Comm | None) -> Iterator[None]:
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Wait at exit on rank 0, which has opened the store, until all ranks are here: at most 5 s.
-
-    Without this the last requests of other ranks to the store would fail.
+    """Wait at exit on rank 0, which has opened the store, until all ranks are here: at most 5 s. Without this the last
+    requests of other ranks to the store would fail.
     """
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == size:

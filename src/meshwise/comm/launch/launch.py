@@ -66,8 +66,7 @@ def run(
 
     Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError
     when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
-    ValueError when the environment is incomplete or an argument is impossible, and NoSemaphoresError in a container
-    with almost no shared memory.
+    ValueError for an incomplete environment or an impossible argument, NoSemaphoresError without room in /dev/shm.
     """
     if launched():
         world = connect(device=device, comm=comm)
@@ -107,9 +106,8 @@ def run(
 
 
 def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
-    """Return the torchrun command that starts `size` ranks on this machine, quoted for the shell.
-
-    argv: the script, or `-m` and the module, and then its arguments. restarts: as in `run`.
+    """Return the torchrun command that starts `size` ranks on this machine, quoted for the shell. argv: the script, or
+    `-m` and the module, and then its arguments. restarts: as in `run`.
     """
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
@@ -124,7 +122,6 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 
 def _start_method(main: Callable[..., Any]) -> str:
     """Return the start method of multiprocessing for `main`: `fork` if a notebook defines it, else as `start_context`.
-
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
     pickled, RuntimeError for a notebook's function where a fork is impossible.
     """
@@ -149,10 +146,7 @@ def _start_method(main: Callable[..., Any]) -> str:
 
 
 def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType | None) -> NoReturn:
-    """Handle a signal as torch's launcher does: raise SignalException, so that the ranks are ended.
-
-    handled: signals that are ignored from now on.
-    """
+    """Raise SignalException as torch's launcher does, so that the ranks are ended; ignore `handled` from now on."""
     for other in handled:
         signal.signal(other, signal.SIG_IGN)
     received = signal.Signals(number)
@@ -161,9 +155,8 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 
 @contextlib.contextmanager
 def _as_launcher(size: int) -> Iterator[None]:
-    """Set the signal handlers, environment and logging that torch's launcher needs, and restore them after.
-
-    size: number of ranks, among which the cores are divided.
+    """Set the signal handlers, environment and logging that torch's launcher needs, and restore them after. size:
+    number of ranks, among which the cores are divided.
     """
     kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -70,9 +70,8 @@ class RankOutcome:
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle.
-
-        An outcome that is a consequence does not replace another: the watchdog may have written a better report before.
+        """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle. An outcome
+        that is a consequence does not replace another: the watchdog may have written a better report before.
         """
         if self.is_consequence and self.is_there(folder, rank=rank):
             return
@@ -80,9 +79,7 @@ class RankOutcome:
             data = pickle.dumps(self)
         except Exception as error:
             kind = type(self.result).__name__
-            error.add_note(
-                f"main returned a {kind}, which cannot be pickled; return a value that can be, such as a list of tensors"
-            )
+            error.add_note(f"main returned a {kind}, which cannot be pickled; return a list of tensors, for example")
             raise
         (folder / f"{rank}.writing").write_bytes(data)
         (folder / f"{rank}.writing").rename(folder / str(rank))
@@ -103,9 +100,8 @@ class RankOutcome:
 
 
 def results(folder: Path, *, size: int) -> list[Any]:
-    """Return the results of `main` in the outcomes of `folder`, by rank.
-
-    Raises `first_error` when an outcome has an exception: some ranks have called `sys.exit` with status 0.
+    """Return the results of `main` in the outcomes of `folder`, by rank. Raises `first_error` when an outcome has an
+    exception: some ranks have called `sys.exit` with status 0.
     """
     outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
@@ -130,10 +126,9 @@ def load_statuses(folder: Path) -> Mapping[int, int]:
 
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
-    """Return the exception for the caller of `run`: the first one in `folder` that no other rank caused.
-
-    If only such consequences are there, the exception is a RankLostError for the rank that ended without an outcome.
-    statuses: exit status of each failed process, by rank; minus the signal's number for a process that a signal ended.
+    """Return the exception for the caller of `run`: the first one in `folder` that no other rank caused. If only such
+    consequences are there, the exception is a RankLostError for the rank that ended without an outcome. statuses: exit
+    status of each failed process, by rank; minus the signal's number for a process that a signal ended.
     """
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}

@@ -1,8 +1,7 @@
 """Run one rank from start to end in a process that `run` has started, and save its `RankOutcome`.
 
 A rank that blocks in a collective cannot run Python signal handlers. So Ctrl-C and the launcher's signals end the rank
-by their default action. A rank ends by `os._exit`: at interpreter exit threads of torch may abort the process, and a
-successful rank would fail.
+by their default action. A rank ends by `os._exit`: at interpreter exit threads of torch may abort the process.
 """
 
 import atexit
@@ -46,7 +45,6 @@ def rank_main(
     folder: Path, environment: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
     """Call `main(world, *args)` on the world of this rank, save the outcome, and end the process; do not return.
-
     folder: folder of the job, in which outcomes are saved. environment: settings of the launcher. device: as in `run`.
     """
     _die_of(SIGNALS)
@@ -103,10 +101,8 @@ def _die_of(numbers: Collection[signal.Signals]) -> None:
 
 
 def _keep_lines_whole() -> None:
-    """Write output one whole line at a time.
-
-    All ranks write to the same terminal or file. Without this, parts of lines would mix when a buffer is full, or with
-    PYTHONUNBUFFERED. Lines are also printed before a rank is killed.
+    """Write output one whole line at a time. All ranks write to the same terminal or file. Without this, parts of lines
+    would mix when a buffer is full, or with PYTHONUNBUFFERED. Lines are also printed before a rank is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -125,9 +121,8 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 
 def asked_threads() -> int | None:
-    """Return the number of threads in OMP_NUM_THREADS, of a list `4,2` the first number.
-
-    Return None without the variable, and for values other than numbers above 0, which OpenMP ignores too.
+    """Return the number of threads in OMP_NUM_THREADS, of a list `4,2` the first number. Return None without the
+    variable, and for values other than numbers above 0, which OpenMP ignores too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None

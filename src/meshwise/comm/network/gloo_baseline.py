@@ -19,10 +19,9 @@ Both tensors have the full size: the size of the gathered tensor. A rank's part 
 
 
 def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
-    """Return torch's gloo collectives among the first `size` ranks, by name; an empty mapping on other ranks.
-
-    Names: all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are
-    on one host. Raises RuntimeError when gloo cannot connect the ranks.
+    """Return torch's gloo collectives among the first `size` ranks, by name; an empty mapping on other ranks. Names:
+    all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are on one
+    host. Raises RuntimeError when gloo cannot connect the ranks.
     """
     store = meeting_place()
     if store is None or world.rank >= size:

@@ -1,7 +1,7 @@
 """The World over gloo's messages, for CPU ranks on several hosts and for ranks that share a GPU.
 
-A collective here is a generator. Each `yield` returns messages that were started. The caller waits for them and then
-resumes the generator.
+A collective here is a generator. Each `yield` returns messages that were started; the generator is resumed when they
+are complete.
 
     | reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum the parts in group order
     | all-gather       send x to all ranks, receive N-1 parts             yield
@@ -285,9 +285,8 @@ class GlooWorld(World):
         writes: list[Tensor],
         carried: bool = False,
     ) -> Work:
-        """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work.
-
-        CUDA tensors are replaced by pinned copies. carried: True if a thread completes the collective.
+        """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work. CUDA tensors
+        are replaced by pinned copies. carried: True if a thread completes the collective.
         """
         assert self._transport is not None
         transport = self._transport
@@ -363,10 +362,7 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
 
 
 def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker: WorkerThread) -> Callable[[], None]:
-    """Run `program` on pinned copies of CUDA tensors in the thread `worker`.
-
-    The returned function waits for the end and copies the results back.
-    """
+    """Run `program` in a thread on pinned copies of CUDA tensors. The returned function copies the results back."""
     streams = streams_of(next(x.device for x in (*reads, *writes)))
     copies = [streams.host_empty(x.shape, dtype=x.dtype) for x in (*reads, *writes)]
     for copy, x in zip(copies, reads, strict=False):

@@ -43,9 +43,8 @@ def address_towards(host: str) -> str:
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
-    """Open a store in this process on the loopback interface, and return it.
-
-    port: 0 for any free port. timeout: for operations of the store. Raises OSError when the port is in use.
+    """Open a store in this process on the loopback interface, and return it. port: 0 for any free port. timeout: for
+    operations of the store. Raises OSError when the port is in use.
     """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,10 +65,9 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 
 @functools.cache
 def _opened() -> weakref.WeakSet[TCPStore]:
-    """Return the set of stores that this process has opened.
-
-    A store joins its thread when it is collected. A fork of the process, such as a data worker, has no such thread, and
-    died of a segmentation fault. So a fork never collects the stores: each gets one more reference there.
+    """Return the set of stores that this process has opened. A store joins its thread when it is collected. A fork of
+    the process, such as a data worker, has no such thread, and died of a segmentation fault. So a fork never collects
+    the stores: each gets one more reference there.
     """
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
@@ -82,10 +80,8 @@ def _opened() -> weakref.WeakSet[TCPStore]:
 
 
 def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
-    """Return the store at `host` and `port`.
-
-    opens: True if this process opens the store, unless the port is in use already: then it connects. Raises torch's
-    DistError when the store cannot be reached within `timeout`, OSError when it cannot be opened.
+    """Return the store at `host` and `port`. opens: True if this process opens the store, unless the port is in use
+    already: then it connects. Raises torch's DistError if it cannot be reached, OSError if not opened.
     """
     if opens and is_loopback(host):
         try:
@@ -98,10 +94,8 @@ def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Rendezvous handler for torch's elastic launcher on one machine, with a store on the loopback interface.
-
-    Every start of the ranks gets a new store, so keys of earlier starts cannot disturb restarted ranks. run: name of
-    the job.
+    """Rendezvous handler for torch's elastic launcher on one machine, with a store on the loopback interface. Every
+    start of the ranks gets a new store, so keys of earlier starts cannot disturb restarted ranks. run: name of the job.
     """
 
     def __init__(self, run: str) -> None:

@@ -74,10 +74,9 @@ class Mailbox:
         label: str,
         about: object,
     ) -> PendingMessages:
-        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each.
-
-        A receive gets the messages of that rank with the same `label`, size and dtype in the order of sending. Empty
-        tensors are skipped. about: the call, for the message of an error. Raises RankLostError.
+        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
+        the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
+        skipped. about: the call, for the message of an error. Raises RankLostError.
         """
         pending = []
         for start, messages in ((self._receive, receives), (self._send, sends)):

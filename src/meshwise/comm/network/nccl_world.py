@@ -53,10 +53,7 @@ def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
 
 
 class Communicators:
-    """Process groups of one rank, and its threads for messages; both are made at first use.
-
-    Only the members of a process group take part in making it.
-    """
+    """Process groups of one rank, and its threads for messages; both are made when they are first used."""
 
     def __init__(self, store: c10d.Store, *, backend: Backend) -> None:
         self._store = store
@@ -66,9 +63,8 @@ class Communicators:
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
-        """Return the process group of `ranks`, for this rank `rank`; block until all members have made it.
-
-        purpose: name of a separate process group of these ranks.
+        """Return the process group of `ranks`, for this rank `rank`; block until all members have made it. purpose:
+        name of a separate process group of these ranks.
         """
         assert not self.closed, "the world was closed"
         if (purpose, ranks) not in self._made:
@@ -185,10 +181,7 @@ class NcclWorld(World):
         return self._message(record, ends, x, lambda between: between.recv([x], 0, 0))
 
     def _message(self, record: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
-        """Start a message in the thread of its direction, after the work queued so far on the current stream.
-
-        ends: source and target rank.
-        """
+        """Start a message from rank ends[0] to ends[1] in its thread, after the work queued on the current stream."""
         behind = self.streams.mark()
         posted: list[c10d.Work] = []
 

@@ -43,9 +43,8 @@ COMM_VARIABLE = "MESHWISE_COMM"
 
 
 def meeting_place() -> c10d.Store | None:
-    """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it.
-
-    The store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
+    """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it. The
+    store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
     loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
     torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing.
     """
@@ -83,7 +82,6 @@ def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: 
 
 def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | None:
     """Return the connection of the ranks through shared memory, or None on all ranks when one rank cannot share memory.
-
     Prints the reason on rank 0. Raises ValueError instead when `comm` is `local`.
     """
     host, reason = None, ""
@@ -133,7 +131,6 @@ def _numbers() -> tuple[int, int]:
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
     """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`.
-
     Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other.
     """
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"

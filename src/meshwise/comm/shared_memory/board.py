@@ -29,9 +29,7 @@ from torch import Tensor
 from meshwise.comm.shared_memory.segment import SharedSegment, open_segment, words_of
 
 PAYLOAD_BYTES = 64 << 10
-"""Room on the board for the tensors of one call, in bytes. Larger tensors stay where they are, and other ranks read
-them there.
-"""
+"""Room on the board for the tensors of one call, in bytes. Other ranks read larger tensors in place."""
 
 PAGE_WORDS = PAYLOAD_BYTES // 8
 """Words of one payload. Queues and payloads begin at multiples of this number."""
@@ -58,16 +56,11 @@ class _Span(ctypes.Structure):
 
 
 class Board:
-    """Shared memory with the counters, queues and small tensors of one rank, mapped into this process.
-
-    Only the rank itself, the owner, writes to its board.
-    """
+    """Shared memory with the counters, queues and small tensors of one rank, its owner, which alone writes there."""
 
     def __init__(self, memory: Tensor, *, place: int, segment: SharedSegment | None = None) -> None:
-        """Use the mapped bytes `memory` as a board.
-
-        place: number by which other processes find the segment (`SharedSegment.place`). segment: the segment, in the
-        owner's process; None in other processes.
+        """Use the mapped bytes `memory` as a board. place: number by which other processes find the segment
+        (`SharedSegment.place`). segment: the segment, in the owner's process; None in other processes.
         """
         self.place = place
         self._segment = segment
@@ -90,9 +83,8 @@ class Board:
 
     @classmethod
     def open(cls, process: int, *, place: int) -> "Board":
-        """Map the board of another rank, and return it. Raises OSError when the board cannot be mapped.
-
-        process: PID of that rank. place: `Board.place` of the board in that rank's process.
+        """Map the board of another rank, and return it. Raises OSError when the board cannot be mapped. process: PID of
+        that rank. place: `Board.place` of the board in that rank's process.
         """
         return cls(open_segment(process, place=place), place=place)
 

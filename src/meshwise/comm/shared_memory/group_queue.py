@@ -100,10 +100,8 @@ class GroupQueue:
     def __init__(
         self, host: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
-        """Add the queue to this rank's board.
-
-        key: name of the queue as a number, equal on all ranks. meanwhile: called while this rank waits, with the rank
-        that it waits for.
+        """Add the queue to this rank's board. key: name of the queue as a number, equal on all ranks. meanwhile: called
+        while this rank waits, with the rank that it waits for.
         """
         self.ranks = ranks
         self.index = ranks.index(host.rank)
@@ -164,9 +162,8 @@ class GroupQueue:
         self._own.publish_posted(number + 1)
 
     def advance(self) -> bool:
-        """Do this rank's part of every call that its ranks have posted; return whether a call was posted or done.
-
-        Stops at the first call that a rank has not posted, and stores this rank in `lacks`.
+        """Do this rank's part of every call that its ranks have posted; return whether a call was posted or done. Stops
+        at the first call that a rank has not posted, and stores this rank in `lacks`.
         """
         self.lacks = None
         acted = self._publish()
@@ -181,9 +178,8 @@ class GroupQueue:
         return acted
 
     def finish(self, call: QueuedCall) -> None:
-        """Block until the results of the call are complete and no rank uses this rank's tensors any more.
-
-        Raises RankLostError when a rank of the group has ended, RanksDisagree when tensors do not fit together.
+        """Block until the results of the call are complete and no rank uses this rank's tensors any more. Raises
+        RankLostError when a rank of the group has ended, RanksDisagree when tensors do not fit together.
         """
         self._catch_up(call.number)
         if not call.brings:
@@ -268,9 +264,8 @@ class GroupQueue:
     # ---- the tensors and calls of the other ranks --------------------------------------------------------------
 
     def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
-        """Return tensor `which` that group index `index` gave to this call, with the size and dtype of `like`.
-
-        Raises RanksDisagree when the tensor has another size.
+        """Return tensor `which` that group index `index` gave to this call, with the size and dtype of `like`. Raises
+        RanksDisagree when the tensor has another size.
         """
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
@@ -278,9 +273,8 @@ class GroupQueue:
         return self._elsewhere(index, place, offset, like)
 
     def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int = 0) -> None:
-        """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype.
-
-        Raises RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read.
+        """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype. Raises
+        RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read.
         """
         place, offset, size = self._given(call, index, into, which)
         if place == IN_PAYLOAD:
@@ -325,17 +319,15 @@ class GroupQueue:
         return MappedSpan(self._host.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether group index `index` has posted the same call.
-
-        A rank that posted a different call counts as absent: this rank waits, and the watchdog reports the difference.
+        """Return whether group index `index` has posted the same call. A rank that posted a different call counts as
+        absent: this rank waits, and the watchdog reports the difference.
         """
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether this rank has done its part of the call, or group index `index` has posted the call.
-
-        After this rank's part, the other rank's record may belong to a later call.
+        """Return whether this rank has done its part of the call, or group index `index` has posted the call. After
+        this rank's part, the other rank's record may belong to a later call.
         """
         return call.acted or self._is_there(index, call)
 
@@ -381,11 +373,9 @@ class GroupQueues:
         return self._queues[name]
 
     def progress(self, bell: int | None = None) -> Progress:
-        """Do this rank's part of the calls of all queues, as far as the other ranks have posted.
-
-        Return `DID` if anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: rank whose
-        bell wakes the caller; calls that only lack this rank do not count as `LATER`. A fork of the rank's process does
-        nothing.
+        """Do this rank's part of the calls of all queues, as far as the other ranks have posted. Return `DID` if
+        anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: rank whose bell wakes the
+        caller; calls that only lack this rank do not count as `LATER`. A fork of the rank's process does nothing.
         """
         outlook = Progress.NOTHING
         if os.getpid() != self._process:

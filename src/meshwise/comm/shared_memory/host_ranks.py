@@ -81,9 +81,7 @@ class HostRanks:
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> "HostRanks":
         """Return this rank's connection with `ranks`, the ranks of one host. All of them call it, over the same store.
-
-        Makes this rank's board and maps the boards of the other ranks. Raises OSError when a rank has no board, or when
-        a board cannot be mapped.
+        Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one.
         """
         board, own = None, ""
         try:
@@ -147,9 +145,8 @@ class HostRanks:
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Close this rank's file descriptors for shared memory and for the other processes.
-
-        Call it when no rank waits any more. Afterwards no rank can connect with this one or wait for it.
+        """Close this rank's file descriptors for shared memory and for the other processes. Call it when no rank waits
+        any more. Afterwards no rank can connect with this one or wait for it.
         """
         self.board.hide()
         self.slabs.keep_none()
@@ -161,10 +158,9 @@ class HostRanks:
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
-        """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory.
-
-        The system frees the memory of an ending process before its end is visible; for large memory it is seconds.
-        If `error` may be due to this, the method waits up to 10 s for the end.
+        """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
+        system frees the memory of an ending process before its end is visible; for large memory it is seconds. If
+        `error` may be due to this, the method waits up to 10 s for the end.
         """
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
@@ -173,9 +169,8 @@ class HostRanks:
 
 
 def _peer(rank: int, text: str) -> HostPeer:
-    """Return the peer with number `rank` from the text that it stored: PID, place of its board and proof number.
-
-    Raises OSError when that rank has no board, or when this rank cannot map the board.
+    """Return the peer with number `rank` from the text that it stored: PID, place of its board and proof number. Raises
+    OSError when that rank has no board, or when this rank cannot map the board.
     """
     entry = json.loads(text)
     if isinstance(entry, str):

@@ -52,7 +52,6 @@ class LocalWorld(World):
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None for a group of one rank.
-
         Every rank of the group calls this method. The memory is freed when no rank uses the tensor any more. Raises
         OSError when the system refuses shared memory, RankLostError when a rank has ended.
         """
@@ -187,9 +186,8 @@ class LocalWorld(World):
         return self._begin(call, gives=[x], users=[target])
 
     def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Start a reduction in which each rank reduces its slice of all ranks' `x`.
-
-        The rank writes the result into the slices of `targets`, which are group indices.
+        """Start a reduction in which each rank reduces its slice of all ranks' `x`. The rank writes the result into the
+        slices of `targets`, which are group indices.
         """
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()

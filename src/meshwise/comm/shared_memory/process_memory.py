@@ -31,9 +31,8 @@ class _Span(ctypes.Structure):
 
 
 class ProcessMemory:
-    """Access of this rank to the memory of other ranks of its host, where the system permits it.
-
-    Every rank makes one over the same store; each tries to read a number from the memory of every other rank.
+    """Access of this rank to the memory of other ranks of its host, where the system permits it. Every rank makes one
+    over the same store; each tries to read a number from the memory of every other rank.
     """
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:

@@ -83,10 +83,7 @@ class QueueState:
         return self.posted > number and self.board.words[self._record(number)] == tag
 
     def given(self, number: int, *, which: int) -> Place:
-        """Return the place, offset and bytes of tensor `which` of call `number`.
-
-        The offset of a tensor in a payload counts from the start of the board.
-        """
+        """Return the location of tensor `which` of call `number`, for a payload with the offset on the board."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
         return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)

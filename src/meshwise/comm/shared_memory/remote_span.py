@@ -37,9 +37,8 @@ class MappedSpan(NamedTuple):
         copy(self.tensor, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
-        """Return a function from the number of a block of `step` elements to the block, without a copy.
-
-        block: ignored. op: the reduction, which decides between tensors and numpy arrays (see `elements`).
+        """Return a function from the number of a block of `step` elements to the block, without a copy. block: ignored.
+        op: the reduction, which decides between tensors and numpy arrays (see `elements`).
         """
         whole = elements(self.tensor, op=op)
         return lambda number: whole[number * step : (number + 1) * step]
@@ -70,9 +69,8 @@ class RemoteSpan:
         self.memory.read(self.rank, address=self.address, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
-        """Return a function from the number of a block of `step` elements to a copy of the block in `block`.
-
-        op: as in `MappedSpan.reader`. The function raises OSError when the memory cannot be read.
+        """Return a function from the number of a block of `step` elements to a copy of the block in `block`. op: as in
+        `MappedSpan.reader`. The function raises OSError when the memory cannot be read.
         """
 
         def read(number: int) -> Elements:
@@ -83,9 +81,8 @@ class RemoteSpan:
         return read
 
     def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites the block with a given number; blocks have `step` elements.
-
-        The function raises OSError when the memory cannot be written.
+        """Return a function that overwrites the block with a given number; blocks have `step` elements. The function
+        raises OSError when the memory cannot be written.
         """
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
@@ -101,7 +98,6 @@ def reduce_spans(
     spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: ScratchMemory
 ) -> None:
     """Reduce two or more spans of equal size, in their order, into `into`, and copy the result to each of `copies`.
-
     `into` may be the tensor of one of the spans. op: sum, max or min. scratch: pool for intermediate blocks. Raises
     OSError when memory of another process cannot be read or written.
     """

@@ -52,9 +52,8 @@ class SharedSegment:
 
     @classmethod
     def make(cls, number: int, *, size: int) -> "SharedSegment":
-        """Return new memory of `size` bytes, filled with zeros. Raises OSError when the system refuses.
-
-        number: number of the segment in this process, for its label.
+        """Return new memory of `size` bytes, filled with zeros. Raises OSError when the system refuses. number: number
+        of the segment in this process, for its label.
         """
         fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd
@@ -87,9 +86,8 @@ def _memfd(label: str) -> int:
 
 
 def open_segment(process: int, *, place: int) -> Tensor:
-    """Map a segment, and return its bytes as a uint8 tensor. Raises OSError when the segment cannot be mapped.
-
-    process: PID of the process that made the segment. place: `SharedSegment.place` there.
+    """Map a segment, and return its bytes as a uint8 tensor. Raises OSError when the segment cannot be mapped. process:
+    PID of the process that made the segment. place: `SharedSegment.place` there.
     """
     path = _path(process, place)
     if not _is_there(process, place):
@@ -134,7 +132,6 @@ class TensorSlabs:
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized 1-D tensor in shared memory; the slab is reused when the tensor's last view is gone.
-
         The tensor is in ordinary memory when 256 slabs are in use, because each needs one of the process's file
         descriptors. Likewise when the system refuses shared memory, and in a fork of the rank's process.
         """
@@ -144,10 +141,7 @@ class TensorSlabs:
         return torch.empty(numel, dtype=dtype)
 
     def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D tensor in shared memory, whatever the number of slabs in use.
-
-        Raises OSError when the system refuses.
-        """
+        """Return a 1-D tensor in shared memory, whatever the number of slabs in use. Raises OSError when refused."""
         size = max(1, numel * dtype.itemsize)
         slab = self._fitting(size)
         if slab is None:
@@ -170,9 +164,8 @@ class TensorSlabs:
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
-        """Take the smallest unused slab that fits `size` bytes out of the pool; return None if no slab fits.
-
-        Garbage collection may discard unused slabs meanwhile.
+        """Take the smallest unused slab that fits `size` bytes out of the pool; return None if no slab fits. Garbage
+        collection may discard unused slabs meanwhile.
         """
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
             if fits(size, slab=slab.memory.numel()):
@@ -217,9 +210,8 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a hash that names the memory of `tensors`, equal on all ranks that share this memory.
-
-        Return 0 unless all tensors are in joint tensors of exactly these ranks.
+        """Return a hash that names the memory of `tensors`, equal on all ranks that share this memory. Return 0 unless
+        all tensors are in joint tensors of exactly these ranks.
         """
         if not self._known:
             return 0
@@ -244,9 +236,8 @@ class PeerMappings:
         self._mapped: dict[int, Tensor] = {}
 
     def at(self, place: int) -> Tensor:
-        """Return the bytes of the slab `place` of that process; map the slab at the first call.
-
-        Also unmaps slabs that the process has closed. Raises OSError when the slab cannot be mapped.
+        """Return the bytes of the slab `place` of that process; map the slab at the first call. Also unmaps slabs that
+        the process has closed. Raises OSError when the slab cannot be mapped.
         """
         if place not in self._mapped:
             self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
