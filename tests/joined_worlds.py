@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from meshwise.comm.api.world import World
-from meshwise.comm.network.torch_world import meeting_place, torch_world
+from meshwise.comm.network.process_world import job_store, process_world
 from meshwise.comm.shared_memory.group_queue import GroupQueues
-from meshwise.comm.shared_memory.host_ranks import HostRanks
+from meshwise.comm.shared_memory.host_connection import HostConnection
 from meshwise.comm.shared_memory.local_world import LocalWorld
 
 
@@ -16,15 +16,15 @@ def joined(world: World, name: str, how: str) -> World:
 
     how: "shared memory", "borrowed memory" (where no process may read another's own), or "gloo".
     """
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     store = PrefixStore(name, found)
     if how == "shared memory":
-        return torch_world(world.device, store=store, comm="local")
+        return process_world(world.device, store=store, comm="local")
     if how == "borrowed memory":
-        host = HostRanks.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
+        host = HostConnection.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
         return LocalWorld(rank=world.rank, mesh=world.mesh, queues=GroupQueues(host))
-    return torch_world(world.device, store=store, comm="gloo")
+    return process_world(world.device, store=store, comm="gloo")
 
 
 def holds_together(world: World) -> bool:

@@ -31,8 +31,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.launch.joining import _worlds, connect
-from meshwise.comm.network.loopback import LOOPBACK
+from meshwise.comm.launch.connect import _worlds, connect
+from meshwise.comm.network.loopback_store import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from worker_job import WorkerAnswer
 

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import torch
 
-from meshwise.comm.launch.joining import connect
+from meshwise.comm.launch.connect import connect
 from worker_job import WorkerAnswer, WorkerJob
 
 

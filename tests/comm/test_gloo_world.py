@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from meshwise.comm import World
-from meshwise.comm.network.torch_world import meeting_place, torch_world
+from meshwise.comm.network.process_world import job_store, process_world
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -22,9 +22,9 @@ SIZE = 4
 
 def under_way_without_wait(world: World, name: str, folder: str) -> int:
     """Rank 0 starts a two-phase all-reduce and does not wait; the others must get their results all the same."""
-    found = meeting_place()
+    found = job_store()
     assert found is not None
-    gloo = torch_world(world.device, store=PrefixStore(name, found), comm="gloo")
+    gloo = process_world(world.device, store=PrefixStore(name, found), comm="gloo")
     x = torch.ones(1 << 18)
     work = gloo.all_reduce(x, axes="rank")
     done = Path(folder)

@@ -19,7 +19,7 @@ from joined_worlds import joined
 from meshwise.comm import World
 from meshwise.comm.api.flat_parts import reduce_block
 from meshwise.comm.network.mailbox import PendingMessages
-from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.network.process_world import job_store
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -59,7 +59,7 @@ def _signalled_after(place: str, job: Any) -> Iterator[None]:
 
 def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
     """What rank 1 is told, which is interrupted behind the first block of its sum, when it waits again."""
-    other, found, said = joined(world, name, how), meeting_place(), ""
+    other, found, said = joined(world, name, how), job_store(), ""
     assert found is not None
     told = PrefixStore(f"told {name}", found)
     x = other.empty(size, dtype=torch.float32).fill_(1.0)
@@ -94,7 +94,7 @@ def test_a_sum_that_was_interrupted_is_not_added_up_again(processes: Processes, 
 
 def gathers_twice(world: World, name: str, how: str) -> list[float]:
     """What is only copied can be copied again."""
-    other, found = joined(world, name, how), meeting_place()
+    other, found = joined(world, name, how), job_store()
     assert found is not None
     told = PrefixStore(f"told {name}", found)
     x = torch.empty(SIZE * 100_000)

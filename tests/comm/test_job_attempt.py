@@ -14,7 +14,13 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
 from meshwise.comm.api.job_attempt import JobAttempt, fresh
-from meshwise.comm.network.loopback import LoopbackRendezvous, address_towards, is_loopback, loopback_store, store_of
+from meshwise.comm.network.loopback_store import (
+    LoopbackRendezvous,
+    address_towards,
+    is_loopback,
+    loopback_store,
+    store_of,
+)
 
 SOON = timedelta(seconds=200)
 WILDCARDS = {"00000000", "0" * 32}

@@ -21,9 +21,9 @@ import torch
 
 from meshwise.comm import RanksDisagree, World, connect, run, torchrun_line
 from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.launch import joining
-from meshwise.comm.launch.agent import NoSemaphoresError
+from meshwise.comm.launch import connect as connecting
 from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.elastic_agent import NoSemaphoresError
 from meshwise.comm.launch.fork_server import start_context
 from warm_processes import Processes
 
@@ -315,7 +315,7 @@ def test_another_size_than_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_worlds", dict)  # as if this process had not joined any
+    monkeypatch.setattr(connecting, "_worlds", dict)  # as if this process had not joined any
     monkeypatch.setenv("MESHWISE_COMM", "mpi")
     with pytest.raises(ValueError, match="MESHWISE_COMM=mpi is unknown; the ways to connect"):
         connect(device="cpu")
@@ -327,7 +327,7 @@ def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.Mo
 
 def test_an_environment_that_says_nothing_leaves_it_to_where_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWISE_COMM", "")
-    assert joining.asked_comm() == "auto"
+    assert connecting.asked_comm() == "auto"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

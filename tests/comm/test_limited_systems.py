@@ -22,7 +22,7 @@ from meshwise.comm import World
 from meshwise.comm.api.process_life import ProcessLife, has_ended
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.gloo_world import GlooWorld
-from meshwise.comm.network.torch_world import meeting_place, torch_world
+from meshwise.comm.network.process_world import job_store, process_world
 from meshwise.comm.shared_memory.board import Board
 from meshwise.testing import run
 from warm_processes import Processes
@@ -89,14 +89,14 @@ def with_many_files(world: World, name: str) -> None:
 
 
 def on_macos(world: World, name: str) -> str:
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     with (
         mock.patch.object(sys, "platform", "darwin"),
         without("memfd_create", "pidfd_open", "sched_getaffinity"),
         mock.patch("sys.stderr") as stderr,
     ):
-        other = torch_world(world.device, store=PrefixStore(name, found))
+        other = process_world(world.device, store=PrefixStore(name, found))
         assert isinstance(other, GlooWorld)
         sums(other)
         other.close()
@@ -114,13 +114,13 @@ def with_few_addresses(world: World, name: str) -> str:
 
 def limited(world: World, name: str, what: int, most: int) -> str:
     """What is told of ranks that join and call where the system gives each of them no more."""
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     had = resource.getrlimit(what)
     resource.setrlimit(what, (most, had[1]))
     try:
         with mock.patch("sys.stderr") as stderr:
-            other = torch_world(world.device, store=PrefixStore(name, found))
+            other = process_world(world.device, store=PrefixStore(name, found))
             sums(other)
             other.close()
     finally:

@@ -26,7 +26,7 @@ from meshwise.comm import run as run_processes
 from meshwise.comm.api import hosts
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.network.gloo_world import GlooWorld
-from meshwise.comm.network.torch_world import Comm, meeting_place, torch_world
+from meshwise.comm.network.process_world import Comm, job_store, process_world
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from meshwise.comm.shared_memory.queue_state import RING
@@ -162,12 +162,12 @@ def memory_comes_back(world: World) -> list[int]:
 
 def without_memory_to_share(world: World, name: str) -> str:
     """A rank whose system refuses is no harm: all use messages, and one says so."""
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     refusing = mock.patch.object(Board, "make", side_effect=OSError("no memfd here"))
     with mock.patch("sys.stderr") as stderr:
         with refusing if world.rank == 1 else mock.patch("sys.stdout"):
-            other = torch_world(world.device, store=PrefixStore(name, found))
+            other = process_world(world.device, store=PrefixStore(name, found))
         told = "".join(call.args[0] for call in stderr.write.call_args_list)
     assert isinstance(other, GlooWorld)
     x = torch.ones(3)
@@ -222,24 +222,24 @@ def open_files() -> int:
 
 
 def must_share(world: World, name: str) -> str:
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     with (
         mock.patch.object(hosts, "host_name", return_value=str(world.rank)),
         pytest.raises(ValueError, match="comm=local, and the ranks cannot share memory: they are on sev") as caught,
     ):
-        torch_world(world.device, store=PrefixStore(name, found), comm="local")
+        process_world(world.device, store=PrefixStore(name, found), comm="local")
     return str(caught.value)
 
 
 def wanted_otherwise(world: World, name: str, last: Comm) -> str:
     """Of the last rank; the others want `auto`."""
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     found.set_timeout(timedelta(seconds=100))
     comm: Comm = "auto" if world.rank < SIZE - 1 else last
     with pytest.raises(ValueError, match="joined in one way") as caught:
-        torch_world(world.device, store=PrefixStore(name, found), comm=comm)
+        process_world(world.device, store=PrefixStore(name, found), comm=comm)
     return str(caught.value)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld
-from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.network.process_world import job_store
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -34,7 +34,7 @@ def gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
 
 
 def over_c10d(world: World, name: str) -> NcclWorld:
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     communicators = Communicators(c10d.PrefixStore(name, found), backend=gloo)
     return NcclWorld(rank=world.rank, mesh=world.mesh, device=torch.device("cpu"), communicators=communicators)

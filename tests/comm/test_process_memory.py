@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm import World
-from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.network.process_world import job_store
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 from meshwise.testing import run
 from warm_processes import Processes
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def store_of(name: str) -> c10d.Store:
-    found = meeting_place()
+    found = job_store()
     assert found is not None
     return c10d.PrefixStore(name, found)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import os, signal, sys, time, torch
 from meshwise.comm import run
-from meshwise.comm.shared_memory import host_ranks as host
+from meshwise.comm.shared_memory import host_connection as host
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.process_life import ProcessLife

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.network.process_world import job_store
 from meshwise.comm.shared_memory.remote_span import reduce_spans
 from meshwise.testing import run
 from warm_processes import Processes
@@ -25,7 +25,7 @@ SIZE = 2
 
 
 def calls_while_another_waits(world: World, name: str, how: str) -> None:
-    other, found = joined(world, name, how), meeting_place()
+    other, found = joined(world, name, how), job_store()
     assert found is not None
     told = PrefixStore(f"told {name}", found)
     if world.rank:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from meshwise.comm.api.process_life import LauncherProcess, has_ended
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import Watchdog, _Pace
-from meshwise.comm.network.torch_world import torch_world
+from meshwise.comm.network.process_world import process_world
 
 SIZE = 3
 # Beats, a survey and the end take a few seconds; a machine with other work to do may take all of it.
@@ -39,7 +39,7 @@ IMPATIENT = PACE | {"beat": 0.5, "silent": 4.0}
 pytestmark = pytest.mark.processes
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "meshwise.comm.network.torch_world", "meshwise.comm.health.watchdog", "pytest"]
+    ["torch", "meshwise.comm.network.process_world", "meshwise.comm.health.watchdog", "pytest"]
 )
 
 
@@ -136,7 +136,7 @@ def run_rank(given: dict[str, Any]) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    world = torch_world(torch.device("cpu"))
+    world = process_world(torch.device("cpu"))
     store = TCPStore("127.0.0.1", given["PORT"], is_master=False)
     watch = Watchdog(world, store=store)
     watch._pace = _Pace(**given["OWN_PACE"])

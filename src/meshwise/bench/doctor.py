@@ -23,7 +23,7 @@ from meshwise.bench.pair_messages import PairMessages, exchange_messages, slow_l
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.launch_environment import launch_error
 from meshwise.comm.health.roll_call import roll_call
-from meshwise.comm.network.loopback import is_opened_by_launcher
+from meshwise.comm.network.loopback_store import is_opened_by_launcher
 
 _RETRY_SECONDS = 0.2
 

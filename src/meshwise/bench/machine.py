@@ -19,7 +19,7 @@ import torch
 
 from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.launch.cores import cores
-from meshwise.comm.network.torch_world import backends
+from meshwise.comm.network.process_world import backends
 
 _TOOL_SECONDS = 10
 _GIB = 1 << 30

@@ -5,9 +5,9 @@ from typing import Literal
 
 from meshwise.comm.api.launch_environment import launched
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
+from meshwise.comm.launch.connect import asked_comm
 from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.joining import asked_comm
-from meshwise.comm.network.torch_world import Comm
+from meshwise.comm.network.process_world import Comm
 from meshwise.plan import AXES
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.train.job import Job, JobError

@@ -11,7 +11,7 @@ from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_cons
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
-from meshwise.comm.network.torch_world import Comm
+from meshwise.comm.network.process_world import Comm
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster

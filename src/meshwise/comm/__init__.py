@@ -5,7 +5,7 @@ from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.in_process.trace_world import TraceWorld
-from meshwise.comm.launch.joining import connect
+from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.launch import run, torchrun_line
 
 __all__ = [

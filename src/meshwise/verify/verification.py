@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.comm.launch.joining import connect
+from meshwise.comm.launch.connect import connect
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan

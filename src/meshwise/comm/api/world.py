@@ -1,6 +1,6 @@
 """The World: collectives between ranks along the named axes of a mesh, with one interface for every transport.
 
-    | processes               `torch_world` chooses `LocalWorld` (shared memory), `GlooWorld` or `NcclWorld`
+    | processes               `process_world` chooses `LocalWorld` (shared memory), `GlooWorld` or `NcclWorld`
     | threads of a process    `ThreadWorld`
     | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshwise.comm.network.loopback import is_opened_by_launcher, store_of
+from meshwise.comm.network.loopback_store import is_opened_by_launcher, store_of
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0

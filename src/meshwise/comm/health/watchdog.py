@@ -32,8 +32,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import PlacedCall
 from meshwise.comm.api.process_life import LauncherProcess, has_ended
+from meshwise.comm.api.python_stacks import stack_of
 from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.api.stacks import stack_of
 from meshwise.comm.api.world import World
 from meshwise.comm.health.rank_survey import AbsentRank, RankAnswer, RankSurvey
 

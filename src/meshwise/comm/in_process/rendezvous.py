@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwise.comm.api.flat_parts import reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree, disagreement, ranks_text
-from meshwise.comm.api.stacks import stack_of
+from meshwise.comm.api.python_stacks import stack_of
 
 _PATIENCE_SECONDS = 1.0
 

@@ -3,7 +3,7 @@
 `run` uses the elastic launcher of torchrun. In a process that torchrun has started, `run` only connects this rank. So
 one script works with `python` and with torchrun.
 
-    run ── agent ──────────── rank_process ────────────── joining ──────── main(world, …)
+    run ── elastic_agent ──── rank_process ────────────── connect ──────── main(world, …)
      │     torch's launcher   one rank, start to end      its world
      └─ rank_outcome: the results of `main`, or the first error (not the errors that it caused in other ranks)
 """
@@ -28,13 +28,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from meshwise.comm.api.launch_environment import launched
 from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
-from meshwise.comm.launch.agent import launch
+from meshwise.comm.launch.connect import comm_setting, connect, leave_undone
 from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.elastic_agent import launch
 from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
-from meshwise.comm.launch.joining import connect, joined_by, leave_undone
 from meshwise.comm.launch.rank_outcome import first_error, job_folder, last_start, results
 from meshwise.comm.launch.rank_process import SIGNALS, asked_threads, rank_main
-from meshwise.comm.network.torch_world import Comm
+from meshwise.comm.network.process_world import Comm
 
 ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
 """Function like `sys.excepthook`: (type, exception, traceback)."""
@@ -85,7 +85,7 @@ def run(
     method = _start_method(main)
     ended: BaseException | signal.Signals
     try:
-        with _as_launcher(size), joined_by(comm), job_folder() as folder:
+        with _as_launcher(size), comm_setting(comm), job_folder() as folder:
             passed = (folder, LauncherEnvironment(), main, tuple(args), device)
             statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
             outcomes = last_start(folder)

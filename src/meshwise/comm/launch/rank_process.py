@@ -24,8 +24,8 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.process_life import LauncherProcess
 from meshwise.comm.health.watchdog import report_to_stderr
+from meshwise.comm.launch.connect import connected_world
 from meshwise.comm.launch.fork_server import ENDING, LauncherEnvironment
-from meshwise.comm.launch.joining import joined
 from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, load_statuses, start_folder
 
 POLL_SECONDS = 0.1
@@ -69,7 +69,7 @@ def rank_main(
         if rank == 0 and attempt.number:
             _print_restart_reason(starts, attempt)
         torch.set_num_threads(asked_threads() or torch.get_num_threads())
-        world = joined(device, sink=take_report)
+        world = connected_world(device, sink=take_report)
         outcome = _outcome(functools.partial(main, world, *args))
         world.close()
         outcome.save(folder, rank=rank)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.world import World
-from meshwise.comm.network.loopback import LOOPBACK
-from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.network.loopback_store import LOOPBACK
+from meshwise.comm.network.process_world import job_store
 
 Call: TypeAlias = Callable[[Tensor, Tensor], None]
 """Blocking collective of (x, y): reads x and writes y, or works in place on one of them.
@@ -23,7 +23,7 @@ def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
     all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are on one
     host. Raises RuntimeError when gloo cannot connect the ranks.
     """
-    store = meeting_place()
+    store = job_store()
     if store is None or world.rank >= size:
         return {}
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.rank_lost import lost
-from meshwise.comm.network.loopback import LOOPBACK, address_towards
+from meshwise.comm.network.loopback_store import LOOPBACK, address_towards
 
 _FOREVER = timedelta(days=30)
 _TAG_BITS = 0x7FFFFFFF

@@ -28,7 +28,7 @@ from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.host_ranks import HostRanks, Progress
+from meshwise.comm.shared_memory.host_connection import HostConnection, Progress
 from meshwise.comm.shared_memory.queue_state import IN_JOINT, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
 from meshwise.comm.shared_memory.remote_span import MappedSpan, RemoteSpan, Span
 
@@ -98,7 +98,7 @@ class GroupQueue:
     """Queue of the calls of one group on this rank, with the states of the other ranks' queues."""
 
     def __init__(
-        self, host: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
+        self, host: HostConnection, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
         """Add the queue to this rank's board. key: name of the queue as a number, equal on all ranks. meanwhile: called
         while this rank waits, with the rank that it waits for.
@@ -358,7 +358,7 @@ class GroupQueue:
 class GroupQueues:
     """The queues of all groups of one rank."""
 
-    def __init__(self, host: HostRanks) -> None:
+    def __init__(self, host: HostConnection) -> None:
         self.host = host
         self.closed = False
         self._process = os.getpid()

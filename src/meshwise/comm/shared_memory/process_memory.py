@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from meshwise.comm.api.hosts import host_name
+from meshwise.comm.api.same_host import host_name
 
 _PR_SET_PTRACER = 0x59616D61
 _ANYONE = -1

@@ -58,7 +58,7 @@ class HostPeer:
     slabs: PeerMappings
 
 
-class HostRanks:
+class HostConnection:
     """Connection of one rank with the other ranks of its host.
 
     | board           this rank's own board
@@ -79,7 +79,9 @@ class HostRanks:
         self._peers = {peer.rank: peer for peer in peers}
 
     @classmethod
-    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> "HostRanks":
+    def enter(
+        cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None
+    ) -> "HostConnection":
         """Return this rank's connection with `ranks`, the ranks of one host. All of them call it, over the same store.
         Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one.
         """

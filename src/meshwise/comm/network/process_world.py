@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.hosts import on_one_host
 from meshwise.comm.api.job_attempt import fresh
 from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.same_host import on_one_host
 from meshwise.comm.api.streams import gpu_count, gpu_properties, nccl_version
 from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
-from meshwise.comm.network.loopback import is_opened_by_launcher, store_of
+from meshwise.comm.network.loopback_store import is_opened_by_launcher, store_of
 from meshwise.comm.network.mailbox import Mailbox
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
 from meshwise.comm.shared_memory.group_queue import GroupQueues
-from meshwise.comm.shared_memory.host_ranks import HostRanks
+from meshwise.comm.shared_memory.host_connection import HostConnection
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 
@@ -42,7 +42,7 @@ COMM_VARIABLE = "MESHWISE_COMM"
 """Environment variable with a value of `Comm`; `auto` without the variable."""
 
 
-def meeting_place() -> c10d.Store | None:
+def job_store() -> c10d.Store | None:
     """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it. The
     store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
     loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
@@ -56,17 +56,17 @@ def meeting_place() -> c10d.Store | None:
     return fresh(store_of(host, port=port, opens=opens), rank=rank, size=size)
 
 
-def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
+def process_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
     """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it once per device type.
 
-    device: of this rank's tensors. store: store of the job; None for `meeting_place()`. comm: as described at `Comm`.
+    device: of this rank's tensors. store: store of the job; None for `job_store()`. comm: as described at `Comm`.
 
     Raises ValueError when some ranks are on CPU and others on CUDA, when `comm` differs between ranks, or when `local`
     is impossible. Raises torch's DistError when ranks are missing for ten minutes.
     """
     rank, size = _numbers()
     mesh = Mesh.of(rank=size)
-    found = store or meeting_place()
+    found = store or job_store()
     if found is None:
         return GlooWorld(rank=rank, mesh=mesh, device=device, transport=None)
     own = c10d.PrefixStore(f"meshwise/{device.type}", found)
@@ -80,7 +80,7 @@ def torch_world(device: torch.device, *, store: c10d.Store | None = None, comm: 
     return GlooWorld(rank=rank, mesh=mesh, device=device, transport=GlooTransport(mailbox))
 
 
-def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRanks | None:
+def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostConnection | None:
     """Return the connection of the ranks through shared memory, or None on all ranks when one rank cannot share memory.
     Prints the reason on rank 0. Raises ValueError instead when `comm` is `local`.
     """
@@ -90,7 +90,7 @@ def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostRa
     else:
         memory = ProcessMemory(c10d.PrefixStore("memory", store), rank=rank, size=size)
         try:
-            host = HostRanks.enter(c10d.PrefixStore("boards", store), rank=rank, ranks=range(size), memory=memory)
+            host = HostConnection.enter(c10d.PrefixStore("boards", store), rank=rank, ranks=range(size), memory=memory)
         except OSError as error:
             reason = str(error)
         store.set(f"unshared/{rank}", reason)

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from meshwise.comm.api.process_life import has_ended
 from meshwise.comm.launch.rank_outcome import RankOutcome, last_start, save_statuses
 from meshwise.comm.launch.rank_process import POLL_SECONDS
-from meshwise.comm.network.loopback import LOOPBACK, LoopbackRendezvous
+from meshwise.comm.network.loopback_store import LOOPBACK, LoopbackRendezvous
 
 _SHUTDOWN_SECONDS = 5
 _CERTAIN_SECONDS = 1.0

@@ -12,7 +12,7 @@ import pytest
 
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.process_life import ProcessLife
-from meshwise.comm.shared_memory.host_ranks import HostPeer, HostRanks, Progress
+from meshwise.comm.shared_memory.host_connection import HostConnection, HostPeer, Progress
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
@@ -45,9 +45,9 @@ def waited(board: Rung, *, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tupl
         dozed.append(seconds)
         board.ring()
 
-    monkeypatch.setattr("meshwise.comm.shared_memory.host_ranks.time", SimpleNamespace(sleep=doze))
+    monkeypatch.setattr("meshwise.comm.shared_memory.host_connection.time", SimpleNamespace(sleep=doze))
     peers: Any = [HostPeer(1, ProcessLife(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
-    host = HostRanks(0, board=mock.Mock(), peers=peers, memory=None)
+    host = HostConnection(0, board=mock.Mock(), peers=peers, memory=None)
     left = iter(range(40 + rounds))  # those before are the looks and yields
     host.wait_for(
         1, condition=lambda: next(left, None) is None, among=(0, 1), about=STAMP, meanwhile=lambda: Progress.NOTHING

@@ -20,8 +20,8 @@ from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import ReportSink, Watchdog, report_to_stderr
-from meshwise.comm.network.loopback import is_opened_by_launcher
-from meshwise.comm.network.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
+from meshwise.comm.network.loopback_store import is_opened_by_launcher
+from meshwise.comm.network.process_world import COMM_VARIABLE, Comm, default_device, job_store, process_world
 
 _LEAVING_TIME = timedelta(seconds=5)
 
@@ -41,11 +41,11 @@ def connect(
     impossible, when a requested GPU is missing, or when the environment is incomplete. Raises torch's DistError when
     ranks are missing.
     """
-    with joined_by(comm):
-        return joined(device, stall_seconds=stall_seconds, sink=report_to_stderr)
+    with comm_setting(comm):
+        return connected_world(device, stall_seconds=stall_seconds, sink=report_to_stderr)
 
 
-def joined(
+def connected_world(
     device: torch.device | str | None, *, stall_seconds: float | None = None, sink: ReportSink = report_to_stderr
 ) -> World:
     """Return the world of this process as `connect` does. sink: receives the reports of the watchdog."""
@@ -68,8 +68,8 @@ def _worlds() -> dict[torch.device, World]:
 
 
 def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -> World:
-    store = meeting_place()
-    world = torch_world(device, store=store, comm=asked_comm())
+    store = job_store()
+    world = process_world(device, store=store, comm=asked_comm())
     watch = None
     if store is not None:
         launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -115,7 +115,7 @@ def _known(named: str, *, source: str) -> Comm:
 
 
 @contextlib.contextmanager
-def joined_by(comm: Comm | None) -> Iterator[None]:
+def comm_setting(comm: Comm | None) -> Iterator[None]:
     """Set MESHWISE_COMM to `comm` inside the block (None: unchanged). Raises ValueError for an unknown value."""
     kept = os.environ.get(COMM_VARIABLE)
     asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
