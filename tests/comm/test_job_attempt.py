@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
-from meshwise.comm.api.job_attempt import JobAttempt, fresh
+from meshwise.comm.api.job_attempt import JobAttempt, unused_store
 from meshwise.comm.network.loopback_store import (
     LoopbackRendezvous,
     address_towards,
@@ -36,7 +36,7 @@ def meet(store: TCPStore, size: int, *, last: int | None = None) -> list[str]:
     def rank(number: int) -> str:
         if number == last:
             threading.Event().wait(0.2)
-        own = fresh(client(store), rank=number, size=size, timeout=SOON)
+        own = unused_store(client(store), rank=number, size=size, timeout=SOON)
         if number == 0:
             assert not own.check(["word"]), "an earlier start has written here"
             own.set("word", f"of a start of {size}")
@@ -57,13 +57,13 @@ def test_every_start_has_a_part_of_the_store_for_itself(last: int | None) -> Non
 def test_a_rank_that_died_while_it_waited_is_in_nobodys_way() -> None:
     store = loopback_store()
     with pytest.raises(RuntimeError):  # the rank 1 of a start whose rank 0 never came
-        fresh(client(store), rank=1, size=2, timeout=timedelta(milliseconds=100))
+        unused_store(client(store), rank=1, size=2, timeout=timedelta(milliseconds=100))
     assert meet(store, 2) == ["of a start of 2"] * 2
 
 
 def test_ranks_that_stay_away_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 did not come"):
-        fresh(loopback_store(), rank=0, size=3, timeout=timedelta(milliseconds=100))
+        unused_store(loopback_store(), rank=0, size=3, timeout=timedelta(milliseconds=100))
 
 
 def test_a_start_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from meshwise.comm import connect, run
-from meshwise.comm.api.launch_environment import LaunchedRank, launched, prints_for_job
+from meshwise.comm.api.launch_environment import LaunchedRank, launched_rank, prints_for_job
 from meshwise.comm.api.world import World
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -25,7 +25,7 @@ ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}
     ],
 )
 def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expected: LaunchedRank | None) -> None:
-    assert launched(told) == expected
+    assert launched_rank(told) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expec
 )
 def test_a_part_of_it_or_nonsense_is_refused(told: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        launched(told)
+        launched_rank(told)
 
 
 def nothing(world: World) -> None: ...

@@ -89,7 +89,7 @@ def test_a_board_has_room_for_the_queues_of_many_groups() -> None:
     board = Board.make()
     other = Board.open(os.getpid(), place=board.place)
     for key in range(1900):
-        QueueState.make(board, key=key, ranks=2).note(RING - 1, tag=key, places=())
+        QueueState.make(board, key=key, ranks=2).write_record(RING - 1, tag=key, places=())
         side = QueueState.find(other, key=key, ranks=2)
         assert side is not None
         assert not side.has_posted(RING - 1, tag=key)

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.launch_environment import launched_rank
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.connect import asked_comm
 from meshwise.comm.launch.cores import cores
@@ -42,7 +42,7 @@ def checked_ranks(ranks: int | None) -> int | None:
 def launched_ranks() -> int | None:
     """Return torchrun's number of ranks; None without torchrun. Raises JobError for a bad environment."""
     try:
-        rank = launched()
+        rank = launched_rank()
     except ValueError as error:
         raise JobError(str(error)) from error
     return None if rank is None else rank.size

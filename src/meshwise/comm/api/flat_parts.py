@@ -12,13 +12,14 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 """One tensor that is cut into equal parts, or a sequence with one part of any size for each index of the group."""
 
 
-def flat(x: Tensor, *, given: bool = False) -> Tensor:
-    """Return a 1-D view of `x` outside autograd (as in c10d, autograd does not notice writes through the view). given:
-    True if the collective only reads the tensor. Then the result for a tensor with torch's conjugate or negative bit is
-    a copy. Raises ValueError for a tensor that is not contiguous, and for such a bit when `given` is False.
+def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
+    """Return a 1-D view of `x` outside autograd (as in c10d, autograd does not notice writes through the view).
+    read_only: True if the collective only reads the tensor. Then the result for a tensor with torch's conjugate or
+    negative bit is a copy. Raises ValueError for a tensor that is not contiguous, and for such a bit when `read_only`
+    is False.
     """
     if x.is_conj() or x.is_neg():
-        if not given:
+        if not read_only:
             raise ValueError(
                 f"a collective cannot write to {tuple(x.shape)}, which is conjugated or negated when it is read; pass "
                 "x.resolve_conj().resolve_neg()"
@@ -30,15 +31,15 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
     return data if data.dim() == 1 else data.view(-1)
 
 
-def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
+def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
     """Return `x` as `size` parts in one dim: equal slices of one tensor, or a view of each tensor of the sequence.
-    given: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
+    read_only: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
     divide into equal parts, when the number of tensors is wrong, and in the cases of `flat`.
     """
     if isinstance(x, Tensor):
         if x.numel() % size:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
-        whole = flat(x, given=given)
+        whole = flat(x, read_only=read_only)
         return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.chunk(size))
     if len(x) != size:
         raise ValueError(f"{len(x)} parts for a group of {size} ranks")
@@ -47,12 +48,12 @@ def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
     for part in x:
         like = (part.shape, part.stride(), part.dtype) if part.is_meta else id(part)
         if like not in known:
-            known[like] = flat(part, given=given)
+            known[like] = flat(part, read_only=read_only)
         found.append(known[like])
     return found
 
 
-def passed(x: Parts | None, *, who: str, name: str) -> Parts:
+def require_passed(x: Parts | None, *, who: str, name: str) -> Parts:
     """Return `x`, or raise ValueError when `x` is None on the rank that has to pass it. who, name: the rank (`the
     target of a gather`) and the parameter, for the message.
     """
@@ -61,7 +62,7 @@ def passed(x: Parts | None, *, who: str, name: str) -> Parts:
     return x
 
 
-def fit(x: Tensor, *, part: Tensor) -> None:
+def require_fit(x: Tensor, *, part: Tensor) -> None:
     """Raise ValueError unless `x`, this rank's tensor, has the number of elements and the dtype of its part."""
     if x.numel() != part.numel() or x.dtype != part.dtype:
         raise ValueError(

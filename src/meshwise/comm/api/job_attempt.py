@@ -1,7 +1,7 @@
 """Tell the starts of a job apart: a launcher starts all ranks again after a failure, and each start is an attempt.
 
-`JobAttempt` is what the launcher says about the attempt. `fresh` gives the ranks of an attempt an empty part of the
-store. The launcher may keep its store over a restart, with all keys of the ranks before. The launchers of several
+`JobAttempt` is what the launcher says about the attempt. `unused_store` gives the ranks of an attempt an empty part of
+the store. The launcher may keep its store over a restart, with all keys of the ranks before. The launchers of several
 machines may also number the restarts differently. So the ranks of an attempt agree on a new prefix for their keys:
 
     | every rank      takes a ticket, a number that no rank has had, and writes its rank under this number
@@ -48,7 +48,7 @@ class JobAttempt:
         return self.run != "none"
 
 
-def fresh(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
+def unused_store(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
     """Return `store` with a prefix that no earlier attempt has used. Every rank of the attempt calls this function.
     When ranks are missing for `timeout`: raises TimeoutError with their numbers on rank 0, torch's DistError on others.
     """

@@ -22,7 +22,7 @@ class LaunchedRank:
     size: int
 
 
-def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
+def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """Return the rank and world size of the environment, or None when neither RANK nor WORLD_SIZE is set.
     `environment`: by default the environment of this process. Raises ValueError when variables are missing or wrong.
     """

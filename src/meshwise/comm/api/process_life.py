@@ -31,7 +31,7 @@ class ProcessLife:
         looking.register(self._file, select.POLLIN)
         return bool(looking.poll(0))
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Close the file descriptor of the process."""
         if self._file is not None:
             os.close(self._file)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import Parts, fit, flat, passed, put, require_op, split
+from meshwise.comm.api.flat_parts import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.flight_recorder import (
     CallLine,
     CallRecord,
@@ -37,7 +37,7 @@ from meshwise.comm.api.flight_recorder import (
 from meshwise.comm.api.stopwatch import ActivityStopwatch
 
 
-def as_called(job: Callable[[], None]) -> Callable[[], None]:
+def keep_inference_mode(job: Callable[[], None]) -> Callable[[], None]:
     """Return `job`, wrapped so that it runs in inference mode if inference mode is on now."""
     if not torch.is_inference_mode_enabled():
         return job
@@ -67,14 +67,14 @@ class Group:
         return len(self.ranks)
 
 
-def rooted(group: Group, *, root: int) -> Group:
+def require_root(group: Group, *, root: int) -> Group:
     """Return `group` itself. Raises ValueError unless `root` is an index of the group."""
     if not 0 <= root < group.size:
         raise ValueError(f"no index {root} along {'·'.join(group.axes)}, which has {group.size} ranks")
     return group
 
 
-def line(group: Group, *, source: int, target: int) -> Group:
+def message_group(group: Group, *, source: int, target: int) -> Group:
     """Return the group of two ranks, source and target, for a message between these indices of `group`. Raises
     ValueError unless they are two different indices of the group.
     """
@@ -222,19 +222,19 @@ class World(abc.ABC):
 
     def broadcast(self, x: Tensor, *, axes: Axes, source: int = 0) -> Work:
         """Overwrite `x` on every rank with the `x` of group index `source`."""
-        group = rooted(self.group(axes), root=source)
+        group = require_root(self.group(axes), root=source)
         if group.size == 1:
             return Work()
-        data = flat(x, given=group.index == source)
+        data = flat(x, read_only=group.index == source)
         return self._broadcast(self._new_record("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the `x` of group index `target`; other ranks' `x` is unspecified then. op: sum, max or min."""
         require_op(op, dtype=x.dtype)
-        group = rooted(self.group(axes), root=target)
+        group = require_root(self.group(axes), root=target)
         if group.size == 1:
             return Work()
-        data = flat(x, given=group.index != target)
+        data = flat(x, read_only=group.index != target)
         return self._reduce(self._new_record("reduce", group, x, how=f"{op} to {target}"), group, data, (target, op))
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
@@ -253,8 +253,8 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        data, parts = flat(x, given=True), split(into, group.size)
-        fit(x, part=parts[group.index])
+        data, parts = flat(x, read_only=True), split(into, group.size)
+        require_fit(x, part=parts[group.index])
         return self._all_gather(self._new_record("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
@@ -263,8 +263,8 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        data, parts = flat(into), split(x, group.size, given=True)
-        fit(into, part=parts[group.index])
+        data, parts = flat(into), split(x, group.size, read_only=True)
+        require_fit(into, part=parts[group.index])
         return self._reduce_scatter(self._new_record("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
@@ -272,30 +272,30 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        parts, targets = split(x, group.size, given=True), split(into, group.size)
-        fit(parts[group.index], part=targets[group.index])
+        parts, targets = split(x, group.size, read_only=True), split(into, group.size)
+        require_fit(parts[group.index], part=targets[group.index])
         return self._all_to_all(self._new_record("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Gather every rank's `x` into the `into` of group index `target`; other ranks pass `into=None`."""
-        group = rooted(self.group(axes), root=target)
+        group = require_root(self.group(axes), root=target)
         if group.size == 1:
-            return _copy(x, passed(into, who="the target of a gather", name="into"))
-        data, parts = flat(x, given=True), None
+            return _copy(x, require_passed(into, who="the target of a gather", name="into"))
+        data, parts = flat(x, read_only=True), None
         if group.index == target:
-            parts = split(passed(into, who="the target of a gather", name="into"), group.size)
-            fit(x, part=parts[target])
+            parts = split(require_passed(into, who="the target of a gather", name="into"), group.size)
+            require_fit(x, part=parts[target])
         return self._gather(self._new_record("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """Put each rank's part of the `x` of group index `source` into `into`; other ranks pass `x=None`."""
-        group = rooted(self.group(axes), root=source)
+        group = require_root(self.group(axes), root=source)
         if group.size == 1:
-            return _copy(passed(x, who="the source of a scatter", name="x"), into)
+            return _copy(require_passed(x, who="the source of a scatter", name="x"), into)
         data, parts = flat(into), None
         if group.index == source:
-            parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
-            fit(into, part=parts[source])
+            parts = split(require_passed(x, who="the source of a scatter", name="x"), group.size, read_only=True)
+            require_fit(into, part=parts[source])
         return self._scatter(
             self._new_record("scatter", group, into, how=f"from {source}"), group, (parts, source), data
         )
@@ -303,13 +303,13 @@ class World(abc.ABC):
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send `x` to group index `to` along one axis. Messages between two ranks arrive in the order of sending."""
         group = self.group(axis)
-        ends, data = line(group, source=group.index, target=to), flat(x, given=True)
+        ends, data = message_group(group, source=group.index, target=to), flat(x, read_only=True)
         return self._send(self._new_record("send", ends, x, how=f"to {to}"), group, data, to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
         group = self.group(axis)
-        ends, data = line(group, source=source, target=group.index), flat(x)
+        ends, data = message_group(group, source=source, target=group.index), flat(x)
         return self._recv(self._new_record("recv", ends, x, how=f"from {source}"), group, data, source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
@@ -432,8 +432,8 @@ class World(abc.ABC):
 
 def _copy(x: Parts, into: Parts) -> Work:
     """Copy `x` into `into` as the result of a collective of one rank, and return complete work."""
-    [source], [target] = split(x, 1, given=True), split(into, 1)
-    fit(source, part=target)
+    [source], [target] = split(x, 1, read_only=True), split(into, 1)
+    require_fit(source, part=target)
     put(source, into=target)
     return Work()
 

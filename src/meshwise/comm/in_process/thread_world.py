@@ -30,7 +30,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.world import Group, Work, World, as_called, line
+from meshwise.comm.api.world import Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.in_process.rendezvous import PendingCollective, Rendezvous, RunEnded
 
 Result = TypeVar("Result")
@@ -177,10 +177,10 @@ class ThreadWorld(World):
         return self._meet(record, group, give=parts or [], fill=[into], take=take)
 
     def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return self._meet(record, line(group, source=group.index, target=to), give=[x], take=_nothing)
+        return self._meet(record, message_group(group, source=group.index, target=to), give=[x], take=_nothing)
 
     def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        ends = line(group, source=source, target=group.index)
+        ends = message_group(group, source=source, target=group.index)
         return self._meet(record, ends, fill=[x], take=lambda met: met.place(x, index=0))
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
@@ -193,7 +193,7 @@ class ThreadWorld(World):
         copies = [x.clone() for x in give]
         guarded = _GuardedTensors(inputs=list(zip(give, copies, strict=True)), outputs=fill)
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=copies)
-        return _ThreadWork(self, record, (pending, guarded, as_called(partial(take, pending))))
+        return _ThreadWork(self, record, (pending, guarded, keep_inference_mode(partial(take, pending))))
 
 
 def _nothing(met: PendingCollective) -> None:

@@ -120,13 +120,13 @@ class _Agent(LocalElasticAgent):
         return {
             one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
             for one in worker_group.workers
-            if one.id in self._gone and not RankOutcome.is_there(outcomes, rank=one.global_rank)
+            if one.id in self._gone and not RankOutcome.exists(outcomes, rank=one.global_rank)
         }
 
     def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
         """Return whether a rank ended without an outcome less than 2 s ago, while another rank may still save one."""
         outcomes = last_start(self._folder)
-        quiet = {one.id for one in worker_group.workers if not RankOutcome.is_there(outcomes, rank=one.global_rank)}
+        quiet = {one.id for one in worker_group.workers if not RankOutcome.exists(outcomes, rank=one.global_rank)}
         known, self._silent = self._silent, {process for process in quiet if _has_ended(process)}
         if known != self._silent:
             self._silent_since = time.monotonic()

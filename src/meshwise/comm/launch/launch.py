@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.launch_environment import launched_rank
 from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.connect import comm_setting, connect, leave_undone
@@ -68,7 +68,7 @@ def run(
     when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
     ValueError for an incomplete environment or an impossible argument, NoSemaphoresError without room in /dev/shm.
     """
-    if launched():
+    if launched_rank():
         world = connect(device=device, comm=comm)
         if world.size != size:
             raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")

@@ -65,7 +65,7 @@ class RankOutcome:
         return isinstance(self.error, RankLostError)
 
     @property
-    def left_well(self) -> bool:
+    def exited_cleanly(self) -> bool:
         """True if the rank called `sys.exit` with status 0."""
         return isinstance(self.error, SystemExit) and not self.error.code
 
@@ -73,7 +73,7 @@ class RankOutcome:
         """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle. An outcome
         that is a consequence does not replace another: the watchdog may have written a better report before.
         """
-        if self.is_consequence and self.is_there(folder, rank=rank):
+        if self.is_consequence and self.exists(folder, rank=rank):
             return
         try:
             data = pickle.dumps(self)
@@ -85,14 +85,14 @@ class RankOutcome:
         (folder / f"{rank}.writing").rename(folder / str(rank))
 
     @staticmethod
-    def is_there(folder: Path, *, rank: int) -> bool:
+    def exists(folder: Path, *, rank: int) -> bool:
         """Return whether `rank` has written an outcome."""
         return (folder / str(rank)).exists()
 
     @classmethod
     def load(cls, folder: Path, *, rank: int) -> "RankOutcome | None":
         """Return the outcome that `rank` wrote into `folder`, or None if it wrote none."""
-        if not cls.is_there(folder, rank=rank):
+        if not cls.exists(folder, rank=rank):
             return None
         outcome = pickle.loads((folder / str(rank)).read_bytes())
         assert isinstance(outcome, cls)
@@ -135,10 +135,14 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     silent = [rank for rank in statuses if rank not in raised]
     if not silent and not raised:
         return RankLostError("ranks ended without an exception and without an exit status")
-    if not silent or any(not outcome.is_consequence and not outcome.left_well for outcome in raised.values()):
-        rank, first = min(raised.items(), key=lambda item: (item[1].left_well, item[1].is_consequence, item[1].seconds))
+    if not silent or any(not outcome.is_consequence and not outcome.exited_cleanly for outcome in raised.values()):
+        rank, first = min(
+            raised.items(), key=lambda item: (item[1].exited_cleanly, item[1].is_consequence, item[1].seconds)
+        )
         assert first.error is not None
-        if first.left_well and not all(outcome is not None and outcome.left_well for outcome in outcomes.values()):
+        if first.exited_cleanly and not all(
+            outcome is not None and outcome.exited_cleanly for outcome in outcomes.values()
+        ):
             error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, and others did not")
             return _with_notes(error, {other: each for other, each in raised.items() if other != rank})
         if first.trace:

@@ -115,7 +115,7 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
         return RankOutcome(main())
     except SystemExit as left:
         outcome = RankOutcome.of(left)
-        if outcome.left_well:
+        if outcome.exited_cleanly:
             return outcome
         raise
 

@@ -29,7 +29,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put, reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.streams import streams_of
-from meshwise.comm.api.world import Group, Work, World, as_called
+from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
 from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
 from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
@@ -294,10 +294,10 @@ class GlooWorld(World):
         if self.device.type == "cuda":
             return _Started(self, call.record, transport, _staged(program, reads, writes, transport.worker(queue)))
         steps = program(reads, writes)
-        rest = as_called(_once(partial(_complete, itertools.chain([next(steps)], steps))))
+        rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried:
             return _Started(self, call.record, transport, rest)
-        ticket = transport.worker(queue).carry(rest)
+        ticket = transport.worker(queue).submit(rest)
         return _Started(self, call.record, transport, ticket.wait, ticket)
 
     def _post(
@@ -373,7 +373,7 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker:
         copied.synchronize()
         _complete(program(copies[: len(reads)], copies[len(reads) :]))
 
-    ticket = worker.carry(as_called(carry))
+    ticket = worker.submit(keep_inference_mode(carry))
 
     def finish() -> None:
         ticket.wait()
@@ -382,4 +382,4 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker:
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)
 
-    return as_called(finish)
+    return keep_inference_mode(finish)

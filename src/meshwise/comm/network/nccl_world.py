@@ -192,7 +192,7 @@ class NcclWorld(World):
                 stream.wait_event(behind)
                 posted.append(post(between))
 
-        ticket = self._communicators.worker(ends).carry(job)
+        ticket = self._communicators.worker(ends).submit(job)
 
         def finish() -> None:
             ticket.wait()

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.job_attempt import fresh
-from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.job_attempt import unused_store
+from meshwise.comm.api.launch_environment import launched_rank
 from meshwise.comm.api.same_host import on_one_host
 from meshwise.comm.api.streams import gpu_count, gpu_properties, nccl_version
 from meshwise.comm.api.world import World
@@ -53,7 +53,7 @@ def job_store() -> c10d.Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = rank == 0 and not is_opened_by_launcher()
-    return fresh(store_of(host, port=port, opens=opens), rank=rank, size=size)
+    return unused_store(store_of(host, port=port, opens=opens), rank=rank, size=size)
 
 
 def process_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
@@ -124,8 +124,8 @@ def default_device() -> torch.device:
 
 
 def _numbers() -> tuple[int, int]:
-    """Return this process's rank and world size; (0, 1) without a launcher. Raises ValueError as `launched`."""
-    own = launched()
+    """Return this process's rank and world size; (0, 1) without a launcher. Raises ValueError as `launched_rank`."""
+    own = launched_rank()
     return (0, 1) if own is None else (own.rank, own.size)
 
 

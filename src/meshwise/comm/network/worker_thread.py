@@ -46,7 +46,7 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def carry(self, job: Callable[[], None]) -> ThreadJob:
+    def submit(self, job: Callable[[], None]) -> ThreadJob:
         """Queue `job` behind all earlier jobs, and return it as an object to wait for."""
         ticket = ThreadJob(job)
         self._jobs.put(ticket)

@@ -5,7 +5,7 @@ A word is an integer of 8 bytes, written in one piece. So a rank counts its fini
     | word    0     the bell, a futex: other ranks sleep until this rank changes its value
     |         8     number of queues
     |         16…   for each queue: its key, and the word at which it begins
-    |         …     the queues, each at a multiple of `PAGE_WORDS` (`queue_state` describes their contents)
+    |         …     the queues, each at a multiple of `PAYLOAD_WORDS` (`queue_state` describes their contents)
 
 A waiting rank first polls a few times: the other rank may be about to arrive. Then the waiting rank yields the core
 between polls: the other rank may need this core. Then the waiting rank sleeps until the other rank's bell rings. So no
@@ -31,7 +31,7 @@ from meshwise.comm.shared_memory.segment import SharedSegment, open_segment, wor
 PAYLOAD_BYTES = 64 << 10
 """Room on the board for the tensors of one call, in bytes. Other ranks read larger tensors in place."""
 
-PAGE_WORDS = PAYLOAD_BYTES // 8
+PAYLOAD_WORDS = PAYLOAD_BYTES // 8
 """Words of one payload. Queues and payloads begin at multiples of this number."""
 
 # Bytes of address space of a board: about 2 MB for each queue. The system supplies the memory as queues are used. Every
@@ -162,4 +162,4 @@ def _view(memory: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _round(words: int) -> int:
-    return -(-words // PAGE_WORDS) * PAGE_WORDS
+    return -(-words // PAYLOAD_WORDS) * PAYLOAD_WORDS

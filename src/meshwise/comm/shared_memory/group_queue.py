@@ -29,7 +29,7 @@ from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.host_connection import HostConnection, Progress
-from meshwise.comm.shared_memory.queue_state import IN_JOINT, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
+from meshwise.comm.shared_memory.queue_state import IN_JOINT, IN_PAYLOAD, IN_PRIVATE, RING, QueueState, TensorLocation
 from meshwise.comm.shared_memory.remote_span import MappedSpan, RemoteSpan, Span
 
 _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, and the largest number of a word
@@ -38,19 +38,19 @@ _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, 
 class QueuedCall(Work):
     """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
-    | gives   tensors of this rank that other ranks read, and in some collectives write
-    | brings  True if the board has a copy of their contents; then the tensors may be reused once the call is posted
-    | needs   group indices of the ranks that must have posted before `act` can run
-    | users   group indices of the ranks that use this rank's tensors in their `act`
-    | joint   name of the joint tensor that this rank has written to (`JointTensors.name`), in place of `gives`; else 0
-    | act     function that does this rank's part of the call; None if there is nothing to do
-    | after   function called when all ranks have done their part; None if there is nothing to do
-    | number  number of the call in its queue, from 0; -1 before `GroupQueue.post`
-    | acted   True when this rank has done its part
+    | gives       tensors of this rank that other ranks read, and in some collectives write
+    | in_payload  True if the board has a copy of their contents; then the tensors may be reused once the call is posted
+    | needs       group indices of the ranks that must have posted before `act` can run
+    | users       group indices of the ranks that use this rank's tensors in their `act`
+    | joint       name of the joint tensor that this rank has written to (`JointTensors.name`), instead of `gives`; or 0
+    | act         function that does this rank's part of the call; None if there is nothing to do
+    | after       function called when all ranks have done their part; None if there is nothing to do
+    | number      number of the call in its queue, from 0; -1 before `GroupQueue.post`
+    | acted       True when this rank has done its part
     """
 
     gives: Sequence[Tensor] = ()
-    brings = True
+    in_payload = True
     needs: Sequence[int] = ()
     users: Sequence[int] = ()
     joint = 0
@@ -151,12 +151,12 @@ class GroupQueue:
 
     def _write(self, call: QueuedCall) -> None:
         number = call.number
-        if call.brings:
-            places = [(IN_JOINT, call.joint, 0)] if call.joint else self._own.bring(number, gives=call.gives)
+        if call.in_payload:
+            places = [(IN_JOINT, call.joint, 0)] if call.joint else self._own.write_payload(number, gives=call.gives)
         else:
             places = [self._place(x) for x in call.gives]
             self._lent.append(call)
-        self._own.note(number, tag=call.tag, places=places)
+        self._own.write_record(number, tag=call.tag, places=places)
         self._posted = number + 1
         self._due.append(call)
         self._own.publish_posted(number + 1)
@@ -182,7 +182,7 @@ class GroupQueue:
         RankLostError when a rank of the group has ended, RanksDisagree when tensors do not fit together.
         """
         self._catch_up(call.number)
-        if not call.brings:
+        if not call.in_payload:
             for index in call.users:
                 self._await_done(call, index, call.number)
             call.end()
@@ -208,7 +208,7 @@ class GroupQueue:
         """True if this rank has not posted a call yet, or not done its part of one."""
         return bool(self._due or self._unposted)
 
-    def _place(self, x: Tensor) -> Place:
+    def _place(self, x: Tensor) -> TensorLocation:
         """Return the location of a tensor of this rank: in a shared segment, or at an address of this process."""
         where = self._host.slabs.locate(x)
         return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
@@ -256,7 +256,7 @@ class GroupQueue:
         if self._is_awaited:  # the owner of a tensor that this rank read may sleep until the reading is done
             self._is_awaited = False
             self._own.board.ring()
-        if call.brings:
+        if call.in_payload:
             call.end()
         if self._unposted:
             self._publish()
@@ -282,11 +282,11 @@ class GroupQueue:
         else:
             self._elsewhere(index, place, offset, into).copy_to(into)
 
-    def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> Place:
+    def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> TensorLocation:
         """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
-        found = side.given(call.number, which=which)
+        found = side.location(call.number, which=which)
         if found[0] == IN_JOINT:
             raise self._apart(index, self._host.rank, call)
         if found[2] != like.nbytes:
@@ -300,7 +300,7 @@ class GroupQueue:
         """Raise RanksDisagree unless every rank passed the joint tensor that this rank passed to the call."""
         for index in self.others:
             side = self._side(index)
-            if side is None or side.given(call.number, which=0)[:2] != (IN_JOINT, call.joint):
+            if side is None or side.location(call.number, which=0)[:2] != (IN_JOINT, call.joint):
                 raise self._apart(self.index, self.ranks[index], call)
 
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:

@@ -153,7 +153,7 @@ class HostConnection:
         self.board.hide()
         self.slabs.keep_none()
         for peer in self._peers.values():
-            peer.life.forget()
+            peer.life.close()
 
     def missing(self, ranks: Sequence[int]) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. This rank itself may be among them."""

@@ -25,7 +25,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.rank_lost import lost
-from meshwise.comm.api.world import Axes, Group, Work, World, as_called, line
+from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall
 from meshwise.comm.shared_memory.queue_state import travels_in_payload
@@ -146,12 +146,12 @@ class LocalWorld(World):
         return self._begin(call, gives=parts, users=call.others)
 
     def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        ends = line(group, source=group.index, target=to)
+        ends = message_group(group, source=group.index, target=to)
         call = self._call(record, ends)
         return self._begin(call, gives=[x], users=[1])
 
     def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        ends = line(group, source=source, target=group.index)
+        ends = message_group(group, source=source, target=group.index)
         call = self._call(record, ends)
         return self._begin(call, needs=[0], act=lambda: call.take(0, into=x))
 
@@ -233,11 +233,11 @@ class LocalWorld(World):
     ) -> QueuedCall:
         """Post the call, do this rank's part of all calls that are ready, and return the call. Fields: `QueuedCall`."""
         call.needs = needs
-        call.act, call.after = (None if job is None else as_called(job) for job in (act, after))
+        call.act, call.after = (None if job is None else keep_inference_mode(job) for job in (act, after))
         if travels_in_payload(gives):
             call.gives = gives
         else:
-            call.gives, call.users, call.brings = self._reachable(gives, call.queue.ranks), users, False
+            call.gives, call.users, call.in_payload = self._reachable(gives, call.queue.ranks), users, False
         call.queue.post(call)
         self._queues.progress()
         return call

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from meshwise.comm.shared_memory.board import PAGE_WORDS, PAYLOAD_BYTES, Board
+from meshwise.comm.shared_memory.board import PAYLOAD_BYTES, PAYLOAD_WORDS, Board
 
 RING = 32
 """Number of calls of a queue for which a board has records. A further call is posted when a record becomes free."""
@@ -24,7 +24,7 @@ IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
 joint tensor, which all ranks of the queue have mapped (`World.shared_empty`).
 """
 
-Place: TypeAlias = tuple[int, int, int]
+TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
 The place is one of the constants above or `SharedSegment.place`. The offset counts from the start of the payload or
@@ -57,7 +57,7 @@ class QueueState:
     @classmethod
     def make(cls, board: Board, *, key: int, ranks: int) -> "QueueState":
         """Add a queue to this rank's own `board`, and return its state. key: name of the queue, equal on all ranks."""
-        start = board.add_queue(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
+        start = board.add_queue(key, words=_payload_words(ranks) + RING * PAYLOAD_WORDS)
         return cls(board, start=start, ranks=ranks)
 
     @classmethod
@@ -82,7 +82,7 @@ class QueueState:
         """Return whether the rank has posted call `number` with this tag."""
         return self.posted > number and self.board.words[self._record(number)] == tag
 
-    def given(self, number: int, *, which: int) -> Place:
+    def location(self, number: int, *, which: int) -> TensorLocation:
         """Return the location of tensor `which` of call `number`, for a payload with the offset on the board."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
@@ -90,7 +90,7 @@ class QueueState:
 
     # ---- write, by the rank itself ---------------------------------------------------------------------------------
 
-    def note(self, number: int, *, tag: int, places: Sequence[Place]) -> None:
+    def write_record(self, number: int, *, tag: int, places: Sequence[TensorLocation]) -> None:
         """Write the record of call `number`: its tag and the locations of its tensors."""
         words, at = self.board.words, self._record(number)
         words[at] = tag
@@ -98,7 +98,7 @@ class QueueState:
             words[at + 1], words[at + 2], words[at + 3] = place, offset, size
             at += _PART
 
-    def bring(self, number: int, *, gives: Sequence[Tensor]) -> list[Place]:
+    def write_payload(self, number: int, *, gives: Sequence[Tensor]) -> list[TensorLocation]:
         """Copy small tensors into the payload of call `number`, and return their locations."""
         address, offset, places = self.board.address + self._payload(number), 0, []
         for x in gives:
@@ -133,5 +133,5 @@ def _record_words(ranks: int) -> int:
 
 
 def _payload_words(ranks: int) -> int:
-    """Return the index, within the queue, of the first word of the payloads: a multiple of `PAGE_WORDS`."""
-    return -(-(_RECORDS + RING * _record_words(ranks)) // PAGE_WORDS) * PAGE_WORDS
+    """Return the index, within the queue, of the first word of the payloads: a multiple of `PAYLOAD_WORDS`."""
+    return -(-(_RECORDS + RING * _record_words(ranks)) // PAYLOAD_WORDS) * PAYLOAD_WORDS
