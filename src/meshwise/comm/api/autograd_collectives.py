@@ -137,9 +137,7 @@ class CollectiveSource:
 
 
 def source_of_output(node: Node) -> CollectiveSource | None:
-    """Return the axes over which the output of an autograd node is whole, replicated or split. Return None for a node
-    that is not of a collective of this file.
-    """
+    """Return the axes over which a node's output is whole, replicated or split; None for a node of other code."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
@@ -301,7 +299,7 @@ class _Along:
 
     @classmethod
     def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """Return the parts along `dim` of which `x` is this rank's: of the given `sizes`, else all as large as `x`."""
+        """Return the parts along `dim`, with `x` as this rank's part; without `sizes` all are as large as `x`."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
         if len(along.sizes) != group.size or along.sizes[group.index] != size:

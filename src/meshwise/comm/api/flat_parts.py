@@ -13,10 +13,9 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
-    """Return a 1-D view of `x` outside autograd (as in c10d, autograd does not notice writes through the view).
-    read_only: True if the collective only reads the tensor. Then the result for a tensor with torch's conjugate or
-    negative bit is a copy. Raises ValueError for a tensor that is not contiguous, and for such a bit when `read_only`
-    is False.
+    """Return a 1-D view of `x`, outside autograd as in c10d, or a copy if `x` has torch's conjugate or negative bit.
+    read_only: True if the collective only reads `x`. Raises ValueError for a tensor that is not contiguous, and for one
+    with such a bit unless `read_only`.
     """
     if x.is_conj() or x.is_neg():
         if not read_only:
@@ -54,9 +53,7 @@ def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
 
 
 def require_passed(x: Parts | None, *, who: str, name: str) -> Parts:
-    """Return `x`, or raise ValueError when `x` is None on the rank that has to pass it. who, name: the rank (`the
-    target of a gather`) and the parameter, for the message.
-    """
+    """Return `x`. Raises ValueError if it is None. who, name: the rank that has to pass it, and its name."""
     if x is None:
         raise ValueError(f"{who} passes `{name}`; here it is None")
     return x

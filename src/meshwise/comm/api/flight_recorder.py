@@ -92,7 +92,7 @@ def _tag(agreed: str) -> int:
 
 
 class CallLine(NamedTuple):
-    """Ranks whose calls are counted together: those of a group, or the source and target of messages, in this order."""
+    """Ranks whose calls are counted together: a group, or the source and target of messages, in this order."""
 
     ranks: tuple[int, ...]
     point_to_point: bool = False
@@ -107,9 +107,8 @@ class PlacedCall(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Collective that a rank waits for, or else the last collective that the rank called.
-
-    record: None before the first call. waiting_since: start of the wait by `time.monotonic`; None without a wait.
+    """Collective that a rank waits for, or else the last collective that the rank called. record: None before the first
+    call. waiting_since: start of the wait by `time.monotonic`; None without a wait.
     """
 
     record: CallRecord | None = None

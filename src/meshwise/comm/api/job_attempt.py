@@ -9,7 +9,7 @@ machines may also number the restarts differently. So the ranks of an attempt ag
     | other ranks     accept the prefix that is offered to their ticket
     | rank 0          returns when every rank has accepted
 
-Tickets of ranks of an earlier attempt may receive an offer too; nobody accepts it.
+Tickets of ranks of an earlier attempt may receive an offer too; it is never accepted.
 """
 
 import os

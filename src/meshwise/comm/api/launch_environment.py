@@ -35,7 +35,7 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
 
 
 def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether RANK or WORLD_SIZE is set, to any value. `environment`: by default that of this process."""
+    """Return whether RANK or WORLD_SIZE is set, to any value. `environment`: by default this process's."""
     variables = os.environ if environment is None else environment
     return any(variables.get(name) for name in _OF_A_RANK)
 

@@ -1,6 +1,6 @@
 """Find out whether another process of this machine has ended.
 
-A file descriptor of a process (pidfd) tells this reliably. Linux before 5.3 has no pidfd, and Python builds for such
+A file descriptor of a process (pidfd) is reliable. Linux before 5.3 has no pidfd, and Python builds for such
 systems (conda's, uv's) cannot open one. There the PID is checked. If another process has taken the PID, the end stays
 unnoticed here, and the watchdog finds it later.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class ProcessLife:
-    """Watch over another process of this machine: `ended` tells whether the process has ended."""
+    """Watch over another process of this machine: `ended` is True after its end."""
 
     def __init__(self, process: int) -> None:
         """Open a pidfd where the system has them. process: PID."""

@@ -29,9 +29,7 @@ _LEFT_OUT = (
 
 
 def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost 12 of these (frame, line number) pairs as indented text, the outermost of them first.
-    frames: innermost first, as from `traceback.walk_stack`.
-    """
+    """Return the innermost 12 of `frames`, a result of `traceback.walk_stack`, as text, the outermost first."""
     summary = traceback.StackSummary.extract(iter(frames))
     entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
     lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]

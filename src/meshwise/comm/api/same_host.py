@@ -9,8 +9,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """Return the boot ID of the machine and the host name: a text that only processes of one container share. The host
-    name tells the containers of a machine apart. Host names of machines may repeat; boot IDs are unique.
+    """Return the boot ID of the machine and the host name: a text that only processes of one container share. The
+    containers of a machine have different host names. Host names of machines may repeat; boot IDs are unique.
     """
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return f"{boot} {socket.gethostname()}"

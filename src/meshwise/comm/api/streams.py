@@ -106,10 +106,8 @@ class Streams(Protocol):
         """Make the device this thread's current one."""
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event that is not recorded yet.
-
-        timing: True for an event that `elapsed_time` can use. blocking: True if a host thread that waits for the event
-        sleeps, False if the thread polls.
+        """Return an event that is not recorded yet. timing: True for an event that `elapsed_time` can use. blocking:
+        True if a host thread that waits for the event sleeps, False if the thread polls.
         """
 
     def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:

@@ -103,9 +103,7 @@ class Work:
         return self._done
 
     def wait(self) -> None:
-        """Block until the result is complete. On CUDA, block only the current stream. Raises RankLostError when another
-        rank has ended, and other errors of the implementation.
-        """
+        """Block until the result is complete; on CUDA, block the current stream only. Raises RankLostError."""
         if self._done:
             return
         assert self._world is not None
@@ -153,9 +151,7 @@ class World(abc.ABC):
         return self.flight_recorder.position
 
     def over(self, mesh: Mesh) -> Self:
-        """Return a view of this world over another mesh with as many ranks; the view shares all but the mesh. Raises
-        ValueError when the numbers of ranks differ.
-        """
+        """Return a view of this world over another mesh. Raises ValueError unless both have as many ranks."""
         if mesh.size != self.size:
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
         view = copy.copy(self)
@@ -321,9 +317,7 @@ class World(abc.ABC):
                 self._barrier(record, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return the `value` of every rank along `axes` (None: of all ranks), in group order. For small values: each is
-        pickled. Blocks until every rank of the group has called.
-        """
+        """Block, and return the small `value` of every rank along `axes` (None: of all ranks), in group order."""
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
             return [value]
@@ -347,9 +341,7 @@ class World(abc.ABC):
         return sums, mismatches
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
-        """Send a small Python value, pickled, to group index `to` along one axis. Wait for both returned messages. The
-        first message is the number of bytes, the second the bytes.
-        """
+        """Send a small Python value to group index `to` along one axis, as two messages; wait for both."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([data.numel()], device=self.device)
         return [self.send(part, axis=axis, to=to) for part in (length, data)]

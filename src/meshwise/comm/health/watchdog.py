@@ -197,9 +197,7 @@ class Watchdog:
         return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
 
     def _waited(self) -> float:
-        """Return the seconds for which this rank has been waiting; 0 if it does not wait. On a GPU, where waiting does
-        not block, return the seconds since the last call.
-        """
+        """Return the seconds for which this rank has waited: 0 if it does not; on a GPU, those since its last call."""
         flight_recorder = self._world.flight_recorder
         since = flight_recorder.position.waiting_since
         if since is None and self._world.device.type == "cuda" and flight_recorder.calls:

@@ -14,9 +14,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 class TurnTaking:
-    """Lock that lets one thread of several compute at a time; for threads that did not enter, `take` does nothing. A
-    thread is a member inside a `with` block.
-    """
+    """Lock that lets one of several threads compute at a time. A thread takes part inside a `with` block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +32,7 @@ class TurnTaking:
         self._members.discard(threading.get_ident())
 
     def take(self) -> None:
-        """Wait until it is this thread's turn, for at most a second: then the thread goes on without the turn."""
+        """Wait until it is this thread's turn, for at most a second; then continue without the turn."""
         if threading.get_ident() in self._members and self._lock.acquire(timeout=_PATIENCE_SECONDS):
             self._holder = threading.get_ident()
 

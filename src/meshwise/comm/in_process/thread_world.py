@@ -41,12 +41,10 @@ def run_threads(
     size: int, main: Callable[..., Result], *, args: Sequence[Any] = (), timeout: float | None = 60
 ) -> list[Result]:
     """Run `main(world, *args)` on `size` ranks, each a thread, over the mesh `rank=size`. Return the results by rank.
-
-    timeout: seconds that a rank may wait in one collective while other ranks compute; None for no limit.
-
-    When a rank raises an exception, the other ranks end at their collectives. The exception is raised here, with its
-    traceback and a note that names the rank. Raises RanksDisagree when the calls of the ranks do not fit together. A
-    rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running.
+    timeout: seconds that a rank may wait in one collective while other ranks compute; None for no limit. When a rank
+    raises an exception, the other ranks end at their collectives. The exception is raised here, with its traceback and
+    a note that names the rank. Raises RanksDisagree when the calls of the ranks do not fit together. A rank that calls
+    no collective cannot be ended: `timeout` seconds after a failure it is left running.
     """
     rendezvous = Rendezvous(size, timeout=timeout)
     results: dict[int, Result] = {}
@@ -77,7 +75,7 @@ def run_threads(
 
 
 class _GuardedTensors:
-    """Check that nobody writes to the tensors of one call before its `wait`."""
+    """Check that the caller does not write to the tensors of one call before its `wait`."""
 
     def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
         """Fill the outputs with 0xFF bytes. inputs: each with a copy; an input that is also an output is an output."""

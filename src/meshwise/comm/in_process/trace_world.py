@@ -1,7 +1,8 @@
 """A World in which one rank of any number of ranks runs alone: its collectives are recorded and move no data.
 
-The communication cost of a plan follows from the collectives of its ranks. To read those of one rank, run its step in
-this world. Kinds, axes, bytes and order are those of the real job, with 8 ranks or 65,536. Meta tensors take no memory.
+The communication cost of a plan follows from the collectives of its ranks. To record the collectives of one rank, run
+its step in this world. Kinds, axes, bytes and order equal the real job's, with 8 ranks or 65,536. Meta tensors take no
+memory.
 
     with world.record() as records:
         trainer.step(batch)
@@ -31,9 +32,7 @@ class _Waited(Work):
 
 
 class TraceWorld(World):
-    """World of the rank `rank` of `mesh`, without the other ranks. device: device of its tensors, meta by default.
-    Raises ValueError when the mesh has no such rank.
-    """
+    """World of one rank of `mesh`, with its tensors on `device`. Raises ValueError when the mesh has no such rank."""
 
     def __init__(
         self,

@@ -131,9 +131,7 @@ def comm_setting(comm: Comm | None) -> Iterator[None]:
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Wait at exit on rank 0, which has opened the store, until all ranks are here: at most 5 s. Without this the last
-    requests of other ranks to the store would fail.
-    """
+    """Wait on rank 0, which has opened the store, until all ranks exit: their last requests need the store."""
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == size:
             store.set("all left", "")

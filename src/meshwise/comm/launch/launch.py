@@ -155,9 +155,7 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 
 @contextlib.contextmanager
 def _as_launcher(size: int) -> Iterator[None]:
-    """Set the signal handlers, environment and logging that torch's launcher needs, and restore them after. size:
-    number of ranks, among which the cores are divided.
-    """
+    """Set what torch's launcher needs (signal handlers, environment, logging), and restore it after the block."""
     kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}

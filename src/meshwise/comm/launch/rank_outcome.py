@@ -4,8 +4,8 @@
     |   start-0/  0  1  …        a pickled `RankOutcome` of each rank, for each start of the ranks
     |   logs/                    log files of torch's launcher
 
-A file, unlike an exit status or a pipe, is complete even if the process dies right afterwards. The time in it tells the
-first of several errors from later ones.
+A file, unlike an exit status or a pipe, is complete even if the process dies right afterwards. By the time in it the
+first of several errors is found.
 """
 
 import contextlib
@@ -100,9 +100,7 @@ class RankOutcome:
 
 
 def results(folder: Path, *, size: int) -> list[Any]:
-    """Return the results of `main` in the outcomes of `folder`, by rank. Raises `first_error` when an outcome has an
-    exception: some ranks have called `sys.exit` with status 0.
-    """
+    """Return the results of `main`, by rank. Raises `first_error` when a rank has called `sys.exit` with status 0."""
     outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
         raise first_error(folder, size=size, statuses={})

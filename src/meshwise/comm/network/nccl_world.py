@@ -63,9 +63,7 @@ class Communicators:
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
-        """Return the process group of `ranks`, for this rank `rank`; block until all members have made it. purpose:
-        name of a separate process group of these ranks.
-        """
+        """Return the process group of `ranks` for `purpose`; block until all members have made it. rank: this rank."""
         assert not self.closed, "the world was closed"
         if (purpose, ranks) not in self._made:
             # A separate connection to the store: a connection that waits for a key is locked. Two threads that wait for
@@ -92,7 +90,7 @@ class Communicators:
 
 
 class NcclWorld(World):
-    """World over c10d process groups: NCCL's, or in tests on the CPU those of another backend."""
+    """World over NCCL's process groups, or in tests on the CPU over process groups of another backend."""
 
     medium = "NCCL"
 

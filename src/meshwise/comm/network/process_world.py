@@ -58,9 +58,7 @@ def job_store() -> c10d.Store | None:
 
 def process_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
     """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it once per device type.
-
     device: of this rank's tensors. store: store of the job; None for `job_store()`. comm: as described at `Comm`.
-
     Raises ValueError when some ranks are on CPU and others on CUDA, when `comm` differs between ranks, or when `local`
     is impossible. Raises torch's DistError when ranks are missing for ten minutes.
     """

@@ -47,7 +47,7 @@ class WorkerThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> ThreadJob:
-        """Queue `job` behind all earlier jobs, and return it as an object to wait for."""
+        """Run `job` after all earlier jobs; return an object to wait for."""
         ticket = ThreadJob(job)
         self._jobs.put(ticket)
         return ticket

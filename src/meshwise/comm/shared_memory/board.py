@@ -12,7 +12,7 @@ between polls: the other rank may need this core. Then the waiting rank sleeps u
 core is kept busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us.
 With polling alone it takes 1 ms and 3 ms.
 
-A rank that has read a counter must see everything that was written before the counter. x86 keeps this order by itself.
+A rank that has read a counter must see everything that was written before the counter. x86 always keeps this order.
 On other processors a lock is taken and released in between, because reads and writes are never moved across a lock.
 """
 
@@ -59,9 +59,7 @@ class Board:
     """Shared memory with the counters, queues and small tensors of one rank, its owner, which alone writes there."""
 
     def __init__(self, memory: Tensor, *, place: int, segment: SharedSegment | None = None) -> None:
-        """Use the mapped bytes `memory` as a board. place: number by which other processes find the segment
-        (`SharedSegment.place`). segment: the segment, in the owner's process; None in other processes.
-        """
+        """Use the bytes `memory`. place: `SharedSegment.place`. segment: None in processes other than the owner's."""
         self.place = place
         self._segment = segment
         self.bytes = memory

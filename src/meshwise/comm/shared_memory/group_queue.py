@@ -12,7 +12,7 @@ A rank does its parts of a queue's calls in the order of the calls; different qu
 errors are found late: a rank that called another collective is found at the next call that needs tensors of this rank.
 
 A board has records for 32 calls of a queue. A further call is posted when every rank has done its part of the oldest
-call. Until then the call stays in this process and the rank goes on: its next call may be the one that others wait for.
+call. Until then the call stays in this process and the rank does not block: other ranks may wait for its next call.
 """
 
 import os
@@ -100,9 +100,7 @@ class GroupQueue:
     def __init__(
         self, host: HostConnection, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
-        """Add the queue to this rank's board. key: name of the queue as a number, equal on all ranks. meanwhile: called
-        while this rank waits, with the rank that it waits for.
-        """
+        """Add the queue `key` to this rank's board. meanwhile: called with the rank that this rank waits for."""
         self.ranks = ranks
         self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
@@ -264,9 +262,7 @@ class GroupQueue:
     # ---- the tensors and calls of the other ranks --------------------------------------------------------------
 
     def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
-        """Return tensor `which` that group index `index` gave to this call, with the size and dtype of `like`. Raises
-        RanksDisagree when the tensor has another size.
-        """
+        """Return tensor `which` of group index `index`, with the size and dtype of `like`, or raise RanksDisagree."""
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
             return MappedSpan(self._board(index).view(offset, size, like.dtype))

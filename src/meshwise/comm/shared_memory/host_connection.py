@@ -69,7 +69,6 @@ class HostConnection:
     """
 
     def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
-        """Connect with `peers`, the other ranks. `enter` makes the board and the peers."""
         self.rank = rank
         self.board = board
         self.slabs = TensorSlabs()

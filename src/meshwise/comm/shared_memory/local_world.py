@@ -186,9 +186,7 @@ class LocalWorld(World):
         return self._begin(call, gives=[x], users=[target])
 
     def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Start a reduction in which each rank reduces its slice of all ranks' `x`. The rank writes the result into the
-        slices of `targets`, which are group indices.
-        """
+        """Start a reduction in which each rank reduces its slice of `x`, and writes it to group indices `targets`."""
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
         [reachable] = self._reachable([x], group.ranks)

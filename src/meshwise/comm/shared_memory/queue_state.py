@@ -75,7 +75,7 @@ class QueueState:
 
     @property
     def done(self) -> int:
-        """Number of calls of which the rank has done its part."""
+        """Number of calls for which the rank has done its part."""
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:

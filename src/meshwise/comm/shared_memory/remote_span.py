@@ -37,9 +37,7 @@ class MappedSpan(NamedTuple):
         copy(self.tensor, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
-        """Return a function from the number of a block of `step` elements to the block, without a copy. block: ignored.
-        op: the reduction, which decides between tensors and numpy arrays (see `elements`).
-        """
+        """Return a function from a block's number to this block of `step` elements, without a copy; ignores `block`."""
         whole = elements(self.tensor, op=op)
         return lambda number: whole[number * step : (number + 1) * step]
 
@@ -81,9 +79,7 @@ class RemoteSpan:
         return read
 
     def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites the block with a given number; blocks have `step` elements. The function
-        raises OSError when the memory cannot be written.
-        """
+        """Return a function that overwrites the block with a given number, of `step` elements, or raises OSError."""
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 

@@ -52,9 +52,7 @@ class SharedSegment:
 
     @classmethod
     def make(cls, number: int, *, size: int) -> "SharedSegment":
-        """Return new memory of `size` bytes, filled with zeros. Raises OSError when the system refuses. number: number
-        of the segment in this process, for its label.
-        """
+        """Return segment `number` of this process: `size` zero bytes. Raises OSError when the system refuses."""
         fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd
         try:
@@ -131,7 +129,7 @@ class TensorSlabs:
         self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D tensor in shared memory; the slab is reused when the tensor's last view is gone.
+        """Return an uninitialized 1-D tensor in shared memory; the slab is reused after the tensor's last view.
         The tensor is in ordinary memory when 256 slabs are in use, because each needs one of the process's file
         descriptors. Likewise when the system refuses shared memory, and in a fork of the rank's process.
         """
@@ -164,9 +162,7 @@ class TensorSlabs:
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
-        """Take the smallest unused slab that fits `size` bytes out of the pool; return None if no slab fits. Garbage
-        collection may discard unused slabs meanwhile.
-        """
+        """Take the smallest unused slab that fits `size` bytes out of the pool, and return it; None if no slab fits."""
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
             if fits(size, slab=slab.memory.numel()):
                 with contextlib.suppress(ValueError):
@@ -181,7 +177,7 @@ class TensorSlabs:
         self._discard(self._kept)
 
     def keep_none(self) -> None:
-        """Free the unused slabs now, and every other slab as soon as its tensors are gone."""
+        """Free the unused slabs now, and every other slab together with its last tensor."""
         self._kept = 0
         self._discard(0)
 
@@ -210,9 +206,7 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a hash that names the memory of `tensors`, equal on all ranks that share this memory. Return 0 unless
-        all tensors are in joint tensors of exactly these ranks.
-        """
+        """Return a hash of the place of `tensors` in joint tensors of `ranks`, equal on these ranks; 0 if not there."""
         if not self._known:
             return 0
         where: list[int] = []
