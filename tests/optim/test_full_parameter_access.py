@@ -109,7 +109,7 @@ def test_state_of_slices_is_saved_and_loaded_under_another_plan(tmp_path: Any) -
 
 def test_offload_is_refused_for_an_optimizer_that_needs_whole_parameters() -> None:
     model = functools.partial(build, tied=False)
-    with pytest.raises(PlanError, match="Normed needs whole parameters, and offload=optimizer:cpu updates parts"):
+    with pytest.raises(PlanError, match="Normed needs whole parameters, but offload=optimizer:cpu updates chunks"):
         parallelize(model, "dp=1 offload=optimizer:cpu", loss=next_token_loss, optimizer=Normed, lr=0.02)
 
 

@@ -1,1 +1,1 @@
-"""One training step of a model under a plan: `parallelize`, the trainer, micro-batches, pipeline stages."""
+"""Put a model under a plan (`parallelize`) and run it (`Trainer`): steps, evaluation, micro-batches, stages."""

@@ -1,7 +1,7 @@
-"""The rows of a batch that one rank runs, cut into micro-batches.
+"""Split a global batch into the rows of each rank, and a rank's rows into micro-batches.
 
-A rank may have no rows: the last batch of an epoch is short, or rows do not divide. Where the model's own collectives
-run inside the forward (ZeRO-3), such a rank must still call them, so it runs a spare row that counts nothing.
+A rank may have no rows, because the last batch of an epoch is short. Where the forward contains collectives (ZeRO-3),
+this rank must still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0.
 """
 
 import dataclasses
@@ -18,38 +18,41 @@ from meshwise.model.random_draws import SampleRows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows to run (None: nothing to run), whether their loss counts, and their sample numbers."""
+    """One micro-batch of a rank."""
 
     rows: Any
+    """Tree of tensors whose dim 0 counts the rows; None: this micro-batch is not run."""
     counts: bool
+    """True if the loss of these rows counts; False for a spare row, and where there are no rows."""
     samples: SampleRows
+    """Numbers of the rows in the global batch, from which dropout is drawn."""
 
     def skipped(self) -> "MicroBatch":
-        """Return the micro-batch without rows that takes its place."""
+        """Return this micro-batch without rows, so that it is not run."""
         return dataclasses.replace(self, rows=None, counts=False)
 
 
 @dataclass(frozen=True)
 class BatchShards:
-    """Shards of a global batch: the rows [start, stop) of each rank that has its own, and this rank's place among
-    them.
-    """
+    """Rows of a global batch by rank."""
 
     shares: Sequence[tuple[int, int]]
+    """Rows [start, stop) of each rank along the axes that split the batch, in order."""
     index: int
+    """Index of this rank in `shares`."""
 
     @classmethod
     def of(cls, size: int, *, ranks: int, index: int) -> "BatchShards":
-        """Return even shards of `size` rows."""
+        """Return the even shards of `size` rows for `ranks` ranks, as seen by the rank with this `index`."""
         return cls(even_split(size, ranks), index)
 
     def cuts(self, parts: int) -> list[tuple[int, int]]:
-        """Return the rows [start, stop) of this rank's micro-batches, the first ones a row larger if need be."""
+        """Return the rows [start, stop) of each micro-batch of this rank; the first ones may have one row more."""
         start, stop = self.shares[self.index]
         return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
 
     def samples(self, number: int, *, parts: int) -> SampleRows:
-        """Return the sample numbers of micro-batch `number` of `parts`; a spare row counts as one."""
+        """Return the sample numbers of micro-batch `number`; a micro-batch without rows has one, of its spare row."""
         start, stop = self.cuts(parts)[number]
         return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
 
@@ -60,15 +63,17 @@ class BatchShards:
 
 @dataclass(frozen=True)
 class BatchSharder:
-    """Cutter of batches: rows split over the ranks along `axes`. `lockstep`: every micro-batch has to be run."""
+    """Splitter of global batches over ranks and micro-batches."""
 
     world: World
     axes: tuple[str, ...]
+    """Axes of the mesh whose ranks have different rows."""
     lockstep: bool
+    """True if a rank also runs the micro-batches for which it has no rows, on a spare row."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks with rows of their own."""
+        """Number of ranks along `axes`: a batch is split into so many shards."""
         return self.world.group(self.axes).size
 
     def shards(self, size: int) -> BatchShards:
@@ -76,8 +81,10 @@ class BatchSharder:
         return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
 
     def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
-        """Return this rank's `parts` micro-batches of a batch. `local`: `batch` is its own part of `total` rows (None:
-        all have as many). Raises ValueError when it is not.
+        """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
+
+        `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
+        ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank.
         """
         rows = tree.row_count(batch)
         if not local:
@@ -85,7 +92,7 @@ class BatchSharder:
         shards = self.shards(rows * self.ranks if total is None else total)
         start, stop = shards.shares[shards.index]
         if stop - start != rows:
-            raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
+            raise ValueError(f"this rank's batch has {rows} rows; of {total} in total, share() gives it {stop - start}")
         spare = spare_row(batch, world=self.world) if self.lockstep and (total or 0) < self.ranks else None
         return micro_batches(batch, shards=shards, parts=parts, lockstep=self.lockstep, offset=start, spare=spare)
 
@@ -105,11 +112,10 @@ def spare_row(batch: Any, *, world: World) -> Any:
 def micro_batches(
     batch: Any, *, shards: BatchShards, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
 ) -> list[MicroBatch]:
-    """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
+    """Return this rank's rows as exactly `parts` micro-batches; `batch` starts at row `offset` of the global batch.
 
-    `batch` holds the rows of the global batch from number `offset` on, this rank's among them.
-    `lockstep`: every micro-batch has to be run. A micro-batch without rows gets the batch's first row; without one, the
-    `spare` row; if no rank has any, the empty batch.
+    Without `lockstep`, a micro-batch without rows has `rows=None` and is not run. With `lockstep`, it gets the first
+    row of `batch`, else `spare`, else the empty batch.
     """
     if not lockstep:
         spare = None

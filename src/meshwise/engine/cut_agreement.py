@@ -1,4 +1,4 @@
-"""The cut of a model under a plan: one cut for all ranks, made by the first from one micro-batch of an example."""
+"""Cut a model into pipeline stages: the first rank runs it on an example batch, and every rank receives its cut."""
 
 import dataclasses
 import math
@@ -26,18 +26,24 @@ from meshwise.tensor.core.part import Part
 
 @dataclass(frozen=True)
 class CutExample:
-    """Example for the cut: a batch, how the model is called on it, and the loss."""
+    """Inputs of a cut: an example batch, how the model runs on it, and where it may be cut."""
 
     batch: Any
+    """Example batch, a tree of tensors whose dim 0 counts the rows; None raises PlanError when the model is cut."""
     forward: Forward
+    """`forward(model, batch) -> output`."""
     where: CutOptions
+    """Places at which the user lets the model be cut."""
     loss: Loss | None = None
+    """`loss(output, batch) -> (sum, count)`; None: the dependencies of the output count instead."""
     pairs: UncutModules = field(default_factory=UncutModules)
+    """Matrices that tensor parallelism splits in pairs; no stage begins between the two of a pair."""
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """Return the plan's table, which sends first where that is ours to say. Raises PlanError when there is none for its
-    numbers.
+    """Return the table of the plan's schedule, as `planned_schedule` does.
+
+    Raises PlanError when the schedule does not allow the plan's pp, microbatches or virtual_stages.
     """
     try:
         return planned_schedule(
@@ -48,7 +54,7 @@ def plan_schedule(plan: Plan) -> Schedule:
 
 
 def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
-    """Return the same, of a file on every rank. Raises PlanError when they have read different ones."""
+    """Return the table of the plan's schedule (collective). Raises PlanError when ranks have read different tables."""
     schedule = plan_schedule(plan)
     if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
         raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
@@ -58,10 +64,10 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
 def cut_source(
     source: ParameterSource, *, plan: Plan, schedule: Schedule, example: CutExample, device: torch.device
 ) -> ModelCut:
-    """Return the cut of a model for the stages of a schedule; `device` is where an example goes whose model has no
-    values.
+    """Return the cut of a model for the stages of a schedule; the model runs on one micro-batch of the example.
 
-    Raises PlanError without an example, when the model has too few pieces, and when it cannot be cut.
+    The example is copied to the model's device, or to `device` if the model is on the meta device. Raises PlanError
+    without an example, for an example without rows, and when the model cannot be cut.
     """
     if example.batch is None:
         raise PlanError(
@@ -87,14 +93,16 @@ def cut_source(
 
 
 class CopiedBatchRun:
-    """Runs a model on copies of a micro-batch, and knows whether it writes to them."""
+    """Callable that runs a model on a copy of a micro-batch, and notes whether the model writes to the copy."""
 
     def __init__(self, micro: Any, *, run: Callable[[nn.Module, Any], Any]) -> None:
+        """`micro`: the micro-batch, a tree of tensors. `run(model, micro_batch)` returns the output or the loss."""
         self._micro, self._run = micro, run
         self.written = False
+        """True once a run has changed a tensor of its copy in place."""
 
     def __call__(self, model: nn.Module) -> Any:
-        """Return the output of the model on copies of the micro-batch."""
+        """Run the model on a fresh copy of the micro-batch, and return what `run` returns."""
         given = tree.map_tensors(torch.clone, self._micro)
         before = [tensor._version for tensor in tree.tensors(given)]
         try:
@@ -106,24 +114,31 @@ class CopiedBatchRun:
 def cut_for(
     model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], request: CutRequest
 ) -> ModelCut:
-    """Return the cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
+    """Return the cut of a model into stages, with its field `writes`. Raises CutError.
+
+    `micro` is a micro-batch, and `run(model, micro_batch)` returns the output or the loss.
+    """
     call = CopiedBatchRun(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, request=request)
-    return dataclasses.replace(cut, writes=call.written or cut.writes)  # one that was made before is not made again
+    return dataclasses.replace(cut, writes=call.written or cut.writes)  # a cut from CutOptions.made runs nothing
 
 
 def finest_cut(
     model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
 ) -> ModelCut | None:
-    """Return the same with a stage for each piece that has parameters; None where that is one."""
+    """Return the cut with one stage for each piece that has parameters; None for one stage. Arguments as in `cut_for`.
+
+    `pieces` are patterns over module names that override what the pieces are.
+    """
     call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
 
 
 def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
-    """Return the cut that the first rank makes. A refusal is raised on every rank. An error of the model itself is
-    raised where it happened; the other ranks only report that it did.
+    """Return the result of `make`, which only the first rank calls, on every rank (collective).
+
+    A PlanError or LossError of `make` is raised on every rank. For any other error the other ranks raise RankLostError.
     """
     cut: ModelCut | None = None
     error: Exception | None = None
@@ -132,12 +147,12 @@ def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
     if world.rank == 0:
         try:
             cut = make()
-        except (PlanError, LossError) as refused:  # raised below, when the others know
+        except (PlanError, LossError) as refused:  # raised below, after the other ranks have received it
             kind = PlanError if isinstance(refused, PlanError) else LossError
             error, problem = refused, f"{refused}"
-        except Exception as raised:  # noqa: BLE001 -- as well
+        except Exception as raised:  # noqa: BLE001 -- raised below, after the other ranks have received it
             error, problem = raised, f"rank 0 could not cut the model: {type(raised).__name__}: {raised}"
-            error.add_note("while the model ran on an example, to be cut")
+            error.add_note("while the model ran on the example batch, from which it is cut into stages")
     cut, kind, problem = world.exchange((cut, kind, problem))[0]
     if error is not None:
         raise error
@@ -147,7 +162,10 @@ def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
 
 
 def pairs_of(parts: Mapping[str, Part]) -> UncutModules:
-    """Return the matrices between which ranks of tensor parallelism have different features."""
+    """Return the names of the colwise and the rowwise matrices in `parts`, the role of each module under tp.
+
+    Between two such matrices the ranks of tp have different features, so no stage begins there.
+    """
     first, second = (
         frozenset(name for name, part in parts.items() if part.role == role) for role in ("colwise", "rowwise")
     )

@@ -1,7 +1,7 @@
-"""One stage on this rank, in the form that the interpreter needs.
+"""Gather, free and reduce the parameters of one pipeline stage on this rank, when the schedule's interpreter asks.
 
-Stages that share a parameter with other stages are reduced at the end of the step, when the gradients of the shared
-parameter have been summed. The others are reduced as the schedule says.
+Gradients are reduced at the REDUCE of the schedule. If the stage shares a parameter with another stage, they are
+reduced at the end of the step instead, after the gradients of the shared parameter were summed.
 """
 
 import contextlib
@@ -22,18 +22,23 @@ from meshwise.pipeline.run.stage import Stage
 
 @dataclass(frozen=True)
 class LiveStage:
-    """Stage of this rank: its engine, its draws and its module."""
+    """A stage of this rank with the objects that run it."""
 
     stage: Stage
+    """Module of the stage, and what it receives and sends."""
     engine: DataParallel
+    """Storage of its parameters and gradients."""
     draws: RandomDraws
+    """Random numbers of its forwards, such as dropout."""
     statistics: BatchStatistics
+    """Running statistics of its batch norms."""
 
 
 class StageParameters:
-    """Keeps the parameters of one stage for the interpreter."""
+    """Parameters of one stage, as the schedule's interpreter uses them: a `StageStorage`."""
 
     def __init__(self, live: LiveStage, *, tied: frozenset[str]) -> None:
+        """`tied`: names of the model's parameters that several stages hold."""
         self._engine, self._draws, self._statistics = live.engine, live.draws, live.statistics
         self._late = any(row.name in tied for row in live.engine.table.rows)
         self._parts: Sequence[MicroBatch] = ()
@@ -42,18 +47,18 @@ class StageParameters:
         self._waits = False
 
     def begin(self, parts: Sequence[MicroBatch], *, seen: Seen | None = None) -> None:
-        """Begin a step; with `seen`, its gradients are only recorded."""
+        """Begin a step of these micro-batches. With `seen`, gradients are passed to it and neither kept nor reduced."""
         self._parts, self._seen, self._waits = parts, seen, False
         if seen is None:
             self._engine.begin_step()
         self._engine.accumulate(None if seen is None else self._show)
 
     def begin_forwards(self, parts: Sequence[MicroBatch]) -> None:
-        """Begin an evaluation of these micro-batches, or a prediction if there are none."""
+        """Begin forwards without backwards: an evaluation of these micro-batches, or a prediction if there are none."""
         self._parts = parts
 
     def running(self, index: int, *, again: bool) -> contextlib.AbstractContextManager[None]:
-        """Inside, the stage runs micro-batch `index`: forward, or (`again`) backward."""
+        """Return a context in which the stage runs micro-batch `index`: its forward, or with `again` its backward."""
         self._index = index
         if not torch.is_grad_enabled():
             return self._draws.running(self._parts[index].samples) if self._parts else contextlib.nullcontext()
@@ -70,27 +75,27 @@ class StageParameters:
             yield
 
     def gather(self) -> None:
-        """Start to make the parameters whole."""
+        """Start to gather the parameters."""
         self._engine.gather()
 
     def ready(self) -> None:
-        """Return when they are."""
+        """Wait until the parameters are gathered."""
         for unit in self._engine.units:
             unit.ready()
 
     def free(self) -> None:
-        """Put them to rest."""
+        """Free the gathered parameters; the shards stay."""
         for unit in self._engine.units:
             unit.free()
 
     def reduce(self) -> None:
-        """Reduce what the stage has accumulated, or note that it is to be done."""
+        """Reduce the accumulated gradients over the ranks; if the stage has a shared parameter, `settle` does so."""
         self._waits = self._late
         if self._seen is None and not self._late:
             self._engine.reduce()
 
     def settle(self) -> None:
-        """End the step: everything is reduced."""
+        """End the step: reduce the gradients of a stage with a shared parameter, and wait for all reductions."""
         if self._waits:
             self._engine.reduce()
         self._engine.settle()

@@ -1,11 +1,9 @@
 """Measure how long the steps of a trainer take, on every rank, action by action.
 
-    with measure(trainer) as measuring:
-        for batch in batches:
-            trainer.step(batch)
-    print(measuring.steps()[-1])
-
-The steps are brought together from all ranks, so every rank asks for them.
+with measure(trainer) as measuring:
+    for batch in batches:
+        trainer.step(batch)
+print(measuring.steps()[-1])
 """
 
 import contextlib
@@ -17,26 +15,27 @@ from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
 
 
 class StepMeasurement:
-    """Measurement of a trainer's steps on this rank."""
+    """Measurement of the steps that a trainer ran in the block of `measure`."""
 
     def __init__(self, trainer: Trainer, *, watch: ActivityStopwatch) -> None:
+        """`watch`: stopwatch that recorded this rank's activities."""
         self._trainer, self._watch = trainer, watch
 
     def steps(self) -> list[MeasuredStep]:
-        """Return the steps of all ranks, each with where its time went. Every rank calls it, after the block."""
+        """Return the measured steps, each with the actions of all ranks. Every rank calls it, after the block."""
         return measured_step(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
 
     def typical(self) -> MeasuredStep | None:
-        """Return the step whose time is the median one; None when there was no step. Every rank calls it."""
+        """Return the step with the median time, or None without steps. Every rank calls it, after the block."""
         steps = sorted(self.steps(), key=lambda one: one.step.seconds)
         return steps[len(steps) // 2] if steps else None
 
 
 @contextlib.contextmanager
 def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
-    """Note when each rank does what in the steps that are made inside the block, on all ranks.
+    """Record the begin and end of each action of this rank in the steps inside the block. Every rank enters it.
 
-    A note is a reading of the clock, some dozens in a step; on a GPU an event of its stream, so that nothing waits.
+    A record reads the clock, or on a GPU adds an event to the stream without waiting; a step has some dozens.
     """
     with trainer.world.timed() as watch:
         yield StepMeasurement(trainer, watch=watch)

@@ -1,7 +1,7 @@
-"""Run the micro-batches of a rank: forward and backward of all of them, or forward alone.
+"""Run the micro-batches of a rank that holds the whole model: forward and backward of each, or forward alone.
 
-The trainer's work around it (exchange of totals, norm, update) is the same for a whole model and for stages. This file
-is where the two differ. Here is the whole model.
+`MicrobatchRunner` is the interface that the trainer uses. It has two implementations: `WholeModelRunner` in this file,
+without pipeline stages, and `StagedRunner` (`staged_runner.py`) with stages.
 """
 
 import contextlib
@@ -25,59 +25,61 @@ from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
-"""The sum of a loss and its count: two fp64 scalars on the device."""
+"""(sum of the loss, its count) over this rank's rows: two fp64 scalars on the device."""
 
 Counted: TypeAlias = Callable[[Tensor], None]
-"""Callback that receives this rank's count after its last forward."""
+"""Callback that receives the count of the loss over this rank's rows, a fp64 scalar, after the last forward."""
 
 Seen: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
-"""Callback that receives the gradient of one parameter: `(micro_batch, row, gradient)`."""
+"""Callback that receives one parameter's gradient: `(number of the micro-batch, the parameter's row, gradient)`."""
 
 
 @dataclass(frozen=True)
 class MicrobatchTask:
-    """Computation for a micro-batch: the output and its loss."""
+    """Functions that run for each micro-batch: the forward of the model, and the loss of its output."""
 
     forward: Forward
+    """`forward(model, batch) -> output`."""
     loss: Loss
+    """`loss(output, batch) -> (sum, count)`."""
 
 
 class MicrobatchRunner(Protocol):
-    """Runner of this rank's micro-batches."""
+    """Interface of an object that runs this rank's micro-batches."""
 
     lockstep: bool
-    """Whether every micro-batch has to be run, one without rows too: other ranks wait for what it calls."""
+    """True if a micro-batch without rows is run too, on a spare row, because other ranks wait in its collectives."""
     schedule: Schedule
-    """What each rank along `pp` does in a step, in order."""
+    """Actions of each rank along `pp` in a step, in order."""
     cut: ModelCut | None
-    """The model's stages, where it has some."""
+    """Division of the model into pipeline stages; None without pp."""
     evaluated_in: int
-    """How many micro-batches the rows of an evaluation are cut into."""
+    """Number of micro-batches into which each batch of an evaluation is split."""
 
     def begin(self, step: int) -> None:
-        """Begin step number `step`, which must differ from all others."""
+        """Begin step number `step`. Random draws depend on this number, so every step has its own."""
 
     def finish(self) -> None:
         """Finish the step after its forwards and backwards."""
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
-        """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
+        """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Run the forward of every micro-batch; return this rank's loss and count."""
+        """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
 
     def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Run forward and backward again, and pass every gradient to `seen`."""
+        """Run forward and backward again, and pass each gradient to `seen`; no gradient is kept or reduced."""
 
     def predict(self, batch: Any) -> Any:
-        """Return the output for a batch."""
+        """Return the output of the model for `batch`, a tree of tensors, without a loss."""
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks of the random draws from the model."""
 
 
 class WholeModelRunner:
-    """Runner for a rank that holds the whole model."""
+    """Runner for a rank that holds the whole model: runs micro-batch after micro-batch."""
 
     cut: ModelCut | None = None
     evaluated_in = 1
@@ -92,7 +94,7 @@ class WholeModelRunner:
         schedule: Schedule,
         shares_rows: bool,
     ) -> None:
-        """`schedule` has one row, of one stage. `shares_rows`: ranks split the rows of one matmul."""
+        """`schedule`: one row of actions, for one stage. `shares_rows`: several ranks split the rows of one matmul."""
         self.schedule = schedule
         self._engine = engine
         self._task = task
@@ -103,7 +105,7 @@ class WholeModelRunner:
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
-        """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
+        """Train on the micro-batches, as in `MicrobatchRunner.train`."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
         flight_recorder = self._engine.world.flight_recorder
@@ -122,8 +124,8 @@ class WholeModelRunner:
                 tokens += count
             if last:
                 counted(tokens)
-            # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
-            # the others' rows give reaches this rank.
+            # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
+            # So the gradients of a spare row, whose loss is multiplied by 0, have to be kept: they hold other ranks'.
             keep = part.counts or self._shares_rows
             flight_recorder.doing = Action(0, ActionKind.B, index)
             with self._running(part, again=True):
@@ -131,7 +133,7 @@ class WholeModelRunner:
         return total, tokens
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Run the forward of every micro-batch; return this rank's loss and count."""
+        """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
         total, tokens = zeros(self._engine.world)
         for part in parts:
             if part.rows is not None:
@@ -143,7 +145,7 @@ class WholeModelRunner:
         return total, tokens
 
     def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Run forward and backward again, and pass every gradient to `seen`."""
+        """Run forward and backward again, and pass each gradient to `seen`; no gradient is kept or reduced."""
         for number, part in enumerate(parts):
             if part.rows is not None:
                 with self._running(part):
@@ -155,7 +157,7 @@ class WholeModelRunner:
         self._engine.gatherer.free_all()
 
     def predict(self, batch: Any) -> Any:
-        """Return the output for a batch."""
+        """Return the output of the model for `batch`; afterwards free the gathered parameters."""
         with self._engine.gatherer.guard:
             output = self._task.forward(self._engine.module, self._begin_forward(batch))
         self._engine.gatherer.free_all()
@@ -163,7 +165,7 @@ class WholeModelRunner:
 
     @contextlib.contextmanager
     def _running(self, part: MicroBatch, *, again: bool = False) -> Iterator[None]:
-        """Inside, the model runs a micro-batch: forward, or (`again`) backward."""
+        """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
         with (
             self._draws.running(part.samples, again=again),
             self._statistics.running(counts=part.counts, again=again)
@@ -173,7 +175,7 @@ class WholeModelRunner:
             yield
 
     def _run(self, rows: Any) -> Sums:
-        """Run forward and loss of one micro-batch; return (sum, count), scalars on the device."""
+        """Run forward and loss of one micro-batch, and return (sum, count) of the loss, scalars on the device."""
         with self._engine.gatherer.guard:
             rows = self._begin_forward(rows)
             return call_loss(self._engine.module, rows, forward=self._task.forward, loss=self._task.loss)
@@ -185,16 +187,16 @@ class WholeModelRunner:
 
 
 def scaled(loss: Tensor, *, by: float) -> Tensor:
-    """Return the loss to go backward from."""
+    """Return `by * loss`, from which the backward starts; the loss itself for a factor of 1."""
     return loss if by == 1.0 else loss * by
 
 
 def placed(rows: Any, *, world: World) -> Any:
-    """Return a tree of tensors on the device."""
+    """Return a tree of tensors with its tensors on this rank's device; the copies are asynchronous if memory allows."""
     return tree.map_tensors(lambda tensor: tensor.to(world.device, non_blocking=True), rows)
 
 
 def zeros(world: World) -> Sums:
-    """Return the sums of a batch without rows."""
+    """Return a loss sum and a count of 0: two fp64 scalars on this rank's device."""
     loss, count = torch.zeros(2, dtype=torch.float64, device=world.device).unbind()
     return loss, count

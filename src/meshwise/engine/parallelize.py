@@ -1,8 +1,8 @@
-"""Put a model under a plan: the one place where the parts meet, in one fixed order.
+"""Build a trainer from a model and a plan: `parallelize` creates each component of a run, in a fixed order.
 
-plan -> world over the plan's mesh -> model (built here or given) -> with pp, its stages, each on its own -> parameter
-table -> parts that tensor parallelism splits, and where it stores the rows -> units and their buckets -> buffers ->
-optimizer over the owned slices -> trainer
+plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, cut into stages
+for the model or each stage: dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
+optimizer over the slices that this rank updates -> trainer
 """
 
 import contextlib
@@ -65,16 +65,17 @@ from meshwise.tensor.tensor_parallel import tensor_parallel
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a run besides its plan. None of it depends on the number of ranks."""
+    """Settings of a run besides its plan. No setting depends on the number of ranks."""
 
     clip_norm: float | None = None
     """Scale the gradient down to this 2-norm when it is larger. None: never."""
     seed: int = 0
-    """Seed of a model given as a function that builds it, and of what a model draws as it trains: dropout."""
+    """Seed of the initial values, if the model is given as a function that builds it, and of dropout."""
     nonfinite: str = "raise"
-    """When the loss or the gradient is not finite: `raise` and leave everything as it was, or `skip:n` to skip at most
-    n such steps in a row. `end` raises, and may leave units updated that only a load mends: so tiers on the CPU or a
-    disk update each unit as its gradient arrives, while the backward goes on, where nothing is clipped."""
+    """Action when the loss or the gradient is not finite. `raise` raises NonFiniteError, and the state stays as it was.
+    `skip:n` skips at most n such steps in a row. `end` raises, but some units may be updated already; load a checkpoint
+    to continue. In return, without clipping and loss scale, state on the CPU or a disk is updated unit by unit during
+    the backward."""
     forward: Forward | None = None
     """`forward(model, batch) -> output`; by default `meshwise.model.forward.default_forward`."""
     parameter_options: ParameterOptions | None = None
@@ -83,27 +84,28 @@ class Options:
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
     `meshwise.tensor.detect.find_parts.Rules`. None: what the model declares and its structure says."""
     parts: Mapping[str, Part] | None = None
-    """With tp, the result of `find_parts` for this model and plan, where it was called already."""
+    """With tp, the role of each module, as `find_parts` returns them for this model and plan. None: `find_parts` is
+    called."""
     example: Any = None
-    """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. A model given as
-    a function is run on the meta device, and `partition=time` counts its operations."""
+    """With pp, a batch like those to come, with any number of rows > 0: the model runs on it once to be cut into
+    stages. A model given as a function runs on the meta device, and `partition=time` counts its operations."""
     cut: CutOptions = dataclasses.field(default_factory=CutOptions)
-    """With pp, where the model may be cut: by hand, `CutOptions(at=("blocks.3", "head"))`. By default
-    between its pieces, as even as they allow."""
+    """With pp, where stages may begin: by hand, `CutOptions(at=("blocks.3", "head"))`. By default where the stages are
+    most even, between pieces or inside of blocks."""
     recomputed: Patterns = ()
-    """With `recompute` or `budget`, the modules that are recomputed as one, as patterns over their names:
+    """With `recompute` or `budget`, patterns over the names of the modules that are each recomputed as a whole:
     `("encoder.layers.*", "decoder.layers.*")`. By default the model's blocks."""
     precision: Precision | None = None
-    """A record of your own dtypes in place of the plan's `precision` and `wire`."""
+    """Dtypes in place of the plan's `precision` and `wire`. None: the plan's."""
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
-    """The first loss scale, where the precision has one (fp16)."""
+    """Loss scale of the first step; used only with a precision that needs one (fp16)."""
     saving: ActivationTransfers = dataclasses.field(default_factory=ActivationTransfers)
-    """With `offload=activations:…`, what is worth moving, and how far ahead it is brought back."""
+    """With `offload=activations:…`, which activations are moved to the tier, and how early they are fetched back."""
     swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
-    """With `offload=…:disk`, the folder of the file and the staging buffers: `SwapConfig(folder=Path("/nvme"))`."""
+    """With `offload=…:disk`, the folder of the swap file and its buffers: `SwapConfig(folder=Path("/nvme"))`."""
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
-    """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
-    `Streaming(panels=4)` never holds a whole one."""
+    """With tp, how the operands of matmuls are gathered. `Streaming(keep=True)` keeps gathered operands for the
+    backward; with `Streaming(panels=4)` a rank gathers an operand in four panels and never holds all of it."""
 
 
 def parallelize(
@@ -116,16 +118,20 @@ def parallelize(
     options: Options | None = None,
     **optimizer_arguments: Any,
 ) -> Trainer:
-    """Put a plain model under a plan, on the ranks of `world` (by default the ones that torchrun started, or one).
+    """Return a trainer that runs a plain model under a plan. Every rank calls it.
 
-    `model` is a module, taken as it is (the first rank's values count), or a function that builds one. With a function
-    no rank holds more of the model than its plan says, and one seed gives the same model under every plan. A
-    `ParameterSource` is a model that was built already, or one without values for a rehearsal
-    (`deferred_init.shapes_of`). `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by
-    keyword: `lr=3e-4`.
+    | model       a module, of which the first rank's values count; or a function that builds a module. With a function
+    |             no rank holds more of the model than its plan says, and one seed gives equal values under every plan.
+    |             A `ParameterSource` is a built model, or one without values for a rehearsal (`shapes_of`)
+    | loss        `loss(output, batch)` returns (sum of the loss, count)
+    | optimizer   a class; its own arguments follow by keyword: `lr=3e-4`
+    | world       connection of the ranks. None: the ranks that torchrun started, or one rank
+    | options     settings besides the plan. None: `Options()`
 
-    Raises PlanError when the plan does not fit the world or the model, ValueError for a model, optimizer or option that
-    cannot work.
+    A given module is used, not copied; with pp, its parameters become NaN, because the stages hold the values.
+
+    Raises PlanError when the plan does not fit the world or the model, and ValueError for a model, optimizer or option
+    that cannot work.
     """
     options = options or Options()
     plan = Plan.of(plan)
@@ -165,32 +171,37 @@ def parallelize(
 def _optimizer(
     optimizer: OptimizerClass, *, engine: Engine, plan: Plan, arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over this rank's slices. Raises PlanError if the plan updates parts of what it needs."""
+    """Build the optimizer over this rank's slices. Raises PlanError if it cannot update parameters in chunks."""
     if needs_whole(optimizer) and plan.tiers.state_tiers != {"device"}:
         raise PlanError(
-            f"{optimizer.__name__} needs whole parameters, and offload={plan.offload} updates parts; use offload=none"
+            f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
     return flat_optimizer(optimizer, groups=engine.slices(), logical=LogicalSlices(engine), **arguments)
 
 
 @dataclass(frozen=True)
 class ParallelSetting:
-    """Plan, world and options that a model is parallelized with."""
+    """Everything besides the model that `parallelize` builds engines and runners from."""
 
     plan: Plan
     world: World
     options: Options
     task: MicrobatchTask
+    """Forward and loss of a micro-batch, with the conversions to and from the compute dtype."""
     storage: StorageConfig
+    """Sharding, dtypes and tiers of the parameters."""
     policy: ActivationPolicy
+    """Activations to recompute or to move to a tier."""
 
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Place of a stage: its index along `pp`, and the names of its parameters that an earlier stage holds too."""
+    """The rank of a pipeline stage, and its tied parameters."""
 
     rank: int
+    """Index along `pp` of the rank that holds the stage."""
     counted_earlier: frozenset[str]
+    """Names of the stage's parameters that an earlier stage holds too; in tables and norms the earlier copy counts."""
 
 
 _OF_A_PART = (
@@ -201,7 +212,7 @@ _OF_A_PART = (
 
 
 def _explained(forward: Forward, *, plan: Plan) -> Forward:
-    """Return the forward; under tp, its errors get a note on what to change in the model."""
+    """Return the forward; under tp, a RuntimeError or ValueError of it gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
@@ -215,7 +226,7 @@ def _explained(forward: Forward, *, plan: Plan) -> Forward:
 
 
 def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
-    """Return the forward in the compute dtype, its output converted to a dtype that suits a loss."""
+    """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         with autocast_context(precision, device=device):
@@ -227,21 +238,23 @@ def _computed(forward: Forward, precision: Precision, device: torch.device) -> F
 
 @dataclass(frozen=True)
 class _Shared:
-    """Facts shared by all parts of a model on a rank: the parts that tp splits, the world of their axes, and whether
-    ranks take batch-norm statistics together. For a stage, the `absent` pieces; for a part that runs alone, the
-    `extents` of its activations.
-    """
+    """What `parallelize` knows of a model or a stage before its engine is built."""
 
     setting: ParallelSetting
     world: World
+    """World over the plan's mesh, with an axis `kv` if ranks share key heads."""
     parts: Mapping[str, Part]
+    """Role in tensor parallelism of each module, by name; empty without tp."""
     joined: bool
+    """True if batch norms take their statistics over the rows of several ranks."""
     absent: frozenset[str] = frozenset()
+    """Pieces of the model that this stage does not compute."""
     extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
+    """Sizes of the current activations' shards on the ranks of tp."""
 
     @classmethod
     def of(cls, source: ParameterSource, setting: ParallelSetting) -> "_Shared":
-        """Find the parts of a model, in the dtype that it was written in, and the world of their axes."""
+        """Find the roles of the model's modules and the world of their axes; install hooks on the model for dtypes."""
         plan, module = setting.plan, source.module
         with _as_plan_error():
             parts = setting.options.parts
@@ -255,7 +268,7 @@ class _Shared:
 
 @contextlib.contextmanager
 def _as_plan_error() -> Iterator[None]:
-    """Raise PlanError in place of a ValueError of tensor parallelism within the block."""
+    """Raise PlanError in place of a ValueError within the block."""
     try:
         yield
     except PlanError:
@@ -267,7 +280,7 @@ def _as_plan_error() -> Iterator[None]:
 def _build_engine(
     source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, stage: StagePlace | None = None
 ) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
-    """Build the engine, random draws and batch statistics of a module on this rank, which may be a stage."""
+    """Build the engine, random draws and batch statistics of the model or, with `stage`, of a stage on this rank."""
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
     convert(module, precision=setting.storage.precision)
@@ -287,7 +300,7 @@ def _build_engine(
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """Build the engine and runner of a model that every rank runs whole."""
+    """Build the engine and runner of a plan without pp, under which every rank runs all layers."""
     shared, recall = _Shared.of(source, setting), ForwardReplay()
     blocks = setting.policy.blocks.names(source.module)
     _place_buffers(source, shared.world, setting.storage.precision)
@@ -304,7 +317,7 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """Build the engine and runner of this rank's stages, after the cut that the first rank makes."""
+    """Cut the model into stages, and build the engine and runner of this rank's stages; free a given model's values."""
     plan, options = setting.plan, setting.options
     shared = _Shared.of(source, setting)
     world, parts = shared.world, shared.parts
@@ -351,12 +364,12 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
 
 
 def _shares_rows(plan: Plan, world: World) -> bool:
-    """Return whether ranks split the rows of one matmul, so that each of them has to run every micro-batch."""
+    """Return whether several ranks split the rows of one matmul; then all of them have to run every micro-batch."""
     return world.group(plan.row_axes).size > world.group(plan.replica_axes).size
 
 
 def _agree(source: ParameterSource, world: World) -> None:
-    """Copy the first rank's values to all ranks, for a model that every rank holds."""
+    """Copy the first rank's values to all ranks (collective), if the model has values already."""
     if not source.deferred:
         for name, parameter in source.module.named_parameters():
             value = source.broadcast_full(name, world=world)
@@ -365,7 +378,7 @@ def _agree(source: ParameterSource, world: World) -> None:
 
 
 def _release(module: nn.Module) -> None:
-    """Free the parameters of the user's module, which the stages hold now; its values become NaN."""
+    """Free the memory of the user's module, whose values the stages hold; its parameters become NaN (integers: 0)."""
     for parameter in module.parameters():
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
@@ -395,12 +408,15 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 
 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
-    """Return whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
+    """Return whether batch norms take their statistics over the rows of several ranks; undo any SyncBatchNorm.
+
+    Raises PlanError for a batch norm when several ranks split the rows of one matmul.
+    """
     norms = list(running_norms(module))
     setting.policy.undo.push(disable_sync_batch_norm(module))
     if norms and _shares_rows(setting.plan, world):
         raise PlanError(
-            f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "
-            "they are of; use tp_mode=1d, or GroupNorm or LayerNorm"
+            f"{norms[0]} takes statistics over the batch for each feature, and tp_mode={setting.plan.tp_mode} splits "
+            "features and rows; use tp_mode=1d, or GroupNorm or LayerNorm"
         )
     return bool(norms) and world.group(setting.plan.loss_axes).size > 1

@@ -1,8 +1,8 @@
-"""All stages of a model as one engine.
+"""Combine the engines of a rank's pipeline stages into one engine, and sum the gradients of tied parameters.
 
-What holds for a stage holds for the model: its table is the stages' one after the other, its norm the sum of theirs. A
-parameter that several stages hold is one parameter. Its gradients are summed on the first of them, which sends the sum
-back, so every copy gets the same update; only the first one counts.
+The trainer sees one `Engine`: its table lists the parameters of all stages, its norm covers all of this rank's stages.
+A tied parameter is one that several stages hold. Its gradients are summed on the first of these stages, which sends
+the sum back, so every copy gets the same update. In tables and norms only the first copy counts.
 """
 
 import dataclasses
@@ -21,10 +21,13 @@ from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class StagedEngine:
-    """All stages: an `Engine`."""
+    """Engine of a rank that holds pipeline stages: forwards each call to the engines of its stages."""
 
     def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
-        """`stages` are this rank's, `ranks` where each stage of all is, by index along `pp`. Every rank calls it."""
+        """Exchange the tables of all stages (collective). `stages`: engines of this rank's stages by stage index.
+
+        `ranks`: for each stage of the model, the index along `pp` of the rank that holds it.
+        """
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self._stages = stages
@@ -47,31 +50,31 @@ class StagedEngine:
 
     @property
     def tied(self) -> frozenset[str]:
-        """The parameters that several stages hold."""
+        """Names of the parameters that several stages hold."""
         return frozenset(row.name for table in self._tables.values() for row in table.rows if row.counted_elsewhere)
 
     @property
     def module(self) -> nn.Module:
-        """The stage's module, or a list of them."""
+        """Module of this rank's stage; a ModuleList if the rank has several stages."""
         return self.modules[0] if len(self._stages) == 1 else nn.ModuleList(self.modules)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the stages."""
+        """Modules of this rank's stages, in the order of the stages."""
         return [engine.module for engine in self._stages.values()]
 
     @property
     def units(self) -> list[LiveUnit]:
-        """Units of the stages."""
+        """Units of this rank's stages: parameters that are gathered and reduced together."""
         return [unit for engine in self._stages.values() for unit in engine.units]
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Buckets of the stages that have gradients."""
+        """Buckets with gradients, of all stages of this rank."""
         return [bucket for engine in self._stages.values() for bucket in engine.buckets]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
+        """Return the slices that this rank updates, by optimizer options of all stages, in one order on every rank."""
         groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
         for engine in self._stages.values():
             for options, parameters in engine.slices().items():
@@ -88,7 +91,7 @@ class StagedEngine:
         return torch.stack([engine.squared_norm() for engine in self._stages.values()]).sum()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the owned gradients."""
+        """Multiply the gradients that this rank owns by `factor`."""
         for engine in self._stages.values():
             if engine.buckets:
                 engine.scale_gradients(factor)
@@ -99,11 +102,11 @@ class StagedEngine:
             engine.publish()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+        """Yield (name, full tensor) of every parameter in table order (collective); valid until the next is yielded."""
         return self._from_holders(lambda engine: engine.own_parameters(), lambda row: row.dtype)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+        """Yield (name, full reduced gradient) of each trainable parameter in table order (collective)."""
         precision = next(iter(self._stages.values())).storage.precision
         dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
         return self._from_holders(lambda engine: engine.own_gradients(), dtype, trainable=True)
@@ -114,7 +117,7 @@ class StagedEngine:
             yield from engine.full_tensors(owned)
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of the buffers, on every rank, from the first stage that has each."""
+        """Yield (name, value) of every buffer on every rank; the first stage that has the buffer broadcasts it."""
         for name, (index, like) in self._buffers.items():
             here = self._stages.get(index)
             value = torch.empty_like(like, device=self.world.device) if here is None else here.module.get_buffer(name)
@@ -122,13 +125,13 @@ class StagedEngine:
             yield name, value
 
     def saves(self, buffer: str) -> bool:
-        """Return whether this rank is the one that saves a buffer."""
+        """Return whether this rank is the one that saves a buffer: rank 0 of the first stage that has the buffer."""
         others = [axis for axis in self.world.mesh.names if axis != "pp"]
         holder = self._ranks[self._buffers[buffer][0]]
         return self.world.group("pp").index == holder and self.world.group(others).index == 0
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of parameters and gradients on this rank, and the peak bytes of gathered parameters."""
+        """Return bytes on this rank: `parameters`, `gradients`, `gathered_peak`, and `tier/kind` for other tiers."""
         total: Counter[str] = Counter()
         for engine in self._stages.values():
             total.update(engine.memory())
@@ -140,7 +143,7 @@ class StagedEngine:
             engine.close()
 
     def sum_ties(self) -> None:
-        """Sum the gradients of each parameter that several stages hold, on all of them."""
+        """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""
         holders: dict[str, list[int]] = {}
         for index, table in self._tables.items():
             for row in table.rows:
@@ -180,7 +183,10 @@ class StagedEngine:
         *,
         trainable: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of every stage's engine, sent by its rank to the others along `pp`."""
+        """Yield (name, full tensor) from every stage's engine; the stage's rank sends it to the other ranks of `pp`.
+
+        `own(engine)` yields the tensors of a stage on the rank that holds it; `dtype(row)` is the dtype of a tensor.
+        """
         for index, table in self._tables.items():
             here = self._stages.get(index)
             rows = [row for row in table.rows if row.trainable or not trainable]

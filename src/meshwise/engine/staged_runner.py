@@ -1,4 +1,4 @@
-"""Run the micro-batches of a rank that holds stages: the interpreter follows the order of a schedule."""
+"""Run the micro-batches of a rank that holds pipeline stages, in the order of a schedule."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from meshwise.plan import PlanError
 
 
 class StagedRunner:
-    """Runner for a rank that holds stages."""
+    """Runner for a rank that holds pipeline stages: a `MicrobatchRunner`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StagedRunner:
         cut: ModelCut,
         shares_rows: bool,
     ) -> None:
-        """`shares_rows`: ranks split the rows of one matmul."""
+        """`schedule`: computations alone, no transfers. `shares_rows`: several ranks split the rows of one matmul."""
         self.lockstep = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut: ModelCut | None = cut
         self._copies = cut.writes
@@ -53,12 +53,12 @@ class StagedRunner:
 
     @cached_property
     def _forwards(self) -> Schedule:
-        """Schedule of an evaluation, made when first needed."""
+        """Schedule of forwards alone, for evaluation and prediction; built at its first use."""
         forwards = add_transfers(_forwards(self._plain))
         return add_gathers(forwards) if self._gathers else forwards
 
     def begin(self, step: int) -> None:
-        """Begin step number `step`, which must differ from all others."""
+        """Begin step number `step`. Random draws depend on this number, so every step has its own."""
         for live in self._stages.values():
             live.draws.begin(step)
 
@@ -68,12 +68,12 @@ class StagedRunner:
             live.draws.finish()
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks of the random draws from the model."""
         for live in self._stages.values():
             live.draws.close()
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
-        """Run forward, backward of the loss times `scale`, and reduction; return this rank's loss and count."""
+        """Train on the micro-batches, as in `MicrobatchRunner.train`; loss and count are 0 except on the last stage."""
         sums = zeros(self._world)
         for keeper in self._keepers.values():
             keeper.begin(parts)
@@ -86,7 +86,7 @@ class StagedRunner:
         return sums
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Run the forward of every micro-batch; return this rank's loss and count."""
+        """Run all forwards; return loss and count of this rank's rows, which are 0 except on the last stage."""
         sums = zeros(self._world)
         for keeper in self._keepers.values():
             keeper.begin_forwards(parts)
@@ -94,13 +94,16 @@ class StagedRunner:
         return sums
 
     def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Run forward and backward again, and pass every gradient to `seen`."""
+        """Run forward and backward again, and pass each gradient to `seen`; no gradient is kept or reduced."""
         for keeper in self._keepers.values():
             keeper.begin(parts, seen=seen)
         self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
-        """Return the output for a batch, sent by the last stage. Raises PlanError if that stage lacks a part of it."""
+        """Return the output of the model for `batch`, broadcast from the last stage. Every rank calls it.
+
+        Raises PlanError if a tensor of the output is all NaN. Then an earlier stage computed it and did not send it.
+        """
 
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))
@@ -111,8 +114,8 @@ class StagedRunner:
         packed = pack({"output": returned[0]}) if returned else None
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
-                f"predict would return NaN in {names}: where other stages compute that and the loss does not use it, "
-                "the last stage has not received it. Let the model not return it (of transformers: "
+                f"predict would return NaN in {names}: an earlier stage computes it, and does not send it because the "
+                "loss does not use it. Let the model not return it (of transformers: "
                 "output_hidden_states=False, output_attentions=False), or the loss use it; or load a checkpoint under "
                 "a plan without pp and predict there"
             )
@@ -137,12 +140,12 @@ class StagedRunner:
         }
 
     def _given(self, batch: Any) -> Any:
-        """Return a copy of the batch whose tensors a stage may change in place."""
+        """Return the batch on the device, copied if the model changes its batch in place."""
         rows = placed(batch, world=self._world)
         return map_tensors(torch.clone, rows) if self._copies else rows
 
     def _run(self, part: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
-        """Run this stage's forward of a micro-batch; the last stage also computes the loss."""
+        """Run this stage's forward of a micro-batch. The last stage adds loss and count to `sums`; returns the loss."""
         rows = self._given(part.rows)
         loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
         if not part.counts:
@@ -153,7 +156,7 @@ class StagedRunner:
 
 
 def _absent(output: Any) -> str:
-    """Return which parts of an output are tensors of nothing but NaN, as text; "" for none."""
+    """Return as text the entries of an output in which a tensor is all NaN; "" if there is no such entry."""
     parts: Iterable[tuple[Any, Any]] = [("its output", output)]
     if isinstance(output, Mapping):
         parts = output.items()
@@ -168,7 +171,7 @@ def _absent(output: Any) -> str:
 
 
 def _forwards(schedule: Schedule) -> Schedule:
-    """Return every micro-batch through every stage, one after the other."""
+    """Return a schedule of forwards alone: each rank runs a micro-batch in all its stages, then the next one."""
     return Schedule(
         tuple(
             tuple(

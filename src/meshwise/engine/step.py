@@ -1,9 +1,8 @@
-"""Run one step: forward and backward of this rank's micro-batches, an exchange with the other ranks, and an update or
-none.
+"""Run one training step: forward and backward of this rank's micro-batches, one exchange of sums, and the update.
 
 Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
-collectives called and of the batch. With these numbers every rank divides, clips, updates or refuses in the same way.
-Gradients of ranks that disagreed are never applied.
+collectives called and of the batch. From them every rank decides alike whether to update, and by which factor. If the
+digests differ, no rank updates.
 """
 
 import contextlib
@@ -41,11 +40,7 @@ from meshwise.precision.loss_scale import LossScale, likely_count
 
 
 class TrainingSteps:
-    """The steps of one training, and what each leaves to the next.
-
-    | applied     whether the last step was neither skipped nor raised
-    | clipped     the factor of its gradient that clipping chose; 1 without clipping
-    """
+    """Runs the steps of one training, and keeps the state that one step leaves to the next."""
 
     def __init__(
         self,
@@ -57,9 +52,11 @@ class TrainingSteps:
         updating: UpdateTiming,
         policy: ActivationPolicy,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier."""
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: when units are updated."""
         self.applied = True
+        """True if the last step updated the parameters: it neither was skipped nor raised."""
         self.clipped = 1.0
+        """Factor at most 1 by which clipping multiplied the gradient of the last update; 1 without clipping."""
         self.sharder = BatchSharder(engine.world, plan.row_axes, runner.lockstep)
         self._world = engine.world
         self._engine = engine
@@ -73,7 +70,7 @@ class TrainingSteps:
         self._compared = False
         self._scale = recipe.scale
         self._before = StateBeforeUpdate(engine.modules)
-        # Ranks that are threads share a process, of which a training is only a part.
+        # Ranks that are threads share their process with other code, so its allocator is left as it is.
         self._takes_shape = not isinstance(self._world, ThreadWorld)
 
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
@@ -97,7 +94,7 @@ class TrainingSteps:
                     self._before.put_back()
             if self._policy.blocks.steps_to_measure:
                 self._policy.blocks.finish()
-        self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
+        self._takes_shape &= not self.applied  # the first update makes the optimizer's state
         self._world.flight_recorder.doing = StepPhase.OUTSIDE
         seconds = time.perf_counter() - started
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
@@ -106,7 +103,7 @@ class TrainingSteps:
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale)
 
     def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[StepTotals, str | None]:
-        """Run forward, backward and update; return the sums over the ranks, and why the update was left out."""
+        """Run forward, backward and update; return the sums over the ranks, and why the update was skipped or None."""
         given = 0 if local else batch_digest(batch, contents=not self._compared)
         with self._world.record() as called:
             sums = self._runner.train(parts, scale=self._factor, counted=self._counted)
@@ -125,7 +122,10 @@ class TrainingSteps:
         return totals, None
 
     def _left_out(self, problem: str, totals: StepTotals, parts: Sequence[MicroBatch]) -> str:
-        """Skip the update of a step and return why. Raises NonFiniteError when the policy allows no more skips."""
+        """Skip the update of a step, and return the reason. A gradient that overflowed lowers the loss scale instead.
+
+        Raises NonFiniteError when the policy allows no more skips.
+        """
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
@@ -139,6 +139,7 @@ class TrainingSteps:
         return problem
 
     def _apply(self, totals: StepTotals) -> None:
+        """Divide the gradient by count and loss scale, clip it, and update the parameters."""
         totals.warn_of_nothing(self._world.rank)
         clip = self._recipe.clip_norm
         self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
@@ -153,7 +154,7 @@ class TrainingSteps:
         return 1.0 if self._scale is None else self._scale.factor
 
     def _estimate_count(self, batch: Any, *, local: bool) -> None:
-        """Estimate the count of the first batch, which the loss scale needs before its first step."""
+        """Estimate the count of a batch for the loss scale, as long as no step has measured it."""
         if self._scale is not None and not self._scale.count:
             parts = self.sharder.ranks if local else 1
             self._scale = self._scale.expecting(parts * max(self._world.exchange(likely_count(batch))))
@@ -162,7 +163,7 @@ class TrainingSteps:
 
     @property
     def _counts_loss(self) -> bool:
-        """True if this rank's loss and count enter the sums: on one rank of those with the same rows and tokens."""
+        """True if this rank's loss and count enter the sums: on one rank of each group with equal rows and tokens."""
         others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.loss_axes)]
         return self._world.group(others).index == 0
 
@@ -170,10 +171,10 @@ class TrainingSteps:
         self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))
 
     def _exchange(self, sums: tuple[Tensor, Tensor], inputs: StepInputs) -> StepTotals:
-        """Sum loss, count and squared norm over the ranks, and check that all had the same batch and calls.
+        """Sum loss, count and squared norm over the ranks. Raises RanksDisagree if batch or collectives differ.
 
-        Ranks with the same rows of the batch have the same loss; only the first of them counts. In a pipeline only the
-        last stage has a loss.
+        Ranks with equal rows of the batch have equal losses; only the first of these ranks counts. In a pipeline only
+        the last stage has a loss.
         """
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()]
@@ -185,12 +186,12 @@ class TrainingSteps:
     # ---- from one run to the next ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as JSON values."""
+        """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None)."""
         scale = self._scale and self._scale.state()
         return {"steps": self._steps, "skips": self._skips, "scale": scale}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a state that `state` returned."""
         self._steps, self._skips = int(saved["steps"]), int(saved["skips"])
         if self._scale is not None and saved.get("scale") is not None:
             self._scale = LossScale.restored(saved["scale"])

@@ -1,4 +1,4 @@
-"""Results of a step: the sums that ranks exchange, the update that follows, and the values for the user."""
+"""Results of a training step for the user, and the sums and checks that decide whether the step updates."""
 
 import math
 import warnings
@@ -22,22 +22,21 @@ from meshwise.precision.loss_scale import LossScale
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step was not finite; the update was not applied."""
+    """Error for a step whose loss or gradient is not finite; only nonfinite='end' may have updated some units."""
 
 
 @dataclass(frozen=True)
 class SkipPolicy:
-    """Number of steps in a row that may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
-
-    ends    whether such a step may leave a partial update, because training only continues from a checkpoint
-    """
+    """Policy for steps whose loss or gradient is not finite: raise an error, or skip some steps."""
 
     most: int
+    """Number of such steps in a row that are skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`."""
     ends: bool = False
+    """True for `end`: such a step may leave a partial update, and training continues only from a checkpoint."""
 
     @classmethod
     def parse(cls, text: str) -> "SkipPolicy":
-        """Read `raise`, `end` or `skip:<n>`. Raises ValueError."""
+        """Return the policy for `raise`, `end` or `skip:<n>` with n > 0. Raises ValueError for any other text."""
         if text in ("raise", "end"):
             return cls(0, ends=text == "end")
         word, _, number = text.partition(":")
@@ -46,18 +45,18 @@ class SkipPolicy:
         raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
 
     def advice(self, *, updated: bool, counted: bool = True) -> str:
-        """Return advice for the user; `updated`: some units are; `counted`: whether the loss counted anything."""
+        """Return advice for the user. `updated`: some units were updated. `counted`: the loss had a count above 0."""
         if updated:
             return (
                 "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
-                "go on. With 'raise' nothing would be, and the update would begin later"
+                "continue. With 'raise' no unit would be updated, and updates would begin after the backward"
             )
         if self.most:
             return f"; nonfinite='skip:{self.most}' allows no more such steps in a row"
         if not counted:
             return (
                 "; the update was not applied. Look at the batch: it may have no rows, or only labels that the loss "
-                "leaves out (padding, ignore_index)"
+                "ignores (padding, ignore_index)"
             )
         return (
             "; the update was not applied. Lower the learning rate, clip, look at the batch, or use nonfinite='skip:3'"
@@ -65,11 +64,10 @@ class SkipPolicy:
 
 
 def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]) -> str:
-    """Return as text the first parameters, ranks and micro-batches with a gradient that is not finite (a collective).
+    """Return as text which parameters have a gradient, or values, that are not finite, by rank (collective).
 
-    Names also parameters that are not finite themselves.
-
-    `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.
+    `run(arrival)` repeats this rank's forward and backward, and calls `arrival(micro_batch, row, gradient)` for each
+    gradient, with the micro-batch's number and the row of the parameter table.
     """
     own: list[tuple[int, str]] = []
 
@@ -100,9 +98,7 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
 
 
 class StateBeforeUpdate:
-    """State that a step changes before its update, restored when the step is skipped or raises: running statistics, in
-    which a non-finite batch would stay for ever, and torch's generator.
-    """
+    """Copy of running statistics and of torch's CPU generator, restored when a step is skipped or raises."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._norms = [part for module in modules for part in module.modules() if isinstance(part, RunningNorm)]
@@ -110,7 +106,7 @@ class StateBeforeUpdate:
         self._random_state: Tensor | None = None
 
     def keep(self) -> None:
-        """Remember the state at the begin of a step."""
+        """Copy the state at the begin of a step."""
         self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
         self._random_state = torch.get_rng_state()
 
@@ -128,17 +124,20 @@ _LOOKED_AT = 64 << 10
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Calls and batch of a rank in a step."""
+    """Batch and collectives of one rank in a step, which the ranks compare."""
 
     batch: int
+    """`batch_digest` of the global batch; 0 if each rank was given its own rows."""
     rows: int
+    """Number of rows of the batch that `step` was given."""
     called: tuple[CallRecord, ...]
+    """Collectives that the rank called, in order."""
 
 
 def batch_digest(batch: Any, *, contents: bool) -> int:
-    """Return a CRC-32 of the shapes and dtypes of a batch and, with `contents`, of its tensors' first and last bytes.
+    """Return a CRC-32 of the shapes and dtypes of a batch and, with `contents`, of each tensor's first and last 64 KiB.
 
-    Reading contents waits for the device; meta tensors have none.
+    Reading the contents waits for the device. Meta and sparse tensors enter by shape and dtype only.
     """
     digest = 0
     for tensor in tree.tensors(batch):
@@ -149,7 +148,7 @@ def batch_digest(batch: Any, *, contents: bool) -> int:
 
 
 def _ends(tensor: Tensor) -> Tensor:
-    """Return the bytes at both ends of a tensor."""
+    """Return the first and last `_LOOKED_AT` bytes of a tensor, or all its bytes if there are fewer."""
     most = _LOOKED_AT // tensor.element_size()
     flat = tensor.reshape(-1)
     ends = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
@@ -157,7 +156,7 @@ def _ends(tensor: Tensor) -> Tensor:
 
 
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
-    """Return a message: what differs between the ranks in a step, and what to change."""
+    """Return an error message: how the batches or collectives of the ranks differ, and what to change."""
     parties: dict[tuple[int, int], list[int]] = {}
     for rank, given in sorted(found.items()):
         parties.setdefault((given.batch, given.rows), []).append(rank)
@@ -166,8 +165,8 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
     had = ", ".join(f"{ranks_text(ranks)} one of {rows} rows" for (_, rows), ranks in parties.items())
     return (
         f"the ranks were given different batches ({had}). step(batch) takes the global batch, the same on every rank, "
-        "and gives each rank its own rows; a batch that is this rank's part already, as a DistributedSampler makes it, "
-        "goes to step(batch, local=True)"
+        "and gives each rank its own rows. If a batch has this rank's rows alone, as from a DistributedSampler, call "
+        "step(batch, local=True)"
     )
 
 
@@ -194,8 +193,9 @@ class StepResult:
     | grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
     | tokens      the count that `loss` returned, summed over the global batch
     | seconds     wall time of this rank's step
-    | skipped     True when the update was not applied, with the reason in `problem`
-    | loss_scale  what the mean loss was multiplied by for the backward (fp16); the other numbers are without it
+    | skipped     True when the update was not applied
+    | problem     why the update was not applied; None when it was
+    | loss_scale  factor of the mean loss in the backward (fp16); the other numbers are without this factor
     """
 
     loss: float
@@ -209,7 +209,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The loss over all batches of an evaluation (sum of sums over sum of counts), the same on every rank."""
+    """Loss of an evaluation (sum over all batches per count; NaN for a count of 0) and its count, on every rank."""
 
     loss: float
     tokens: int
@@ -217,20 +217,23 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over the global batch: of the loss, of what it counted, and of the squares of the summed gradient."""
+    """Sums over the global batch, the same on every rank."""
 
     loss: float
+    """Sum of the loss."""
     count: float
+    """Sum of the counts that `loss` returned."""
     squared: float
+    """Squared 2-norm of the gradient of the summed loss, without the loss scale."""
 
     @property
     def mean(self) -> float:
-        """The loss per count."""
+        """The loss per count; NaN for a count of 0."""
         return self.loss / self.count if self.count else math.nan
 
     @property
     def norm(self) -> float:
-        """The 2-norm of the averaged gradient."""
+        """The 2-norm of the gradient of the mean loss; NaN for a count of 0."""
         return math.sqrt(self.squared) / self.count if self.count and self.squared >= 0 else math.nan
 
     @property
@@ -240,7 +243,7 @@ class StepTotals:
 
     @property
     def problem(self) -> str | None:
-        """Why these numbers must not be applied; None when they may."""
+        """Reason why the update must be skipped, as text; None if the update may be applied."""
         if not self.count:
             return "the loss counted nothing in this step: every rank returned a count of 0"
         if math.isfinite(self.mean) and math.isfinite(self.norm):
@@ -248,10 +251,10 @@ class StepTotals:
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
 
     def warn_of_nothing(self, rank: int) -> None:
-        """Warn on the first rank if every gradient is zero; plain torch raises an error there."""
+        """Warn, on rank 0 only, if every gradient is zero; plain torch raises an error for such a graph."""
         if not self.squared and rank == 0:
             warnings.warn(
-                "the gradient of every parameter is 0 and nothing is learned: does the model or the loss cut the "
+                "the gradient of every parameter is 0 and nothing is learned: does the model or the loss break the "
                 "graph, by .detach(), .item() or torch.no_grad()?",
                 stacklevel=2,
             )
@@ -259,17 +262,20 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class UpdateRecipe:
-    """Clipping, skipping, dtypes and loss scale between the gradient of a step and its update."""
+    """Settings by which a step turns its gradient into an update."""
 
     clip_norm: float | None
+    """Largest 2-norm of the gradient; a larger gradient is scaled down to it. None: never."""
     nonfinite: SkipPolicy
+    """Policy for a loss or gradient that is not finite."""
     precision: Precision
+    """Dtypes of parameters, gradients and the optimizer."""
     scale: LossScale | None = None
-    """The loss scale of the first step, where the precision needs one."""
+    """Loss scale of the first step; None for a precision without one."""
 
     @property
     def early(self) -> bool:
-        """True if a unit may be updated before the other units' gradients are known."""
+        """True if a unit may be updated before the other units' gradients are known: nonfinite='end', no clipping."""
         return self.nonfinite.ends and self.clip_norm is None and self.scale is None
 
 

@@ -1,7 +1,4 @@
-"""The Trainer: a model under a plan, and what a user does with it.
-
-It trains steps (`step.py`), evaluates and predicts, shows what a rank has and the full tensors, saves and loads.
-"""
+"""The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +32,7 @@ from meshwise.precision.dtype_policy import KINDS, dtype_names
 
 
 class Trainer:
-    """A model under a plan. `parallelize` makes it."""
+    """Handle on a model under a plan: trains, evaluates, predicts, saves and loads. `parallelize` returns it."""
 
     def __init__(
         self,
@@ -47,7 +44,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         policy: ActivationPolicy,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier."""
+        """`optimizer`: over the slices that this rank updates. `policy`: activations to recompute or to move."""
         self.plan = plan
         self.optimizer = optimizer
         self._engine = engine
@@ -60,43 +57,43 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module; under zero=3 its parameters are whole only while it runs.
+        """The user's module; under zero=3 its parameters are gathered only while it runs.
 
-        With pp, this rank's stage of it, a module of the same class; where the rank has several, a list of them.
+        With pp, the stage of this rank: a module of the same class. A ModuleList if the rank has several stages.
         """
         return self._engine.module
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The model, or the stages of it that this rank has."""
+        """A list of the model alone; with pp, of the stages that this rank has."""
         return self._engine.modules
 
     @property
     def units(self) -> Sequence[LiveUnit]:
-        """Units: the parameters that this rank stores, gathered and reduced together."""
+        """Units of this rank: groups of parameters, usually one block each, gathered and reduced together."""
         return self._engine.units
 
     @property
     def blocks(self) -> RecomputedBlocks:
-        """Blocks that are recomputed in the backward, and the costs that a budget chose by."""
+        """Blocks that are recomputed in the backward, and the measured costs from which a budget chose them."""
         return self._policy.blocks
 
     @property
     def tiers(self) -> Tiers:
-        """Tiers in which state rests between its uses."""
+        """Memories (device, CPU, disk) that hold parameters and optimizer state between their uses."""
         return self._engine.tiers
 
     @property
     def activations(self) -> ActivationTier | None:
-        """The tier of what forwards save; None where it stays on the device."""
+        """Tier that holds the activations saved for the backward; None if they stay on the device."""
         return self._policy.activations
 
     @property
     def precision(self) -> Mapping[str, str]:
-        """The dtypes that this rank works in, read from its tensors: `parameters`, `compute`, `reduction`,
-        `accumulation`, `master`, `optimizer_state` and `buffers`.
+        """Names of the dtypes of this rank's tensors, by kind; several dtypes of a kind are separated by spaces.
 
-        Gradients and optimizer state are made in the first step; before it, these say what they will be.
+        The kinds are `parameters`, `compute`, `reduction`, `accumulation`, `master`, `optimizer_state` and `buffers`.
+        Before the first step makes gradients and optimizer state, their dtypes are those that it will make.
         """
         buckets = [bucket for unit in self._engine.units for bucket in unit.buckets]
         found = {kind: {one[kind] for one in (bucket.dtypes() for bucket in buckets) if kind in one} for kind in KINDS}
@@ -114,23 +111,23 @@ class Trainer:
 
     @property
     def world(self) -> World:
-        """World that joins the ranks."""
+        """Connection of the ranks: the mesh and its collectives."""
         return self._engine.world
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule: what each rank along `pp` does in a step, in order."""
+        """Schedule: the actions of each rank along `pp` in a step, in order."""
         return self._runner.schedule
 
     @property
     def cut(self) -> ModelCut | None:
-        """With pp, which stage runs what, what they send, and how even they are: prints as a table."""
+        """Division of the model into pipeline stages; prints as a table of their modules and loads. None without pp."""
         return self._runner.cut
 
     # ---- training ----------------------------------------------------------------------------------------------
 
     def share(self, size: int) -> tuple[int, int]:
-        """[start, stop) of the rows that this rank takes of a global batch of `size` rows."""
+        """Return [start, stop): the rows of a global batch of `size` rows that this rank takes."""
         shards = self._stepping.sharder.shards(size)
         return shards.shares[shards.index]
 
@@ -139,30 +136,34 @@ class Trainer:
     ) -> StepResult:
         """Train one optimizer step on a batch, a tree of tensors whose dim 0 counts the samples; return its result.
 
-        `batch` is the global batch, the same on every rank; each rank takes its share. With `local=True` it is this
-        rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout depends on a row's
-        number in the global batch. So a local part needs the number of rows in `total`, cut as `share` says; by default
-        all parts are as long as this one. `only` skips all micro-batches except those with these numbers: a rehearsal
-        need not run equal ones.
+        | batch   the global batch, equal on every rank; each rank takes the rows of `share`. They may divide unevenly
+        | local   True: `batch` has only this rank's rows, which may be none
+        | total   with `local`, rows of the global batch, split as `share` returns; None: every rank has as many rows as
+        |         this one. Dropout depends on a row's number in the global batch
+        | only    numbers of the micro-batches to run, None for all; a rehearsal runs one of several equal ones
 
-        Raises NonFiniteError when the loss or the gradient is not finite and the policy says so. Raises RanksDisagree
-        when the ranks called different collectives or were given different global batches (by their shapes; in the
-        first step also by content). Raises LossError when `loss` does not return (sum, count), and any error of model
-        and loss. A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as
-        before. If all ranks have caught the error they may continue. Not so after an exception of the optimizer itself,
-        and with nonfinite='end', which may have updated some units.
+        Raises NonFiniteError when the loss or the gradient is not finite and `Options.nonfinite` allows no skip. Raises
+        RanksDisagree when the ranks called different collectives or were given different global batches. Batches are
+        compared by shape, and until the first step that succeeds also by content. Raises LossError when `loss` does not
+        return (sum, count), and any error of model and loss.
+
+        A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
+        After all ranks have caught the error, they may continue. There are two exceptions: an error of the optimizer
+        itself, and nonfinite='end', which may have updated some units.
         """
         with memory_errors_explained(self.plan, memory=self.memory):
             return self._stepping.step(batch, local=local, total=total, only=only)
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
-        """Return the loss over `batches` without training, the model in eval mode. Every rank passes as many
-        batches.
+        """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
+
+        Every rank passes the same number of batches. Raises LossError for a sum of counts that is negative or not
+        finite.
         """
         total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
             for number, batch in enumerate(batches):
-                self._runner.begin(-1 - number)  # what the model draws is the same under every plan, as in steps
+                self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
                 parts = self._stepping.sharder.cut(batch, local=local, total=None, parts=self._runner.evaluated_in)
                 with memory_errors_explained(self.plan, memory=self.memory):
                     loss, count = self._runner.evaluate(parts)
@@ -175,26 +176,27 @@ class Trainer:
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
     def predict(self, batch: Any) -> Any:
-        """Return the output of the model for this rank's `batch`, without gradients and in eval mode.
+        """Return the output of the model for `batch`, without gradients and in eval mode.
 
-        Every rank calls it as often as the others: the parameters may have to be gathered.
+        `batch` is not split: the rank computes all of its rows. Every rank calls it, because parameters may have to be
+        gathered. With pp, raises PlanError for an output tensor that the last stage does not have.
         """
         with torch.no_grad(), eval_mode(self.model):
             return self._runner.predict(batch)
 
-    # ---- the whole of things -----------------------------------------------------------------------------------
+    # ---- full tensors ------------------------------------------------------------------------------------------
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every parameter, in table order. Every rank must iterate to the end.
+        """Yield (name, full tensor) of every parameter, in table order. Every rank must iterate to the end.
 
-        The tensor is the caller's only until the next one: copy what is to be kept.
+        A tensor is valid until the next one is yielded: copy it to keep it.
         """
         return self._engine.full_parameters()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full gradient) of the last step, averaged, before clipping. Every rank iterates to the end.
+        """Yield (name, full gradient) of the last step's mean loss, before clipping. Every rank iterates to the end.
 
-        Raises RuntimeError when the last step was skipped or raised: what its gradients hold is not finite, or a part.
+        Raises RuntimeError when the last step was skipped or raised: its gradients are not finite or incomplete.
         """
         if not self._stepping.applied:
             raise RuntimeError(
@@ -205,15 +207,17 @@ class Trainer:
             yield name, gradient / self._stepping.clipped
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of every buffer, of all stages. Every rank iterates to the end."""
+        """Yield (name, value) of every buffer of all stages. Every rank must iterate to the end."""
         return self._engine.full_buffers()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of model state on this rank.
+        """Return the bytes of model state on this rank, by kind.
 
-        `parameters` (with fp32 masters), `gradients`, `optimizer` and `reduction` state. `gathered_peak` is the most
-        parameters that were gathered at one time. Bytes on another tier have keys of their own, such as
-        `disk/optimizer`; `staging` are the buffers on the way there. Of activations on another tier it is their peak.
+        | parameters, gradients      with the fp32 masters
+        | optimizer, reduction       state of the optimizer, and of the gradients' reduction
+        | gathered_peak              most bytes of parameters that were gathered at one time
+        | disk/optimizer, …          state on another tier; for activations on another tier, their peak
+        | staging                    buffers on the way to another tier
         """
         tiers = self._engine.tiers
         states = [("optimizer", tensor) for tensor in state_tensors(self.optimizer)]
@@ -230,12 +234,14 @@ class Trainer:
         wait: bool = True,
         keep_last: int | None = None,
     ) -> PendingSave:
-        """Save all that the next step depends on, and `extra` (JSON values, the first rank's). Every rank calls it.
+        """Save a checkpoint to `folder`: all state that the next step depends on. Every rank calls it.
 
-        With `wait=False` training may continue at once; only the next update waits until the tensors that it changes
-        have been read. `keep_last` removes the checkpoints beside it that are older than so many valid ones. Raises
-        SaveError on every rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier
-        is as it was.
+        | extra       JSON values of the user, saved as the first rank gives them
+        | wait        False: return at once. Training may continue; the next update waits for the copies that it needs
+        | keep_last   after the save, keep so many valid checkpoints beside `folder`, and remove older ones; None: all
+
+        Raises SaveError on every rank when this save (with `wait`) or the save before failed. Earlier checkpoints are
+        not changed by a failed save.
         """
         kept = {**self._stepping.state(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
@@ -244,19 +250,21 @@ class Trainer:
         return saving
 
     def load(self, folder: str | Path) -> Mapping[str, Any]:
-        """Load a checkpoint that any plan has saved, and return its `extra`. Every rank calls it.
+        """Load a checkpoint, saved under any plan, and return its `extra`. Every rank calls it.
 
-        Of a Hugging Face folder it takes the parameters, each rank its own; training begins anew.
+        From a Hugging Face folder, each rank loads its parameters, and training then begins at step 0. The result has
+        one key, `unused`: the names of the tensors in the folder that the model does not have.
 
-        Raises DamageError on every rank when it is torn or altered; only another load then makes this a model again.
-        ValueError, with nothing changed, when it is of another model or optimizer.
+        Raises DamageError on every rank when the checkpoint is incomplete or altered; load another checkpoint before
+        you continue. Raises ValueError, and changes nothing, for a checkpoint of another model or optimizer.
         """
         return self._resumed(self._state.load(Path(folder)))
 
     def restore(self, root: str | Path) -> RestoredState | None:
-        """Load the newest valid checkpoint of a folder of checkpoints; None when there is none. Every rank calls it.
+        """Load the newest valid checkpoint in the folder `root` of checkpoints. Every rank calls it.
 
-        Raises DamageError when there are some and not one is valid.
+        Return its path, its `extra` and the damaged checkpoints that were skipped; None when there is no checkpoint.
+        Raises DamageError when there are checkpoints and none is valid.
         """
         restored = self._state.restore(Path(root))
         return restored and replace(restored, extra=self._resumed(restored.extra))
@@ -266,7 +274,7 @@ class Trainer:
         return dict(kept["user"])
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from model and optimizer, close the tiers' files; a save under way continues."""
         self._update.close()
         self._state.close()
         self._engine.close()
