@@ -23,7 +23,7 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.block_entry import inner_modules
-from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, UncutModules, cut_model
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.cut.probe_result import ProbeResult, StepCost, typical
@@ -225,7 +225,7 @@ def test_a_block_that_checkpoints_itself_stays_whole() -> None:
 
 def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
     model = Decoder().double()
-    pairs = UncutModules(
+    pairs = MatrixPairs(
         frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"})
     )
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.again'"):
@@ -236,7 +236,7 @@ def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
             request=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), pairs=pairs),
         )
     whole = small_gpt()
-    inner = UncutModules(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
+    inner = MatrixPairs(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
     at = CutOptions(at=("blocks.1.mlp_norm",))
     assert cut_model(whole, stages=2, call=small_lm, request=CutRequest("params", where=at, pairs=inner)).opened == (
         "blocks.1",

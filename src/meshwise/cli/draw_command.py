@@ -24,7 +24,7 @@ from meshwise.cli.output_files import (
     write_drawings,
     write_picture,
 )
-from meshwise.engine.cut_agreement import CutExample, cut_source, plan_schedule
+from meshwise.engine.cut_agreement import CutInputs, cut_source, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.schedules import read_schedule
@@ -106,7 +106,7 @@ def _draw_cut(words: Sequence[str]) -> None:
     source = build_with_values(prepared.model, seed=job.train.seed)
     source.fill_buffers()
     rows = default_collate([prepared.data.train[0]] * job.train.batch)
-    example = CutExample(rows, default_forward, job.model.cut_options)
+    example = CutInputs(rows, default_forward, job.model.cut_options)
     cut = cut_source(source, plan=plan, schedule=plan_schedule(plan), example=example, device=torch.device("cpu"))
     drawing_console().print(str(cut), highlight=False, markup=False, soft_wrap=True)
 

@@ -46,19 +46,19 @@ class BatchShards:
         """Return the even shards of `size` rows for `ranks` ranks, as seen by the rank with this `index`."""
         return cls(even_split(size, ranks), index)
 
-    def cuts(self, parts: int) -> list[tuple[int, int]]:
+    def row_ranges(self, count: int) -> list[tuple[int, int]]:
         """Return the rows [start, stop) of each micro-batch of this rank; the first ones may have one row more."""
         start, stop = self.shares[self.index]
-        return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
+        return [(start + low, start + high) for low, high in even_split(stop - start, count)]
 
-    def samples(self, number: int, *, parts: int) -> SampleRows:
+    def samples(self, number: int, *, count: int) -> SampleRows:
         """Return the sample numbers of micro-batch `number`; a micro-batch without rows has one, of its spare row."""
-        start, stop = self.cuts(parts)[number]
-        return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
+        start, stop = self.row_ranges(count)[number]
+        return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, count))
 
-    def _further(self, number: int, parts: int, shares: int) -> SampleRows:
+    def _further(self, number: int, count: int, shares: int) -> SampleRows:
         there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
-        return there.samples(number, parts=parts)
+        return there.samples(number, count=count)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class BatchSharder:
     world: World
     axes: tuple[str, ...]
     """Axes of the mesh whose ranks have different rows."""
-    lockstep: bool
+    runs_empty: bool
     """True if a rank also runs the micro-batches for which it has no rows, on a spare row."""
 
     @property
@@ -80,7 +80,7 @@ class BatchSharder:
         """Return the even shards of a global batch of `size` rows."""
         return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
 
-    def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
+    def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
@@ -88,13 +88,13 @@ class BatchSharder:
         """
         rows = tree.row_count(batch)
         if not local:
-            return micro_batches(batch, shards=self.shards(rows), parts=parts, lockstep=self.lockstep)
+            return micro_batches(batch, shards=self.shards(rows), count=count, runs_empty=self.runs_empty)
         shards = self.shards(rows * self.ranks if total is None else total)
         start, stop = shards.shares[shards.index]
         if stop - start != rows:
             raise ValueError(f"this rank's batch has {rows} rows; of {total} in total, share() gives it {stop - start}")
-        spare = spare_row(batch, world=self.world) if self.lockstep and (total or 0) < self.ranks else None
-        return micro_batches(batch, shards=shards, parts=parts, lockstep=self.lockstep, offset=start, spare=spare)
+        spare = spare_row(batch, world=self.world) if self.runs_empty and (total or 0) < self.ranks else None
+        return micro_batches(batch, shards=shards, count=count, runs_empty=self.runs_empty, offset=start, spare=spare)
 
 
 def spare_row(batch: Any, *, world: World) -> Any:
@@ -110,23 +110,23 @@ def spare_row(batch: Any, *, world: World) -> Any:
 
 
 def micro_batches(
-    batch: Any, *, shards: BatchShards, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
+    batch: Any, *, shards: BatchShards, count: int, runs_empty: bool, offset: int = 0, spare: Any = None
 ) -> list[MicroBatch]:
-    """Return this rank's rows as exactly `parts` micro-batches; `batch` starts at row `offset` of the global batch.
+    """Return this rank's rows as exactly `count` micro-batches; `batch` starts at row `offset` of the global batch.
 
-    Without `lockstep`, a micro-batch without rows has `rows=None` and is not run. With `lockstep`, it gets the first
-    row of `batch`, else `spare`, else the empty batch.
+    Without `runs_empty`, a micro-batch without rows has `rows=None` and is not run. With it, the micro-batch gets the
+    first row of `batch`, else `spare`, else the empty batch.
     """
-    if not lockstep:
+    if not runs_empty:
         spare = None
     elif tree.row_count(batch):
         spare = tree.take_rows(batch, start=0, stop=1)
     elif spare is None:
         spare = batch
-    samples = [shards.samples(number, parts=parts) for number in range(parts)]
+    samples = [shards.samples(number, count=count) for number in range(count)]
     return [
         MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
         if start < stop
         else MicroBatch(spare, counts=False, samples=own)
-        for (start, stop), own in zip(shards.cuts(parts), samples, strict=True)
+        for (start, stop), own in zip(shards.row_ranges(count), samples, strict=True)
     ]

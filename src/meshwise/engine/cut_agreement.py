@@ -25,18 +25,18 @@ from meshwise.tensor.core.part import Part
 
 
 @dataclass(frozen=True)
-class CutExample:
+class CutInputs:
     """Inputs of a cut: an example batch, how the model runs on it, and where it may be cut."""
 
     batch: Any
     """Example batch, a tree of tensors whose dim 0 counts the rows; None raises PlanError when the model is cut."""
     forward: Forward
     """`forward(model, batch) -> output`."""
-    where: CutOptions
+    options: CutOptions
     """Places at which the user lets the model be cut."""
     loss: Loss | None = None
     """`loss(output, batch) -> (sum, count)`; None: the dependencies of the output count instead."""
-    pairs: UncutModules = field(default_factory=UncutModules)
+    pairs: MatrixPairs = field(default_factory=MatrixPairs)
     """Matrices that tensor parallelism splits in pairs; no stage begins between the two of a pair."""
 
 
@@ -62,7 +62,7 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
 
 
 def cut_source(
-    source: ParameterSource, *, plan: Plan, schedule: Schedule, example: CutExample, device: torch.device
+    source: ParameterSource, *, plan: Plan, schedule: Schedule, example: CutInputs, device: torch.device
 ) -> ModelCut:
     """Return the cut of a model for the stages of a schedule; the model runs on one micro-batch of the example.
 
@@ -85,7 +85,7 @@ def cut_source(
             return example.forward(model, given)
         return call_loss(model, given, forward=example.forward, loss=example.loss)[0]
 
-    request = CutRequest(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
+    request = CutRequest(by=plan.partition, where=example.options, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
     try:
         return cut_for(source.module, stages=schedule.stages, micro=micro, run=run, request=request)
     except CutError as error:
@@ -135,7 +135,7 @@ def finest_cut(
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
 
 
-def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
+def cut_on_first_rank(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
     """Return the result of `make`, which only the first rank calls, on every rank (collective).
 
     A PlanError or LossError of `make` is raised on every rank. For any other error the other ranks raise RankLostError.
@@ -161,12 +161,12 @@ def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
     return cut
 
 
-def pairs_of(parts: Mapping[str, Part]) -> UncutModules:
+def matrix_pairs(parts: Mapping[str, Part]) -> MatrixPairs:
     """Return the names of the colwise and the rowwise matrices in `parts`, the role of each module under tp.
 
     Between two such matrices the ranks of tp have different features, so no stage begins there.
     """
-    first, second = (
+    colwise, rowwise = (
         frozenset(name for name, part in parts.items() if part.role == role) for role in ("colwise", "rowwise")
     )
-    return UncutModules(first, second)
+    return MatrixPairs(colwise, rowwise)

@@ -27,10 +27,10 @@ from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """(sum of the loss, its count) over this rank's rows: two fp64 scalars on the device."""
 
-Counted: TypeAlias = Callable[[Tensor], None]
+OnCount: TypeAlias = Callable[[Tensor], None]
 """Callback that receives the count of the loss over this rank's rows, a fp64 scalar, after the last forward."""
 
-Seen: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
+OnGradient: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
 """Callback that receives one parameter's gradient: `(number of the micro-batch, the parameter's row, gradient)`."""
 
 
@@ -47,13 +47,13 @@ class MicrobatchTask:
 class MicrobatchRunner(Protocol):
     """Interface of an object that runs this rank's micro-batches."""
 
-    lockstep: bool
+    runs_empty: bool
     """True if a micro-batch without rows is run too, on a spare row, because other ranks wait in its collectives."""
     schedule: Schedule
     """Actions of each rank along `pp` in a step, in order."""
     cut: ModelCut | None
     """Division of the model into pipeline stages; None without pp."""
-    evaluated_in: int
+    evaluation_micro_batches: int
     """Number of micro-batches into which each batch of an evaluation is split."""
 
     def begin(self, step: int) -> None:
@@ -62,14 +62,14 @@ class MicrobatchRunner(Protocol):
     def finish(self) -> None:
         """Finish the step after its forwards and backwards."""
 
-    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
+    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
         """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
 
-    def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
 
-    def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Run forward and backward again, and pass each gradient to `seen`; no gradient is kept or reduced."""
+    def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
+        """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
 
     def predict(self, batch: Any) -> Any:
         """Return the output of the model for `batch`, a tree of tensors, without a loss."""
@@ -82,7 +82,7 @@ class WholeModelRunner:
     """Runner for a rank that holds the whole model: runs micro-batch after micro-batch."""
 
     cut: ModelCut | None = None
-    evaluated_in = 1
+    evaluation_micro_batches = 1
 
     def __init__(
         self,
@@ -104,42 +104,42 @@ class WholeModelRunner:
         self.lockstep = shares_rows or statistics.joined or any(unit.is_sharded for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
-    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
+    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
         """Train on the micro-batches, as in `MicrobatchRunner.train`."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
         flight_recorder = self._engine.world.flight_recorder
-        for index, part in enumerate(parts):
-            last = index + 1 == len(parts)
+        for index, micro_batch in enumerate(micro_batches):
+            last = index + 1 == len(micro_batches)
             flight_recorder.doing = Action(0, ActionKind.F, index)
-            if part.rows is None:
+            if micro_batch.rows is None:
                 if last:
-                    counted(tokens)
+                    on_count(tokens)
                 self._engine.backward(None, last=last)
                 continue
-            with self._running(part):
-                loss, count = self._run(part.rows)
-            if part.counts:
+            with self._running(micro_batch):
+                loss, count = self._run(micro_batch.rows)
+            if micro_batch.counts:
                 total += loss.detach().double()
                 tokens += count
             if last:
-                counted(tokens)
+                on_count(tokens)
             # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
             # So the gradients of a spare row, whose loss is multiplied by 0, have to be kept: they hold other ranks'.
-            keep = part.counts or self._shares_rows
+            keep = micro_batch.counts or self._shares_rows
             flight_recorder.doing = Action(0, ActionKind.B, index)
-            with self._running(part, again=True):
-                self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
+            with self._running(micro_batch, again=True):
+                self._engine.backward(scaled(loss, by=scale if micro_batch.counts else 0.0), last=last, keep=keep)
         return total, tokens
 
-    def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
         total, tokens = zeros(self._engine.world)
-        for part in parts:
-            if part.rows is not None:
-                with self._running(part):
-                    loss, count = self._run(part.rows)
-                if part.counts:
+        for micro_batch in micro_batches:
+            if micro_batch.rows is not None:
+                with self._running(micro_batch):
+                    loss, count = self._run(micro_batch.rows)
+                if micro_batch.counts:
                     total += loss.double()
                     tokens += count
         return total, tokens
@@ -164,11 +164,11 @@ class WholeModelRunner:
         return output
 
     @contextlib.contextmanager
-    def _running(self, part: MicroBatch, *, again: bool = False) -> Iterator[None]:
+    def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> Iterator[None]:
         """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
         with (
-            self._draws.running(part.samples, again=again),
-            self._statistics.running(counts=part.counts, again=again)
+            self._draws.running(micro_batch.samples, again=again),
+            self._statistics.running(counts=micro_batch.counts, again=again)
             if self._statistics.active
             else contextlib.nullcontext(),
         ):

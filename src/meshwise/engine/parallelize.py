@@ -24,9 +24,9 @@ from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO
-from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of
-from meshwise.engine.live_stage import LiveStage
+from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
 from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
+from meshwise.engine.stage_parameters import LiveStage
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.engine.staged_runner import StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
@@ -324,8 +324,8 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.storage.precision)
-    example = CutExample(options.example, setting.task.forward, options.cut, setting.task.loss, pairs_of(parts))
-    cut = first_ranks(
+    example = CutInputs(options.example, setting.task.forward, options.cut, setting.task.loss, matrix_pairs(parts))
+    cut = cut_on_first_rank(
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
     blocks = setting.policy.blocks.names(source.module)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.engine.batch_sharding import MicroBatch
-from meshwise.engine.live_stage import LiveStage, StageParameters
-from meshwise.engine.microbatch_runner import Counted, MicrobatchTask, Seen, Sums, placed, scaled, zeros
+from meshwise.engine.microbatch_runner import MicrobatchTask, OnCount, OnGradient, Sums, placed, scaled, zeros
+from meshwise.engine.stage_parameters import LiveStage, StageParameters
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
@@ -39,17 +39,17 @@ class StagedRunner:
         shares_rows: bool,
     ) -> None:
         """`schedule`: computations alone, no transfers. `shares_rows`: several ranks split the rows of one matmul."""
-        self.lockstep = shares_rows or any(live.statistics.joined for live in stages.values())
+        self.runs_empty = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut: ModelCut | None = cut
         self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
         self.schedule, self._plain = lower(schedule, gathers=self._gathers), schedule
-        self.evaluated_in = schedule.microbatches
-        self._keepers = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
+        self.evaluation_micro_batches = schedule.microbatches
+        self._parameters = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
-        self._runtime = PipelineRuntime(runs, storages=self._keepers, world=self._world)
+        self._runtime = PipelineRuntime(runs, storages=self._parameters, world=self._world)
 
     @cached_property
     def _forwards(self) -> Schedule:
@@ -72,32 +72,32 @@ class StagedRunner:
         for live in self._stages.values():
             live.draws.close()
 
-    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
+    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
         """Train on the micro-batches, as in `MicrobatchRunner.train`; loss and count are 0 except on the last stage."""
         sums = zeros(self._world)
-        for keeper in self._keepers.values():
-            keeper.begin(parts)
-        self._runtime.run(self.schedule, jobs=self._jobs(parts, sums, scale))
+        for parameters in self._parameters.values():
+            parameters.begin(micro_batches)
+        self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, sums, scale))
         self._world.flight_recorder.doing = StepPhase.SETTLE
-        counted(sums[1])
+        on_count(sums[1])
         self._engine.sum_ties()
-        for keeper in self._keepers.values():
-            keeper.settle()
+        for parameters in self._parameters.values():
+            parameters.settle()
         return sums
 
-    def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run all forwards; return loss and count of this rank's rows, which are 0 except on the last stage."""
         sums = zeros(self._world)
-        for keeper in self._keepers.values():
-            keeper.begin_forwards(parts)
-        self._runtime.run(self._forwards, jobs=self._jobs(parts, sums))
+        for parameters in self._parameters.values():
+            parameters.begin_forwards(micro_batches)
+        self._runtime.run(self._forwards, jobs=self._jobs(micro_batches, sums))
         return sums
 
-    def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Run forward and backward again, and pass each gradient to `seen`; no gradient is kept or reduced."""
-        for keeper in self._keepers.values():
-            keeper.begin(parts, seen=seen)
-        self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
+    def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
+        """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
+        for parameters in self._parameters.values():
+            parameters.begin(micro_batches, on_gradient=on_gradient)
+        self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
         """Return the output of the model for `batch`, broadcast from the last stage. Every rank calls it.
@@ -108,8 +108,8 @@ class StagedRunner:
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))
 
-        for keeper in self._keepers.values():
-            keeper.begin_forwards(())
+        for parameters in self._parameters.values():
+            parameters.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
         packed = pack({"output": returned[0]}) if returned else None
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
@@ -131,12 +131,14 @@ class StagedRunner:
             self._world.broadcast(tensor, axes="pp", source=source).wait()
         return unpack(skeletons[source], arrived=arrived)["output"]
 
-    def _jobs(self, parts: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, MicrobatchJob]:
+    def _jobs(self, micro_batches: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, MicrobatchJob]:
         grads = torch.is_grad_enabled()
         return {
-            index: MicrobatchJob(functools.partial(self._run, part, sums, scale), (signature(part.rows), grads))
-            for index, part in enumerate(parts)
-            if part.rows is not None
+            index: MicrobatchJob(
+                functools.partial(self._run, micro_batch, sums, scale), (signature(micro_batch.rows), grads)
+            )
+            for index, micro_batch in enumerate(micro_batches)
+            if micro_batch.rows is not None
         }
 
     def _given(self, batch: Any) -> Any:
@@ -144,11 +146,11 @@ class StagedRunner:
         rows = placed(batch, world=self._world)
         return map_tensors(torch.clone, rows) if self._copies else rows
 
-    def _run(self, part: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
+    def _run(self, micro_batch: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Run this stage's forward of a micro-batch. The last stage adds loss and count to `sums`; returns the loss."""
-        rows = self._given(part.rows)
+        rows = self._given(micro_batch.rows)
         loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
-        if not part.counts:
+        if not micro_batch.counts:
             return scaled(loss, by=0.0)
         sums[0].add_(loss.detach().double())
         sums[1].add_(count)
@@ -157,14 +159,14 @@ class StagedRunner:
 
 def _absent(output: Any) -> str:
     """Return as text the entries of an output in which a tensor is all NaN; "" if there is no such entry."""
-    parts: Iterable[tuple[Any, Any]] = [("its output", output)]
+    entries: Iterable[tuple[Any, Any]] = [("its output", output)]
     if isinstance(output, Mapping):
-        parts = output.items()
+        entries = output.items()
     elif isinstance(output, list | tuple):
-        parts = enumerate(output)
+        entries = enumerate(output)
     empty = [
         str(name)
-        for name, value in parts
+        for name, value in entries
         if any(x.is_floating_point() and x.numel() and bool(x.isnan().all()) for x in tensors(value))
     ]
     return ", ".join(empty)

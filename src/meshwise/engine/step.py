@@ -57,7 +57,7 @@ class TrainingSteps:
         """True if the last step updated the parameters: it neither was skipped nor raised."""
         self.clipped = 1.0
         """Factor at most 1 by which clipping multiplied the gradient of the last update; 1 without clipping."""
-        self.sharder = BatchSharder(engine.world, plan.row_axes, runner.lockstep)
+        self.sharder = BatchSharder(engine.world, plan.row_axes, runner.runs_empty)
         self._world = engine.world
         self._engine = engine
         self._runner = runner
@@ -79,16 +79,16 @@ class TrainingSteps:
         self._world.flight_recorder.doing = StepPhase.BEGIN
         self._engine.check_parameters()
         self._updating.begin()
-        parts = self.sharder.cut(batch, local=local, total=total, parts=self._plan.microbatches)
+        micro_batches = self.sharder.split(batch, local=local, total=total, count=self._plan.microbatches)
         if only is not None:
-            parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
+            micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
         self._runner.begin(self._steps)
         self._estimate_count(batch, local=local)
         self._before.keep()
         scale, self.applied = self._scale, False
         with first_step_of(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
-                totals, problem = self._attempt(batch, parts, local=local)
+                totals, problem = self._attempt(batch, micro_batches, local=local)
             finally:
                 if not self.applied:
                     self._before.put_back()
@@ -102,11 +102,13 @@ class TrainingSteps:
         loss_scale = 1.0 if scale is None else scale.value
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale)
 
-    def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[StepTotals, str | None]:
+    def _attempt(
+        self, batch: Any, micro_batches: Sequence[MicroBatch], *, local: bool
+    ) -> tuple[StepTotals, str | None]:
         """Run forward, backward and update; return the sums over the ranks, and why the update was skipped or None."""
         given = 0 if local else batch_digest(batch, contents=not self._compared)
         with self._world.record() as called:
-            sums = self._runner.train(parts, scale=self._factor, counted=self._counted)
+            sums = self._runner.train(micro_batches, scale=self._factor, on_count=self._counted)
             self._runner.finish()
             self._world.flight_recorder.doing = StepPhase.EXCHANGE
             totals = self._exchange(sums, StepInputs(given, tree.row_count(batch), tuple(called)))
@@ -115,13 +117,13 @@ class TrainingSteps:
         self._world.flight_recorder.doing = StepPhase.UPDATE
         if totals.problem is not None:
             self._before.put_back()
-            return totals, self._left_out(totals.problem, totals, parts)
+            return totals, self._left_out(totals.problem, totals, micro_batches)
         self._apply(totals)
         self.applied = True
         self._skips, self._steps = 0, self._steps + 1
         return totals, None
 
-    def _left_out(self, problem: str, totals: StepTotals, parts: Sequence[MicroBatch]) -> str:
+    def _left_out(self, problem: str, totals: StepTotals, micro_batches: Sequence[MicroBatch]) -> str:
         """Skip the update of a step, and return the reason. A gradient that overflowed lowers the loss scale instead.
 
         Raises NonFiniteError when the policy allows no more skips.
@@ -132,7 +134,9 @@ class TrainingSteps:
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
         updated = self._updating.skip_update()
         if totals.count:
-            problem += culprits(self._engine, run=lambda seen: self._runner.inspect(parts, seen=seen))
+            problem += culprits(
+                self._engine, run=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival)
+            )
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
@@ -156,8 +160,8 @@ class TrainingSteps:
     def _estimate_count(self, batch: Any, *, local: bool) -> None:
         """Estimate the count of a batch for the loss scale, as long as no step has measured it."""
         if self._scale is not None and not self._scale.count:
-            parts = self.sharder.ranks if local else 1
-            self._scale = self._scale.expecting(parts * max(self._world.exchange(likely_count(batch))))
+            shards = self.sharder.ranks if local else 1
+            self._scale = self._scale.expecting(shards * max(self._world.exchange(likely_count(batch))))
 
     # ---- sums over the ranks -----------------------------------------------------------------------------------
 

@@ -161,12 +161,13 @@ class Trainer:
         finite.
         """
         total, tokens = zeros(self.world)
+        pieces = self._runner.evaluation_micro_batches
         with torch.no_grad(), eval_mode(self.model):
             for number, batch in enumerate(batches):
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
-                parts = self._stepping.sharder.cut(batch, local=local, total=None, parts=self._runner.evaluated_in)
+                micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=pieces)
                 with memory_errors_explained(self.plan, memory=self.memory):
-                    loss, count = self._runner.evaluate(parts)
+                    loss, count = self._runner.evaluate(micro_batches)
                 total += loss
                 tokens += count
         sums = torch.stack([total, tokens])

@@ -23,7 +23,7 @@ import torch
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.stopwatch import Activity, StepPhase
-from meshwise.engine.cut_agreement import cut_for, pairs_of, plan_schedule
+from meshwise.engine.cut_agreement import cut_for, matrix_pairs, plan_schedule
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
@@ -209,7 +209,7 @@ def _kinds(
     except ValueError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     options = dataclasses.replace(options, parts=parts)
-    request = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
+    request = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=matrix_pairs(parts))  # type: ignore[arg-type]
     try:
         cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, request=request)
     except CutError:

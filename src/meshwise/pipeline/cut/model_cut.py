@@ -43,18 +43,20 @@ class CutOptions:
 
 
 @dataclass(frozen=True)
-class UncutModules:
-    """Modules between which no stage can begin: the first and the second matrices of tensor-parallel pairs."""
+class MatrixPairs:
+    """Names of the matrices that tensor parallelism splits in pairs; no stage begins between the two of a pair."""
 
-    first: frozenset[str] = frozenset()
-    second: frozenset[str] = frozenset()
+    colwise: frozenset[str] = frozenset()
+    """The first matrix of each pair."""
+    rowwise: frozenset[str] = frozenset()
+    """The second matrix of each pair."""
 
     def are_whole(self, module: str) -> bool:
         """Return whether the module contains both sides of its pairs, or none."""
-        first, second = (
-            any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.first, self.second)
+        colwise, rowwise = (
+            any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.colwise, self.rowwise)
         )
-        return first == second
+        return colwise == rowwise
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class CutRequest:
     schedule: Schedule | None = None
     """Schedule of the stages. With it, `memory` counts the micro-batches that each stage holds, and `time` minimizes
     the step instead of the largest stage."""
-    pairs: UncutModules = UncutModules()
+    pairs: MatrixPairs = MatrixPairs()
     """Pairs that tensor parallelism splits."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.engine.batch_sharding import MicroBatch
-from meshwise.engine.microbatch_runner import Seen
+from meshwise.engine.microbatch_runner import OnGradient
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.run.stage import Stage
@@ -41,34 +41,38 @@ class StageParameters:
         """`tied`: names of the model's parameters that several stages hold."""
         self._engine, self._draws, self._statistics = live.engine, live.draws, live.statistics
         self._late = any(row.name in tied for row in live.engine.table.rows)
-        self._parts: Sequence[MicroBatch] = ()
-        self._seen: Seen | None = None
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._on_gradient: OnGradient | None = None
         self._index = 0
         self._waits = False
 
-    def begin(self, parts: Sequence[MicroBatch], *, seen: Seen | None = None) -> None:
-        """Begin a step of these micro-batches. With `seen`, gradients are passed to it and neither kept nor reduced."""
-        self._parts, self._seen, self._waits = parts, seen, False
-        if seen is None:
+    def begin(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient | None = None) -> None:
+        """Begin a step of these micro-batches. With `on_gradient`, gradients are passed to it and neither kept nor reduced."""
+        self._micro_batches, self._on_gradient, self._waits = micro_batches, on_gradient, False
+        if on_gradient is None:
             self._engine.begin_step()
-        self._engine.accumulate(None if seen is None else self._show)
+        self._engine.accumulate(None if on_gradient is None else self._show)
 
-    def begin_forwards(self, parts: Sequence[MicroBatch]) -> None:
+    def begin_forwards(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin forwards without backwards: an evaluation of these micro-batches, or a prediction if there are none."""
-        self._parts = parts
+        self._micro_batches = micro_batches
 
     def running(self, index: int, *, again: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the stage runs micro-batch `index`: its forward, or with `again` its backward."""
         self._index = index
         if not torch.is_grad_enabled():
-            return self._draws.running(self._parts[index].samples) if self._parts else contextlib.nullcontext()
-        return self._inside(self._parts[index], again=again)
+            return (
+                self._draws.running(self._micro_batches[index].samples)
+                if self._micro_batches
+                else contextlib.nullcontext()
+            )
+        return self._inside(self._micro_batches[index], again=again)
 
     @contextlib.contextmanager
-    def _inside(self, part: MicroBatch, *, again: bool) -> Iterator[None]:
+    def _inside(self, micro_batch: MicroBatch, *, again: bool) -> Iterator[None]:
         with (
-            self._draws.running(part.samples, again=again),
-            self._statistics.running(counts=part.counts, again=again)
+            self._draws.running(micro_batch.samples, again=again),
+            self._statistics.running(counts=micro_batch.counts, again=again)
             if self._statistics.active
             else contextlib.nullcontext(),
         ):
@@ -91,7 +95,7 @@ class StageParameters:
     def reduce(self) -> None:
         """Reduce the accumulated gradients over the ranks; if the stage has a shared parameter, `settle` does so."""
         self._waits = self._late
-        if self._seen is None and not self._late:
+        if self._on_gradient is None and not self._late:
             self._engine.reduce()
 
     def settle(self) -> None:
@@ -101,5 +105,5 @@ class StageParameters:
         self._engine.settle()
 
     def _show(self, row: ParameterRow, gradient: Tensor) -> None:
-        assert self._seen is not None
-        self._seen(self._index, row, gradient)
+        assert self._on_gradient is not None
+        self._on_gradient(self._index, row, gradient)
