@@ -47,7 +47,7 @@ class StageParameters:
         self._waits = False
 
     def begin(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient | None = None) -> None:
-        """Begin a step of these micro-batches. With `on_gradient`, gradients are passed to it and neither kept nor reduced."""
+        """Begin a step of these micro-batches. With `on_gradient`, pass gradients to it, and keep or reduce none."""
         self._micro_batches, self._on_gradient, self._waits = micro_batches, on_gradient, False
         if on_gradient is None:
             self._engine.begin_step()
@@ -58,7 +58,7 @@ class StageParameters:
         self._micro_batches = micro_batches
 
     def running(self, index: int, *, again: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the stage runs micro-batch `index`: its forward, or with `again` its backward."""
+        """Return a context for running micro-batch `index`: its forward, or with `again` its backward."""
         self._index = index
         if not torch.is_grad_enabled():
             return (

@@ -161,11 +161,11 @@ class Trainer:
         finite.
         """
         total, tokens = zeros(self.world)
-        pieces = self._runner.evaluation_micro_batches
+        splits = self._runner.evaluation_micro_batches
         with torch.no_grad(), eval_mode(self.model):
             for number, batch in enumerate(batches):
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
-                micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=pieces)
+                micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=splits)
                 with memory_errors_explained(self.plan, memory=self.memory):
                     loss, count = self._runner.evaluate(micro_batches)
                 total += loss
