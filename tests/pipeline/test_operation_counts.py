@@ -37,7 +37,7 @@ def test_operations_of_equal_pieces_are_counted_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probing, "profile_module", watched)
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)
     product = 2 * 2 * 4 * 4
-    assert [step.cost.work for step in seen.steps] == [2 * product, 3 * product, 3 * product, 9 * product, 3 * product]
+    assert [step.cost.work for step in seen.calls] == [2 * product, 3 * product, 3 * product, 9 * product, 3 * product]
     assert counted == [True, True, False, True, False]
 
 
@@ -54,5 +54,5 @@ def test_pieces_with_equal_memory_and_more_operations_are_counted_separately() -
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), *(Quiet(times) for times in (1, 1, 3)))
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)
-    one, again, three = (step.cost for step in seen.steps[1:])
+    one, again, three = (step.cost for step in seen.calls[1:])
     assert (one, three.activations, three.work) == (again, one.activations, 3 * one.work)

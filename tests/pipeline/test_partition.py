@@ -8,36 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.cut.partition import CutError, CutSteps, divide, quicken, worthwhile
+from meshwise.pipeline.cut.partition import CutError, PartitionItems, divide, quicken, worthwhile
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, StepClock, clock
 
 
-def plain(loads: list[float], stages: int) -> CutSteps:
-    return CutSteps([loads] * stages, [True] * len(loads), [0.0] * len(loads))
+def plain(loads: list[float], stages: int) -> PartitionItems:
+    return PartitionItems([loads] * stages, [True] * len(loads), [0.0] * len(loads))
 
 
-def largest(steps: CutSteps, bounds: tuple[int, ...]) -> float:
-    return max(sum(steps.loads[k][a:b]) for k, (a, b) in enumerate(itertools.pairwise(bounds)))
+def largest(items: PartitionItems, bounds: tuple[int, ...]) -> float:
+    return max(sum(items.loads[k][a:b]) for k, (a, b) in enumerate(itertools.pairwise(bounds)))
 
 
-def every(steps: CutSteps) -> list[tuple[int, ...]]:
-    count = len(steps.solid)
-    cuts = itertools.combinations(range(1, count), len(steps.loads) - 1)
+def every(items: PartitionItems) -> list[tuple[int, ...]]:
+    count = len(items.solid)
+    cuts = itertools.combinations(range(1, count), len(items.loads) - 1)
     bounds = [(0, *inner, count) for inner in cuts]
-    return [one for one in bounds if all(any(steps.solid[a:b]) for a, b in itertools.pairwise(one))]
+    return [one for one in bounds if all(any(items.solid[a:b]) for a, b in itertools.pairwise(one))]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 8))
 def test_the_largest_stage_is_as_small_as_any_cut_makes_it(loads: list[int], stages: int) -> None:
-    steps = plain([float(load) for load in loads], stages)
+    items = plain([float(load) for load in loads], stages)
     if stages > len(loads):
         with pytest.raises(CutError, match=f"at most pp·virtual_stages={len(loads)}"):
-            divide(steps)
+            divide(items)
         return
-    bounds = divide(steps)
-    assert bounds in every(steps)
-    assert largest(steps, bounds) == min(largest(steps, other) for other in every(steps))
+    bounds = divide(items)
+    assert bounds in every(items)
+    assert largest(items, bounds) == min(largest(items, other) for other in every(items))
 
 
 @given(st.data())
@@ -47,19 +47,19 @@ def test_stages_that_weigh_differently_and_steps_that_cannot_stand_alone_are_tri
     count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
     numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
     solid = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    steps = CutSteps([data.draw(numbers) for _ in range(stages)], solid, data.draw(numbers))
+    items = PartitionItems([data.draw(numbers) for _ in range(stages)], solid, data.draw(numbers))
     if sum(solid) < stages:
         with pytest.raises(CutError, match="do not fit"):
-            divide(steps)
+            divide(items)
         return
     slack = data.draw(st.sampled_from([0.0, 0.3]))
-    best = min(largest(steps, other) for other in every(steps))
-    allowed = [other for other in every(steps) if largest(steps, other) <= best * (1 + slack) + 1e-9]
+    best = min(largest(items, other) for other in every(items))
+    allowed = [other for other in every(items) if largest(items, other) <= best * (1 + slack) + 1e-9]
 
     def sent(bounds: tuple[int, ...]) -> float:
-        return sum(steps.crossing[bound] for bound in bounds[1:-1])
+        return sum(items.sent_bytes[bound] for bound in bounds[1:-1])
 
-    bounds = divide(steps, slack=slack)
+    bounds = divide(items, slack=slack)
     assert bounds in allowed
     assert math.isclose(sent(bounds), min(map(sent, allowed)))
 
@@ -73,9 +73,9 @@ def test_among_equals_the_most_even_cut_is_taken() -> None:
 
 
 def test_less_is_sent_for_a_little_unevenness() -> None:
-    steps = CutSteps([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
-    assert divide(steps, slack=0.0) == (0, 2, 4)
-    assert divide(steps, slack=0.05) == (0, 3, 4)
+    items = PartitionItems([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
+    assert divide(items, slack=0.0) == (0, 2, 4)
+    assert divide(items, slack=0.05) == (0, 3, 4)
 
 
 @given(st.data())
@@ -83,39 +83,39 @@ def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None
     count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
     numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
     before, after = ([0.0, *data.draw(numbers)[1:]] for _ in range(2))
-    steps = CutSteps([data.draw(numbers)] * stages, [True] * count, [0.0] * count, before, after)
+    items = PartitionItems([data.draw(numbers)] * stages, [True] * count, [0.0] * count, before, after)
     if stages > count:
         return
 
     def heaviest(bounds: tuple[int, ...]) -> float:
         loads = [
-            sum(steps.loads[0][a:b]) + after[a] + (before[b] if b < count else 0.0)
+            sum(items.loads[0][a:b]) + after[a] + (before[b] if b < count else 0.0)
             for a, b in itertools.pairwise(bounds)
         ]
         return max(loads)
 
-    bounds = divide(steps)
-    assert heaviest(bounds) == steps.largest(bounds) == min(map(heaviest, every(steps)))
+    bounds = divide(items)
+    assert heaviest(bounds) == items.largest(bounds) == min(map(heaviest, every(items)))
 
 
 def test_of_near_places_the_one_with_the_least_crossing_is_tried() -> None:
-    steps = CutSteps([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
-    assert worthwhile(steps, apart=0.1, always=(0,), never=()) == [0, 2, 5]
-    assert worthwhile(steps, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
-    merged = steps.merged([0, 2, 5])
+    items = PartitionItems([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
+    assert worthwhile(items, apart=0.1, always=(0,), never=()) == [0, 2, 5]
+    assert worthwhile(items, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
+    merged = items.merged([0, 2, 5])
     assert merged.loads == [[1.01, 1.01, 1.0]]
-    assert merged.crossing == [0, 1, 5]
+    assert merged.sent_bytes == [0, 1, 5]
 
 
 def test_a_row_of_thousands_is_cut_in_no_time() -> None:
-    steps = CutSteps(
+    items = PartitionItems(
         [[1.0 + index % 7 for index in range(4000)]] * 8, [True] * 4000, [float(index % 50) for index in range(4000)]
     )
-    mean = sum(steps.loads[0]) / 8
-    places = worthwhile(steps, apart=0.02 * mean, always=(0,), never=())
+    mean = sum(items.loads[0]) / 8
+    places = worthwhile(items, apart=0.02 * mean, always=(0,), never=())
     assert len(places) < 500
     begin = time.process_time()
-    merged = steps.merged(places)
+    merged = items.merged(places)
     assert merged.largest(divide(merged, slack=0.05)) < 1.1 * mean
     assert time.process_time() - begin < 5
 
@@ -126,7 +126,7 @@ def test_the_clock_of_many_loads_is_the_clock(name: str, virtual: int) -> None:
     loads = [1.0 + (5 * stage % 7) / 7 for stage in range(schedule.stages)]
     links = [0.3 + (3 * stage % 5) / 5 for stage in range(schedule.stages)]
     costs = [ActionCost(load / 3, load / 3, load / 3, link=link) for load, link in zip(loads, links, strict=True)]
-    seconds = StepClock(schedule)(loads=loads, crossing=links[:-1])
+    seconds = StepClock(schedule)(loads=loads, sent_bytes=links[:-1])
     assert seconds == pytest.approx(clock(schedule, costs=costs).seconds)
 
 
@@ -134,23 +134,23 @@ def test_the_clock_of_many_loads_is_the_clock(name: str, virtual: int) -> None:
 @pytest.mark.parametrize("pp", [2, 4])
 def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name: str, virtual: int, pp: int) -> None:
     schedule = make_schedule(name, pp=pp, microbatches=8, virtual_stages=virtual)
-    steps = plain([0.02, *[1.0] * 8, 1.35], schedule.stages)
+    items = plain([0.02, *[1.0] * 8, 1.35], schedule.stages)
     seconds = StepClock(schedule)
 
     def taken(bounds: tuple[int, ...]) -> float:
-        return seconds(loads=[sum(steps.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
+        return seconds(loads=[sum(items.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
 
-    even = divide(steps)
-    quick, shortest = quicken(steps, bounds=even, clock=seconds)
-    assert taken(quick) == pytest.approx(min(map(taken, every(steps))), rel=0.01)
+    even = divide(items)
+    quick, shortest = quicken(items, bounds=even, clock=seconds)
+    assert taken(quick) == pytest.approx(min(map(taken, every(items))), rel=0.01)
     assert shortest == pytest.approx(taken(quick))
     assert taken(quick) <= taken(even)
 
 
 def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
-    steps = CutSteps([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
+    items = PartitionItems([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
     seconds = StepClock(make_schedule("1f1b", pp=3, microbatches=4))
-    assert quicken(steps, bounds=divide(steps), clock=seconds)[0] in every(steps)
+    assert quicken(items, bounds=divide(items), clock=seconds)[0] in every(items)
 
 
 def test_the_clock_stops_at_its_limit() -> None:

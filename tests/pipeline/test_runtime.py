@@ -15,7 +15,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
 from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.runtime import MicrobatchJob, PipelineRuntime
+from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, PipelineRuntime
 from meshwise.pipeline.run.stage import StageError
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.schedules.passes import lower

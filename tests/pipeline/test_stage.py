@@ -140,7 +140,7 @@ class Collecting(nn.Module):
 def test_whatever_is_used_later_crosses() -> None:
     model = Collecting()
     cut = cut_model(model, stages=4, call=total, request=PARAMS)
-    assert cut.crossing[2] == ("layers.0", "layers.1", "layers.2")
+    assert cut.sends[2] == ("layers.0", "layers.1", "layers.2")
     is_the_model(model, total, cut)
 
 
@@ -350,7 +350,7 @@ def test_a_model_may_change_in_place_what_it_was_given() -> None:
 def test_one_stage_is_the_whole_model() -> None:
     model = mlp()
     cut = cut_model(model, stages=1, call=total, request=PARAMS)
-    assert cut.crossing == ()
+    assert cut.sends == ()
     stage = make_stage(model, cut=cut, index=0)
     torch.testing.assert_close(run_stages([stage], total), total(model).detach(), rtol=0, atol=0)
 

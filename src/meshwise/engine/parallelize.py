@@ -47,7 +47,7 @@ from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.build_stage import make_stage, model_without_values
 from meshwise.pipeline.run.stage import FeatureWidth
-from meshwise.pipeline.schedules.in_order import naive
+from meshwise.pipeline.schedules.classic_schedules import naive
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
@@ -334,7 +334,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
-        recall.remember(stage.crossing)
+        recall.remember(stage.state)
         extents = ShardSizes()
         stage.crossing.width = FeatureWidth(
             *local_and_total_width(parts, plan=plan, world=world),
@@ -351,7 +351,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         own_source = source.for_module(stage.module)
         stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, stage=place))
         kept = in_flight(schedule)[index]
-        halves = {name: f"{name} of stage {index}" for name in contents.opened}
+        halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
         _release(source.module)

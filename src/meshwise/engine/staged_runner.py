@@ -18,7 +18,7 @@ from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
-from meshwise.pipeline.run.runtime import MicrobatchJob, PipelineRuntime
+from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, PipelineRuntime
 from meshwise.pipeline.run.stage import signature
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lower

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as tables, the cut of a model into stages, and the run of both."""
+"""Pipeline parallelism: tables of actions (`schedules/`), a model cut into stages (`cut/`), and their run (`run/`)."""

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwise.model.deferred_init import shapes_of
-from meshwise.pipeline.cut.partition import CutSteps, divide
+from meshwise.pipeline.cut.partition import PartitionItems, divide
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
@@ -345,7 +345,9 @@ class PlanSearch:
         key = (whole.key, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:
             solid = [True] * len(whole.pieces)
-            bounds = divide(CutSteps(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0)
+            bounds = divide(
+                PartitionItems(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0
+            )
             self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
         return self._cuts[key]
 

@@ -37,8 +37,8 @@ def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashabl
         return stage
     start, stop = cut.bounds[stage : stage + 2]
     return (
-        len(cut.crossing[stage - 1]),
-        len(cut.crossing[stage]),
+        len(cut.sends[stage - 1]),
+        len(cut.sends[stage]),
         tuple(_shapes(model.get_submodule(name)) for name in cut.modules[start:stop]),
         tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
     )

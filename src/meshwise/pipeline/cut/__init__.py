@@ -1,1 +1,1 @@
-"""The cut of a model into stages: watched on an example, balanced, and kept as a value."""
+"""Cut a model into pipeline stages: run it on an example, choose where stages begin, and record their contents."""

@@ -1,8 +1,8 @@
-"""Trace which pieces of a model the tensors of a run depend on: by outputs and by side effects of pieces.
+"""Trace on which pieces of a model each tensor of a run depends, by outputs and by side effects of the pieces.
 
-Autograd's graph is not enough: it ends at `detach`, under `no_grad`, and at integers and booleans. So every operation
-below autograd is watched: its results depend on its arguments. Memory is followed, and with it views and changes in
-place. After a number is read from a tensor, or values decide a shape, everything that follows depends on them.
+Autograd's graph is not enough: it ends at `detach`, under `no_grad`, and at integers and booleans. So a dispatch mode
+records every operation: its results depend on its arguments. Dependencies belong to memory, so they include views and
+changes in place. After Python reads a number from a tensor, every later result depends on that tensor.
 
     | h = embedding(tokens)          h        needs embedding
     | wide = h.argmax(-1) > 3        wide     needs embedding
@@ -30,14 +30,14 @@ from meshwise.model.torch_private import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Dependencies of a value."""
+    """Pieces and parameters on which a value depends; a key names one call of a piece."""
 
     needs: frozenset[str] = frozenset()
-    """Keys of the pieces whose outputs are in it."""
+    """Keys of the pieces from whose outputs the value was computed."""
     effects: frozenset[str] = frozenset()
-    """Keys of the pieces that changed it by a side effect."""
+    """Keys of the pieces that changed the value by a side effect: in place, in a list, or in an attribute."""
     parameters: frozenset[str] = frozenset()
-    """Parameters of pieces that code between the pieces computed it with."""
+    """Names of parameters of pieces with which code between the pieces computed the value."""
 
     def __or__(self, other: "Dependencies") -> "Dependencies":
         return Dependencies(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
@@ -47,21 +47,22 @@ _NOTHING = Dependencies()
 
 
 def unchanged(value: Any) -> Any:
-    """Return the value."""
+    """Return the value as it is."""
     return value
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """A piece that stores values outside of its outputs."""
+    """A piece that stores values in its inputs or attributes."""
 
     dependencies: Dependencies
+    """Dependencies of the stored values."""
     stand_in: Callable[[Any], Any]
-    """Maps a stored value to the value that replaces it outside of the piece."""
+    """Maps a stored value to its replacement outside of the piece, such as zeros for a meta tensor."""
 
 
 class DataflowTracer(TorchDispatchMode):
-    """Dispatch mode that records the dependencies of the tensors that are made inside; others have none."""
+    """Dispatch mode that records the dependencies of the tensors that are made inside; other tensors have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class DataflowTracer(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def of(self, values: Any) -> Dependencies:
-        """Return the dependencies of a tree of tensors and of the numbers that the model has read so far."""
+        """Return the dependencies of a tree of tensors, together with those of all numbers that the model has read."""
         return self._of(values) | self._read
 
     def register_parameters(self, parameters: Mapping[str, Tensor]) -> None:
@@ -93,11 +94,14 @@ class DataflowTracer(TorchDispatchMode):
         self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
 
     def depends_on_pieces(self, tensor: Tensor) -> bool:
-        """Return whether the tensor depends on a piece."""
+        """Return whether the tensor depends on a piece or on a registered parameter."""
         return self._of(tensor) != _NOTHING
 
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
-        """Return the output of a piece in memory of its own, unless it was `made` by the piece."""
+        """Return a detached output of the piece `key` that depends on this piece alone.
+
+        It is a copy, unless with `made` no other object uses the memory of `tensor`.
+        """
         own = tensor.detach() if made else tensor.detach().clone()
         self._dependencies[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
@@ -124,7 +128,10 @@ class DataflowTracer(TorchDispatchMode):
     def replacing(
         self, values: Any, *, by: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
     ) -> Iterator[None]:
-        """Run a piece on `by` in place of `values`, and afterwards repeat on `values` what it changed in `by`."""
+        """Run a piece on `by` in place of `values` inside the block; afterwards copy its changes of `by` to `values`.
+
+        `stand_in` maps a stored value to its replacement in `values`.
+        """
         before = map_tensors(unchanged, by)
         yield
         if by is not values:
@@ -134,7 +141,7 @@ class DataflowTracer(TorchDispatchMode):
     def replacing_module(
         self, module: nn.Module, *, by: nn.Module, key: str, stand_in: Callable[[Any], Any]
     ) -> Iterator[None]:
-        """Run the copy `by` in place of a piece, and afterwards set on the piece the attributes that the copy set."""
+        """Run the copy `by` of a piece inside the block; afterwards set on the piece the attributes that `by` set."""
         before = [dict(vars(one)) for one in by.modules()]
         yield
         writer = _Writer(Dependencies(effects=frozenset((key,))), stand_in)
@@ -144,11 +151,11 @@ class DataflowTracer(TorchDispatchMode):
 
     @property
     def used(self) -> Dependencies:
-        """Dependencies that the running piece has used so far."""
+        """Dependencies of all values that the running piece has used so far, without its own side effects."""
         return Dependencies(self._used.needs, self._used.effects - {self._piece})
 
     def record_change(self, tensor: Tensor, *, dependencies: Dependencies) -> None:
-        """Record an in-place change of a tensor, which from now on has these dependencies too."""
+        """Record an in-place change of a tensor; its memory from now on has these dependencies too."""
         memory = tensor.untyped_storage()
         self._dependencies[memory] = self._dependencies.get(memory, _NOTHING) | dependencies
         if memory in self._outputs:
@@ -220,9 +227,9 @@ class DataflowTracer(TorchDispatchMode):
 
 
 def _in_one_place(given: Any) -> Any:
-    """Return the arguments of an operation, all on the meta device if one is.
+    """Return the arguments of an operation, all on the meta device if one of them is; 0-dim tensors stay.
 
-    A piece that runs on meta tensors may create others, a mask or positions, without naming a device.
+    A piece that runs on meta tensors may create a mask or positions without naming a device, so on the CPU.
     """
     if not any(tensor.is_meta for tensor in tensors(given)):
         return given
@@ -238,7 +245,7 @@ def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 class _ValueReads(TorchFunctionMode):
-    """Function mode that notices values which Python reads without an operation of torch."""
+    """Function mode that records reads of values, such as `tolist`, that are no operation of torch."""
 
     def __init__(self, tracer: DataflowTracer) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Cut a model into stages; the cut is a value that says what each stage runs, holds and sends.
+"""Cut a model into pipeline stages; a `ModelCut` records which modules each stage runs, holds and sends.
 
-A cut is made from one example on one rank, and the other ranks receive it: numbers and names that can be sent, printed
-and compared. `build_stage.py` makes a stage from it.
+One rank makes the cut from one example, and sends it to the other ranks: it consists of names and numbers only.
+`build_stage.py` makes a stage from it.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from meshwise.pipeline.schedules.action import Schedule
 
 @dataclass(frozen=True)
 class CutOptions:
-    """Options for cutting a model. `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
+    """Options of a user for cutting a model: `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
-    """By hand: the piece, or the module inside of a block, at which each stage but the first begins."""
+    """The piece, or the module inside of a block, at which each stage except the first begins. Empty: most even."""
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.parameter_units`)."""
     how: Literal["auto", "blocks"] = "auto"
-    """`blocks` cuts between the model's pieces, `auto` also inside of blocks where that pays."""
+    """`blocks`: stages begin at pieces. `auto`: stages also begin inside of blocks if that makes them more even."""
     made: "ModelCut | None" = field(default=None, compare=False, repr=False)
-    """An earlier cut of the same model, which is used again."""
+    """An earlier cut of the same model, used again if it has the number of stages that is asked for."""
 
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks"):
@@ -52,7 +52,7 @@ class MatrixPairs:
     """The second matrix of each pair."""
 
     def are_whole(self, module: str) -> bool:
-        """Return whether the module contains both sides of its pairs, or none."""
+        """Return whether the module contains both a colwise and a rowwise matrix, or neither."""
         colwise, rowwise = (
             any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.colwise, self.rowwise)
         )
@@ -64,62 +64,62 @@ class CutRequest:
     """Request for a cut: the quantity to balance and the options."""
 
     by: Literal["time", "params", "memory"] = "time"
-    """Quantity to balance: seconds of forward and backward (on the meta device, operations), parameters, or bytes of
-    parameters, their states and activations."""
+    """Quantity to balance. `time`: seconds of forward and backward (on the meta device, operations). `params`: elements
+    of parameters. `memory`: bytes of parameters, their gradients and optimizer states, and activations."""
     where: CutOptions = CutOptions()
-    """Places at which the model may be cut."""
+    """Places at which stages may begin."""
     schedule: Schedule | None = None
     """Schedule of the stages. With it, `memory` counts the micro-batches that each stage holds, and `time` minimizes
-    the step instead of the largest stage."""
+    the training step instead of the largest stage."""
     pairs: MatrixPairs = MatrixPairs()
-    """Pairs that tensor parallelism splits."""
+    """Pairs of matrices that tensor parallelism splits; no stage begins inside of a pair."""
 
 
 @dataclass(frozen=True)
 class StageContents:
-    """Contents of a stage, in running order."""
+    """Calls of the whole model as one stage sees them, and the range of calls that it computes."""
 
     keys: tuple[str, ...]
-    """Keys of the steps; only the blocks in `opened` are opened."""
+    """Key of each call in running order; a block of `split_blocks` has a key for each of its modules, then its own."""
     modules: tuple[str, ...]
-    """The module of each."""
+    """Name of the module of each call."""
     start: int
-    """Place of the first step that the stage computes."""
+    """Place in `keys` of the first call that the stage computes."""
     stop: int
-    """Place after the last step that it computes."""
-    opened: tuple[str, ...]
-    """Blocks of which the stage computes a part."""
+    """Place after the last call that the stage computes."""
+    split_blocks: tuple[str, ...]
+    """Blocks of which this stage computes a part and another stage the rest."""
 
 
 @dataclass(frozen=True)
 class ModelCut:
-    """A model in stages. Prints as a table."""
+    """Division of a model into pipeline stages. Prints as a table."""
 
     keys: tuple[str, ...]
-    """Steps in running order: pieces of the model, a second call of one as `name:2`. An opened block has its modules,
-    and then, under its own name, the rest of its code."""
+    """Calls of the model's pieces in running order; the second call of a piece is `name:2`. A split block has the keys
+    of its modules and then its own name, which is the key of the rest of its code."""
     modules: tuple[str, ...]
-    """Name of the module of each step."""
+    """Name of the module of each call."""
     bounds: tuple[int, ...]
     """Stage k runs `keys[bounds[k]:bounds[k + 1]]`."""
-    crossing: tuple[tuple[str, ...], ...]
-    """Keys of the outputs that stage k sends to stage k + 1."""
+    sends: tuple[tuple[str, ...], ...]
+    """For each stage k except the last, the keys of the outputs that it sends to stage k + 1."""
     changed: frozenset[str]
-    """Keys of outputs that the model changes in place between its pieces; stages send copies made before."""
+    """Keys of outputs that the model changes in place between its pieces; stages send a copy from before the change."""
     same_shape: frozenset[str]
-    """Keys of outputs with the shape of their piece's input."""
+    """Keys of outputs that are one tensor with the shape and dtype of the piece's first input."""
     holders: Mapping[str, tuple[int, ...]]
-    """The stages that hold each parameter, under its first name."""
+    """Stages that hold each parameter, by the parameter's first name."""
     parameters: tuple[int, ...]
-    """Elements of the parameters that each stage holds; tied ones count on each."""
+    """Number of parameter elements on each stage; a tied parameter counts on each of its stages."""
     loads: tuple[float, ...]
-    """Balanced quantity of each stage."""
+    """Load of each stage: seconds, operations, elements or bytes, as `by` says."""
     by: str
-    """Name of the balanced quantity."""
-    opened: tuple[str, ...] = ()
-    """Blocks with a boundary inside."""
+    """Name of the balanced quantity: time, operations, params or memory."""
+    split_blocks: tuple[str, ...] = ()
+    """Blocks with a stage boundary inside."""
     writes: bool = False
-    """Whether the model changes its batch in place; then each stage receives a copy."""
+    """True if the model changes its batch in place; then each stage receives a copy of the batch."""
 
     @property
     def stages(self) -> int:
@@ -128,18 +128,18 @@ class ModelCut:
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several stages hold; each is one logical parameter, whose gradients are summed."""
+        """Parameters that several stages hold, with their stages; the gradients of all copies are summed."""
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
 
     def contents(self, stage: int) -> StageContents:
-        """Return the contents of a stage; blocks without a boundary of this stage inside are whole."""
+        """Return the calls as a stage sees them: only a block with a boundary of this stage inside is split."""
         start, stop = self.bounds[stage : stage + 2]
-        kept, opened = list(range(len(self.keys))), []
-        for name in self.opened:
+        kept, split_blocks = list(range(len(self.keys))), []
+        for name in self.split_blocks:
             last = self.keys.index(name)
             first = next(place for place in range(last) if self.keys[place].startswith(f"{name}."))
             if any(first < bound <= last for bound in (start, stop)):
-                opened.append(name)
+                split_blocks.append(name)
             else:
                 kept = [place for place in kept if not first <= place < last]
         return StageContents(
@@ -147,13 +147,13 @@ class ModelCut:
             modules=tuple(self.modules[place] for place in kept),
             start=sum(place < start for place in kept),
             stop=sum(place < stop for place in kept),
-            opened=tuple(opened),
+            split_blocks=tuple(split_blocks),
         )
 
     def coarser(self, at: Sequence[str], *, model: nn.Module) -> "ModelCut":
-        """Return the cut with only those stage boundaries that lie before the keys `at`.
+        """Return a cut with fewer stages: they begin at the first call and at the keys `at`; loads are added up.
 
-        Raises ValueError for a key at which no stage begins.
+        Raises ValueError for a key at which no stage of this cut begins.
         """
         begins = [self.keys[bound] for bound in self.bounds[:-1]]
         firsts = [0, *(begins.index(key) for key in at)]
@@ -162,7 +162,7 @@ class ModelCut:
         return dataclasses.replace(
             self,
             bounds=tuple(self.bounds[first] for first in (*firsts, self.stages)),
-            crossing=tuple(self.crossing[first - 1] for first in firsts[1:]),
+            sends=tuple(self.sends[first - 1] for first in firsts[1:]),
             holders=holders,
             parameters=_parameters(model, holders, len(firsts)),
             loads=tuple(sum(self.loads[start:stop]) for start, stop in pairwise((*firsts, self.stages))),
@@ -185,57 +185,60 @@ class ModelCut:
                     f"{self.parameters[stage]:,}",
                     _amount(self.loads[stage], self.by),
                     f"{100 * self.loads[stage] / total:.1f} %",
-                    ", ".join(self.crossing[stage]) if stage + 1 < self.stages else "",
+                    ", ".join(self.sends[stage]) if stage + 1 < self.stages else "",
                 )
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.append(f"by {self.by}, the largest stage is {self.imbalance:.2f} times the mean")
-        lines += [f"{name} is opened: a stage begins inside" for name in self.opened]
+        lines += [f"{name} is split: a stage begins inside" for name in self.split_blocks]
         lines += [f"{name} is on stages {', '.join(map(str, on))}: one parameter" for name, on in self.ties.items()]
         return "\n".join(lines)
 
 
 def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest = CutRequest()) -> ModelCut:
-    """Return a cut of a model into stages, as even as possible.
+    """Return a cut of a model into stages, as even as possible, or the cut by hand that `request` asks for.
 
-    `call(model)` runs an example micro-batch on the device of the model's parameters and returns the result or the
+    `call(model)` runs an example micro-batch on the device of the model's parameters, and returns the output or the
     loss. The model, torch's generators and the gradients stay as they were.
 
-    Raises CutError when fewer stages fit than are asked for (with the number), and when `at` names no place to cut, or
-    places out of order. Also for a schedule of another number of stages.
+    Raises CutError when fewer stages fit than are asked for, when `at` has a name at which no stage can begin or names
+    out of order, and when the schedule has another number of stages.
     """
     if request.schedule is not None and request.schedule.stages != stages:
         raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")
     where, timed = request.where, request.by == "time"
     if where.made is not None and where.made.stages == stages:
         return where.made
-    opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
-    seen = probe(model, call=call, pieces=where.pieces, timed=timed, opens=opening)
-    opens = [
-        step.key
-        for step in seen.steps
-        if step.inside and all(request.pairs.are_whole(part.module) for part in step.inside)
+    split_blocks = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
+    seen = probe(model, call=call, pieces=where.pieces, timed=timed, split_blocks=split_blocks)
+    splittable = [
+        called.key
+        for called in seen.calls
+        if called.inside and all(request.pairs.are_whole(part.module) for part in called.inside)
     ]
-    fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
+    fit = sum(bool(called.parameters) for called in seen.with_split_blocks(splittable).calls)
     if fit < stages:
         raise CutError(
             f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most pp·virtual_stages={fit}"
         )
     if where.at:
-        return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), request)
-    return _cut(model, balance(model, seen=seen, aim=_aim(request, stages), opens=opens), request)
+        return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, splittable=splittable), request)
+    return _cut(model, balance(model, seen=seen, aim=_aim(request, stages), splittable=splittable), request)
 
 
 def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
-    """Return a cut with one stage for each piece with parameters. Raises CutError as `cut_model` does."""
+    """Return a cut with one stage for each piece that has parameters; arguments and errors as in `cut_model`.
+
+    `pieces` are patterns over module names that override what the pieces are.
+    """
     seen = probe(model, call=call, pieces=pieces)
-    begins = [place for place, step in enumerate(seen.steps) if step.parameters]
-    return _cut(model, BalancedSteps(seen, (0, *begins[1:], len(seen.steps))), CutRequest(by="params"))
+    begins = [place for place, called in enumerate(seen.calls) if called.parameters]
+    return _cut(model, StageBounds(seen, (0, *begins[1:], len(seen.calls))), CutRequest(by="params"))
 
 
 def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
-    """Return whether these names are whole pieces, and none lies inside of a block."""
+    """Return whether all these keys are calls of pieces, so that none is of a module inside of a block."""
     pieces = {piece.module for unit in partition(model) for piece in unit}
     return all(name.partition(":")[0] in pieces for name in names)
 
@@ -244,27 +247,27 @@ def _aim(request: CutRequest, stages: int) -> BalanceAim:
     return BalanceAim(request.by, stages, request.schedule)
 
 
-def _cut(model: nn.Module, balanced: BalancedSteps, request: CutRequest) -> ModelCut:
+def _cut(model: nn.Module, balanced: StageBounds, request: CutRequest) -> ModelCut:
     seen, bounds = balanced.seen, balanced.bounds
     if len(bounds) > 2:
-        refuse_hooks(model, pieces={step.module for step in seen.steps})
+        refuse_hooks(model, pieces={called.module for called in seen.calls})
     _refuse_effects(seen, bounds)
-    keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
+    keys, stages = tuple(called.key for called in seen.calls), len(bounds) - 1
     holders = _holders(model, seen, bounds)
     _refuse_readers(seen, bounds, holders)
     loads = loads_of(model, seen=seen, aim=_aim(request, stages))
     return ModelCut(
         keys=keys,
-        modules=tuple(step.module for step in seen.steps),
+        modules=tuple(called.module for called in seen.calls),
         bounds=bounds,
-        crossing=tuple(seen.crossing(bound) for bound in bounds[1:-1]),
+        sends=tuple(seen.keys_sent(bound) for bound in bounds[1:-1]),
         changed=seen.changed.intersection(keys),
-        same_shape=frozenset(step.key for step in seen.steps if step.same_shape),
+        same_shape=frozenset(called.key for called in seen.calls if called.same_shape),
         holders=holders,
         parameters=_parameters(model, holders, stages),
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
         by="operations" if request.by == "time" and has_no_values(model) else request.by,
-        opened=balanced.opened,
+        split_blocks=balanced.split_blocks,
     )
 
 
@@ -273,23 +276,24 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
     if seen.changed_buffers and len(bounds) > 2:
         raise CutError(
             f"the model changes its buffer {min(seen.changed_buffers)} outside of its pieces, so that each stage would "
-            "change a copy of its own. Put the buffer, and what changes it, into the forward of a module of its own"
+            "change its own copy. Put the buffer, and the code that changes it, into a module of their own"
         )
     for bound in bounds[1:-1]:
         if found := seen.effect(bound):
             piece, user = found
             raise CutError(
-                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs a side effect of {piece}. It changes "
+                f"a stage cannot begin at {seen.calls[bound].key}: {user} needs a side effect of {piece}. It changes "
                 "an input, or stores a value in a list, a mapping or an attribute. "
                 f"Let {piece} return that value, or choose where stages begin: Options(cut=CutOptions(at=…)). "
-                "Models of transformers have such effects with output_attentions and output_router_logits: leave these "
-                "out"
+                "In transformers, output_attentions and output_router_logits have such effects: leave them out"
             )
 
 
 def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
     """Raise CutError where code between pieces computes with a parameter that its stage does not hold."""
-    users = [(step.key, bisect_right(bounds, place) - 1, step.dependencies) for place, step in enumerate(seen.steps)]
+    users = [
+        (called.key, bisect_right(bounds, place) - 1, called.dependencies) for place, called in enumerate(seen.calls)
+    ]
     for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
         for name in sorted(past.parameters):
             if stage not in holders[name]:
@@ -300,12 +304,12 @@ def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[s
 
 
 def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the stages that use each parameter; an unused parameter is on the last stage."""
+    """Return the stages that hold each parameter: those that use it; the last stage for an unused parameter."""
     last = len(bounds) - 2
     stages: dict[str, set[int]] = {name: set(range(last + 1)) for name in seen.everywhere}
     for stage, (start, stop) in enumerate(pairwise(bounds)):
-        for step in seen.steps[start:stop]:
-            for name in step.parameters:
+        for called in seen.calls[start:stop]:
+            for name in called.parameters:
                 stages.setdefault(name, set()).add(stage)
     return {name: tuple(sorted(stages.get(name, {last}))) for name, _ in model.named_parameters()}
 

@@ -1,7 +1,7 @@
-"""Partition a row of steps into contiguous stages whose largest load is as small as possible.
+"""Partition a list of items into contiguous stages whose largest load is as small as possible.
 
-Most pipelines round a running sum, which is off by as much as the largest piece. The embedding and the head of a
-language model are large pieces. The rows are short, so the best cut is found exactly.
+An item is one call of a piece of the model. Most pipelines round a running sum, whose error is up to the largest item,
+and the embedding and the head of a language model are large. The lists are short, so the best bounds are found exactly.
 """
 
 import itertools
@@ -19,47 +19,47 @@ class CutError(ValueError):
 
 
 @dataclass(frozen=True)
-class CutSteps:
-    """Steps to partition: one entry per step, in running order."""
+class PartitionItems:
+    """Items to partition into stages: every list has one entry per item, in running order."""
 
     loads: Sequence[Sequence[float]]
-    """Load of each step, for each stage; a stage that holds more micro-batches counts more activations."""
+    """One list for each stage: the load of each item on this stage. Early stages hold more activations."""
     solid: Sequence[bool]
-    """True for steps that can be a stage on their own: those with parameters."""
-    crossing: Sequence[float]
-    """Bytes that a cut before each step sends."""
+    """True for items with parameters; each stage needs at least one."""
+    sent_bytes: Sequence[float]
+    """Bytes that are sent per micro-batch if a stage begins at the item."""
     before: Sequence[float] = ()
-    """Load that a cut before each step adds to the stage that ends there; empty for none."""
+    """Load that is added to the stage before if a stage begins at the item; empty for none."""
     after: Sequence[float] = ()
-    """Load that it adds to the stage that begins there."""
+    """Load that is added to the stage that begins at the item; empty for none."""
 
     def largest(self, bounds: Sequence[int]) -> float:
-        """Return the load of the largest of the stages between these bounds."""
+        """Return the load of the largest stage; stage k has the items from bounds[k] to bounds[k + 1]."""
         return max(_Table(self).loads(bounds))
 
-    def merged(self, places: Sequence[int]) -> "CutSteps":
-        """Return steps that can only be cut at these places; the first place is 0."""
+    def merged(self, places: Sequence[int]) -> "PartitionItems":
+        """Return one item for all items between two neighbouring `places`; the first place is 0."""
         parts = list(pairwise((*places, len(self.solid))))
-        return CutSteps(
+        return PartitionItems(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
             solid=[any(self.solid[start:stop]) for start, stop in parts],
             **{
                 name: [each[place] for place in places] if each else ()
-                for name, each in (("crossing", self.crossing), ("before", self.before), ("after", self.after))
+                for name, each in (("sent_bytes", self.sent_bytes), ("before", self.before), ("after", self.after))
             },
         )
 
 
-def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
-    """Return the places worth trying: all of `always`, none of `never`, and others at least `apart` in load.
+def worthwhile(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
+    """Return the items at which it is worth trying to begin a stage: all of `always`, none of `never`, and some others.
 
-    Of places that are nearer to each other, the one where least crosses is taken.
+    The others are at least `apart` in load from each other and from `always`; where few bytes are sent comes first.
     """
-    sums = [0.0, *accumulate(max(steps.loads, key=sum))]
+    sums = [0.0, *accumulate(max(items.loads, key=sum))]
     kept = sorted(always)
     taken = sorted(sums[place] for place in kept)
-    others = [place for place in range(len(steps.solid)) if place not in never and place not in always]
-    for place in sorted(others, key=lambda place: steps.crossing[place]):
+    others = [place for place in range(len(items.solid)) if place not in never and place not in always]
+    for place in sorted(others, key=lambda place: items.sent_bytes[place]):
         at = bisect_left(taken, sums[place])
         if all(abs(near - sums[place]) >= apart for near in taken[max(0, at - 1) : at + 1]):
             kept.append(place)
@@ -67,21 +67,21 @@ def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never:
     return sorted(kept)
 
 
-def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
-    """Return the bounds of the stages: stage k is steps[bounds[k]:bounds[k + 1]].
+def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
+    """Return the bounds of the stages: stage k has items[bounds[k]:bounds[k + 1]].
 
-    The largest load is the least possible, or up to `slack` (a fraction of it) more where less is then sent in all.
-    Among equals, the loads are the most even. By dynamic programming over (stage, end), O(stages · steps²).
+    Among all bounds whose largest load is at most `slack`, a fraction, above the least possible, these send the fewest
+    bytes. Among equals, their loads are the most even. By dynamic programming over (stage, end), O(stages · items²).
 
-    Raises CutError when there are fewer solid steps than stages, saying how many stages fit.
+    Raises CutError, with the number of stages that fit, when there are fewer solid items than stages.
     """
-    stages, count = len(steps.loads), len(steps.solid)
-    if stages > sum(steps.solid):
+    stages, count = len(items.loads), len(items.solid)
+    if stages > sum(items.solid):
         raise CutError(
-            f"{stages} stages do not fit: the model has {sum(steps.solid)} pieces that can stand alone, so at most "
-            f"pp·virtual_stages={sum(steps.solid)}"
+            f"{stages} stages do not fit: the model has {sum(items.solid)} pieces that can stand alone, so at most "
+            f"pp·virtual_stages={sum(items.solid)}"
         )
-    table = _Table(steps)
+    table = _Table(items)
     everything = [[math.inf] * (count + 1) for _ in range(stages + 1)]
     everything[0][0] = 0.0
     for stage, end in itertools.product(range(stages), range(1, count + 1)):
@@ -96,16 +96,16 @@ def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
 
 
 def quicken(
-    steps: CutSteps, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
+    items: PartitionItems, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
-    """Return bounds from which no move makes a step of the schedule shorter, and the time of that step.
+    """Return bounds that no move improves, and the time of a training step with them, by a local search.
 
-    The search makes moves from `bounds` until none helps or `tries` were timed; moves with the smallest largest stage
-    come first. Moving a step from stage i to stage j moves every bound between them by one. Where steps are of several
-    kinds, an equal step may be some steps away.
+    The search moves `bounds` until no move shortens the training step, or `tries` moves were timed. It tries first the
+    moves whose largest stage is smallest. A move shifts several neighbouring bounds by one, so that one item goes from
+    stage i to stage j; or it shifts one bound by up to REACH items, to an equal item beyond items of other kinds.
     """
-    table = _Table(steps)
-    best = clock(loads=table.loads(bounds), crossing=table.sent(bounds), limit=math.inf)
+    table = _Table(items)
+    best = clock(loads=table.loads(bounds), sent_bytes=table.sent(bounds), limit=math.inf)
     moved = True
     while moved:
         moved = False
@@ -113,7 +113,7 @@ def quicken(
         for other in sorted(loads, key=lambda other: max(loads[other])):
             if tries == 0 or max(loads[other]) == math.inf:
                 break
-            taken = clock(loads=loads[other], crossing=table.sent(other), limit=best)
+            taken = clock(loads=loads[other], sent_bytes=table.sent(other), limit=best)
             tries -= taken < math.inf
             if taken < best * (1 - 1e-6):
                 best, bounds, moved = taken, other, True
@@ -122,11 +122,11 @@ def quicken(
 
 
 REACH = 4
-"""Most steps by which a move moves one bound."""
+"""Most items by which a move of `quicken` shifts a single bound."""
 
 
 def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the bounds after each move: one bound by up to REACH steps, or several neighbouring ones by one."""
+    """Yield the bounds after each move: one bound shifted by up to REACH items, or several neighbours by one."""
     for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
         reach = REACH if first == last else 1
         for by in (by for by in range(-reach, reach + 1) if by):
@@ -136,7 +136,10 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
-    """Return the bounds with the fewest bytes sent, then the least sum of squared loads; no load exceeds `limit`."""
+    """Return the bounds that send the fewest bytes and, among these, have the least sum of squared loads.
+
+    No load exceeds `limit`.
+    """
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     for stage in range(table.stages):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
@@ -146,7 +149,7 @@ def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
                     break
                 load = table.load(stage, start, end)
                 if load <= limit:
-                    price = (sent + (table.crossing[start] if start else 0.0), squares + load**2)
+                    price = (sent + (table.sent_bytes[start] if start else 0.0), squares + load**2)
                     if end not in ends or price < ends[end][0]:
                         ends[end] = (price, (*bounds, end))
         best.append(ends)
@@ -154,30 +157,30 @@ def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
 
 
 class _Table:
-    """Loads of ranges of steps, as differences of running sums."""
+    """Loads of ranges of items, as differences of running sums."""
 
-    def __init__(self, steps: CutSteps) -> None:
-        self.stages, self.count, self.crossing = len(steps.loads), len(steps.solid), steps.crossing
-        self._sums = [[0.0, *accumulate(row)] for row in steps.loads]
-        self._solid = [0, *accumulate(steps.solid)]
+    def __init__(self, items: PartitionItems) -> None:
+        self.stages, self.count, self.sent_bytes = len(items.loads), len(items.solid), items.sent_bytes
+        self._sums = [[0.0, *accumulate(row)] for row in items.loads]
+        self._solid = [0, *accumulate(items.solid)]
         nothing = [0.0] * (self.count + 1)
-        self._before = [*steps.before, 0.0] if steps.before else nothing
-        self._after = [*steps.after, 0.0] if steps.after else nothing
+        self._before = [*items.before, 0.0] if items.before else nothing
+        self._after = [*items.after, 0.0] if items.after else nothing
 
     def loads(self, bounds: Sequence[int]) -> list[float]:
         """Return the loads of the stages between these bounds."""
         return [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
 
     def sent(self, bounds: Sequence[int]) -> list[float]:
-        """Return the bytes that the stages between these bounds send."""
-        return [self.crossing[bound] for bound in bounds[1:-1]]
+        """Return the bytes that each stage except the last sends."""
+        return [self.sent_bytes[bound] for bound in bounds[1:-1]]
 
     def load(self, stage: int, start: int, end: int) -> float:
-        """Return the load of a stage of these steps; infinite if none of them has parameters."""
+        """Return the load of stage `stage` with the items from start to end; infinite if no item has parameters."""
         if self._solid[end] == self._solid[start]:
             return math.inf
         return self.alone(stage, start, end) + self._after[start] + self._before[end]
 
     def alone(self, stage: int, start: int, end: int) -> float:
-        """Return the load without the cost of the cuts at both ends; it grows with the steps."""
+        """Return the load without the added loads at both ends; it never falls as the range grows."""
         return self._sums[stage][end] - self._sums[stage][start]

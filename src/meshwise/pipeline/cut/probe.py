@@ -1,13 +1,13 @@
-"""Watch a model run on an example: the order of its pieces, their dependencies and their costs.
+"""Run a model on an example, and record the order of its pieces, their dependencies and their costs.
 
 A value may reach a later piece through sums, residual connections or any other code between pieces. `dataflow.py`
-follows it back to the outputs that it depends on, which would have to cross a cut. That takes time, so time is measured
-in separate runs.
+follows it back to the outputs that it depends on; a stage would have to send these outputs. Tracing slows a run down,
+so time is measured in separate runs.
 
-The pieces of a model on the meta device run there, and operations are counted in place of time. The code between them
-runs where the example is, on zeros: models look at values of masks and positions there.
+If the model is on the meta device, its pieces run there, and operations are counted in place of time. The code between
+the pieces runs on zeros, on the example's device, because models read values of masks and positions there.
 
-Blocks that can be opened (`block_entry.py`) are watched in another run, in which their modules are the pieces.
+Blocks that can be split (`split_blocks.py`) are traced in another run, in which their modules are the pieces.
 """
 
 import contextlib
@@ -30,11 +30,10 @@ from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.model.shape_constants import ShapeConstants
-from meshwise.pipeline.cut.block_entry import inner_modules, is_repeated
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
-from meshwise.pipeline.cut.meta_values import as_zeros, device_of, has_no_values
+from meshwise.pipeline.cut.meta_device import as_zeros, device_of, has_no_values
 from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
+from meshwise.pipeline.cut.probe_result import CallCost, PieceCall, ProbeResult, typical
 from meshwise.pipeline.cut.profile_module import (
     LossTail,
     bytes_of,
@@ -45,24 +44,26 @@ from meshwise.pipeline.cut.profile_module import (
     profile_module,
     saved_bytes_hook,
 )
+from meshwise.pipeline.cut.split_blocks import inner_modules, is_repeated
 from meshwise.pipeline.run.packed_tree import StageEntrance
 from meshwise.pipeline.run.split_backward import is_reentrant
 
 Call = Callable[[nn.Module], Any]
+"""Function that runs a model on an example, and returns the output or the loss."""
 
 ROUNDS = 3
-"""Runs in which time is measured; the median over equal pieces counts. Operations are counted once."""
+"""Number of runs in which time is measured; the median over equal calls is taken. Operations are counted once."""
 
 
 def probe(
-    model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False
+    model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, split_blocks: bool = False
 ) -> ProbeResult:
-    """Return the steps of `call(model)`, which runs on a copy that shares only the model's parameters.
+    """Return the calls of pieces in `call(model)`, which runs on a copy of the model that shares only its parameters.
 
     `pieces` are patterns over module names that override how the model is divided (see `model.parameter_units`).
     With `opens`, blocks that can be opened have steps inside.
 
-    Raises CutError for patterns that name nothing, and for a piece inside of a reentrant checkpoint of torch.
+    Raises CutError for patterns that match no module, and for a piece inside of a reentrant checkpoint of torch.
     """
     try:
         found = [piece for unit in partition(model, units=pieces) for piece in unit]
@@ -73,17 +74,21 @@ def probe(
     if owners := sorted({owner for owner in map(_owner, changed) if _has_no_parameters(model, owner)}):
         found += [GatheredModule(owner, ()) for owner in owners]
         seen = _seen(model, call, found, timed=timed)
-        called = {step.module for step in seen.steps}
-        seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in called})
-    parts = {piece.module: inner_modules(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
+        ran = {made.module for made in seen.calls}
+        seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in ran})
+    parts = {
+        piece.module: inner_modules(model.get_submodule(piece.module))
+        for piece in found
+        if split_blocks and piece.block
+    }
     if not any(parts.values()):
         return seen
-    opened = _seen(model, call, found, timed=timed, parts=parts)
-    steps = (
-        dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
+    inner = _seen(model, call, found, timed=timed, parts=parts)
+    calls = (
+        dataclasses.replace(whole, inside=called.inside) for whole, called in zip(seen.calls, inner.calls, strict=True)
     )
-    changed = seen.changed | opened.changed
-    return dataclasses.replace(seen, steps=tuple(steps), changed=changed)
+    changed = seen.changed | inner.changed
+    return dataclasses.replace(seen, calls=tuple(calls), changed=changed)
 
 
 def _owner(buffer: str) -> str:
@@ -91,20 +96,20 @@ def _owner(buffer: str) -> str:
 
 
 def _has_no_parameters(model: nn.Module, name: str) -> bool:
-    """Return whether this is a module without parameters, as some batch norms are: it runs on one stage, as a piece."""
+    """Return whether module `name` has no parameters, as some batch norms; it can then be a piece of its own."""
     return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
 @dataclass(frozen=True)
 class _Modes:
-    """Dispatch modes of a run: known values of meta tensors, and dependencies."""
+    """Dispatch modes of a run: values of meta tensors that follow from sizes, and dependencies of tensors."""
 
     known: ShapeConstants = field(default_factory=ShapeConstants)
     tracer: DataflowTracer = field(default_factory=DataflowTracer)
 
 
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
-"""Names of the modules in each block that are watched in its place."""
+"""For each block to split, the names of its modules (`inner_modules`)."""
 
 
 def _seen(
@@ -121,21 +126,23 @@ def _seen(
     with keep_freed_memory():
         runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
     costs = typical(runs, model=model)
-    return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
+    return dataclasses.replace(seen, calls=_with_costs(seen.calls, costs.calls), tail=costs.tail)
 
 
-def _with_costs(steps: Sequence[ProbedStep], costs: Sequence[ProbedStep]) -> tuple[ProbedStep, ...]:
-    """Return the steps with the costs of the same steps in another run."""
+def _with_costs(calls: Sequence[PieceCall], costs: Sequence[PieceCall]) -> tuple[PieceCall, ...]:
+    """Return the calls with the costs of the same calls in another run."""
     return tuple(
-        dataclasses.replace(step, cost=cost.cost, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
-        for step, cost in zip(steps, costs, strict=True)
+        dataclasses.replace(
+            called, cost=cost.cost, inside=_with_costs(called.inside, cost.inside) if called.inside else ()
+        )
+        for called, cost in zip(calls, costs, strict=True)
     )
 
 
 def _run(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], modes: _Modes, *, timed: bool, parts: _Parts
 ) -> ProbeResult:
-    """Return the result of one run."""
+    """Return the result of one run of a copy of the model, with the forwards of the pieces `found` recorded."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = has_no_values(model)
     watched = copy_modules(model, tensors={parameter: parameter for parameter in model.parameters()})
@@ -178,23 +185,23 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 
 
 class _Watch:
-    """Everything observed so far in a run."""
+    """Record of a run: the calls so far, and the modes that observe it."""
 
     def __init__(self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, *, timed: bool) -> None:
         self.timed = timed
-        self.steps: list[ProbedStep] = []
-        self.counted: dict[Hashable, StepCost] = {}
-        """Costs of modules on the meta device by their operations: equal modules are counted once."""
+        self.calls: list[PieceCall] = []
+        self.counted: dict[Hashable, CallCost] = {}
+        """Costs of modules on the meta device by `operations_key`, so that equal modules are counted once."""
         self.parameters = parameters
         self.tracer, self.known = modes.tracer, modes.known
         self.since = LossTail(())
-        self._calls: Counter[str] = Counter()
+        self._call_counts: Counter[str] = Counter()
         self._hidden: list[str] = []
 
     def key(self, name: str) -> str:
-        """Return the key of one more call of a piece."""
-        self._calls[name] += 1
-        key = name if self._calls[name] == 1 else f"{name}:{self._calls[name]}"
+        """Count one more call of a piece, and return its key."""
+        self._call_counts[name] += 1
+        key = name if self._call_counts[name] == 1 else f"{name}:{self._call_counts[name]}"
         if not torch.is_grad_enabled():
             self._hidden.append(key)
         return key
@@ -203,13 +210,13 @@ class _Watch:
         """Return the dependencies of values between the pieces. Raises CutError inside of a reentrant checkpoint."""
         if self._hidden and is_reentrant(tensors(values)):
             raise CutError(
-                f"{self._hidden[-1]} is called in a reentrant checkpoint of torch, which no gradient of what a stage "
-                "receives would leave; use checkpoint(..., use_reentrant=False), or recompute=full in the plan"
+                f"{self._hidden[-1]} is called in a reentrant checkpoint of torch, from which a stage would get no "
+                "gradient for received values; use checkpoint(..., use_reentrant=False), or recompute=full in the plan"
             )
         return self.tracer.of(values)
 
     def output(self, values: Any, *, key: str, made: bool = False) -> Any:
-        """Return the output of a step as the beginning of a new graph. `made`: nothing else has its memory."""
+        """Return the output of a call as the beginning of a new graph. `made`: no other object uses its memory."""
         return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
     def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
@@ -220,23 +227,23 @@ class _Watch:
         return entered
 
     def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
-        """Return the result. A block can be opened if it is called once, and only its output leaves it."""
+        """Return the run's record. A block can be split if it is called once and only its output is used outside."""
         needed = self.dependencies(result)
         everything = {
-            step.key: [step.dependencies, *(part.dependencies for part in step.inside)] for step in self.steps
+            called.key: [called.dependencies, *(part.dependencies for part in called.inside)] for called in self.calls
         }
 
-        def opens(step: ProbedStep) -> bool:
-            others = [needed, *(one for key, several in everything.items() if key != step.key for one in several)]
+        def can_split(called: PieceCall) -> bool:
+            others = [needed, *(one for key, several in everything.items() if key != called.key for one in several)]
             used = {key for one in others for key in one.needs | one.effects}
-            return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
+            return self._call_counts[called.module] == 1 and used.isdisjoint(part.key for part in called.inside[:-1])
 
-        steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
-        return ProbeResult(tuple(steps), needed, everywhere, frozenset(self.tracer.changed))
+        calls = (called if can_split(called) else dataclasses.replace(called, inside=()) for called in self.calls)
+        return ProbeResult(tuple(calls), needed, everywhere, frozenset(self.tracer.changed))
 
 
 class _Watched:
-    """Forward of a watched piece, in place of its own."""
+    """Replacement for the forward of a piece that records each call."""
 
     def __init__(
         self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str], shadow: nn.Module | None
@@ -246,12 +253,12 @@ class _Watched:
         self._shadow = shadow
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the piece, and record its step."""
+        """Run the piece, record the call, and return the output."""
         watch, given = self._watch, (args, kwargs)
         needed, device = watch.dependencies(given), device_of(given)
         key = watch.key(self._name)
         if self._shadow is None:
-            output, step = self._step(key, self._module, given)
+            output, called = self._record(key, self._module, given)
         else:
             stand_in, inputs = partial(as_zeros, device=device), map_tensors(lambda tensor: tensor.to("meta"), given)
             stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros stand for computed values here
@@ -262,63 +269,66 @@ class _Watched:
                 watch.tracer.replacing_module(self._module, by=self._shadow, key=key, stand_in=stand_in),
                 watch.known.forward(),
             ):
-                output, step = self._without_values(key, self._shadow, inputs)
+                output, called = self._without_values(key, self._shadow, inputs)
             output = stand_in(output)
-        watch.steps.append(dataclasses.replace(step, dependencies=needed | step.dependencies))
+        watch.calls.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
         output = watch.output(output, key=key, made=self._shadow is not None)
         watch.since = LossTail(output)
         return output
 
-    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, ProbedStep]:
+    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
         try:
-            return self._step(key, shadow, inputs)
+            return self._record(key, shadow, inputs)
         except RuntimeError as error:
             raise CutError(
                 f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the meta "
-                f"device. Give the module itself, or let {key} ask for no values (of a mixture of transformers, "
-                "experts_implementation='batched_mm' asks for none)"
+                f"device. Give the module itself, or let {key} read no values (for a mixture of experts of "
+                "transformers: experts_implementation='batched_mm')"
             ) from error
 
-    def _step(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, ProbedStep]:
+    def _record(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
         watch, parameters = self._watch, self._watch.parameters[self._name]
         if self._parts and not is_repeated():
             block = _Inside(self._name, module, watch, parts=self._parts)
             output = block.run(*inputs)
-            return output, ProbedStep(
-                key, self._name, parameters, Dependencies(), bytes_of(output), StepCost(0.0, 0.0), inside=block.steps
+            return output, PieceCall(
+                key, self._name, parameters, Dependencies(), bytes_of(output), CallCost(0.0, 0.0), inside=block.calls
             )
         output, cost, used = _own_forward(module, key, watch, inputs=inputs)
-        return output, ProbedStep(
+        return output, PieceCall(
             key, self._name, parameters, used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
         )
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
-    """Give a copied module the hooks of the original: some models register hooks as they run."""
+    """Give a copy of a module the hooks of the original, because some models register hooks as they run."""
     for one, copy in zip(module.modules(), other.modules(), strict=True):
         vars(copy).update((name, value) for name, value in vars(one).items() if "hooks" in name)
 
 
 _WITH_BACKWARD = 3.0
-"""Cost of forward and backward of operations with two operands, in multiples of the forward."""
+"""Cost of forward and backward as a multiple of the forward: the backward computes two products, the forward one."""
 
 
 class _Inside:
-    """Run of a block in which its modules are watched like pieces."""
+    """Run of a block in which calls of its modules are recorded like pieces."""
 
     def __init__(self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str]) -> None:
-        self.steps: tuple[ProbedStep, ...] = ()
+        self.calls: tuple[PieceCall, ...] = ()
         self._name, self._module, self._watch, self._parts = name, module, watch, parts
         names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
         self._held = {p: tuple(names[id(one)] for one in module.get_submodule(p).parameters()) for p in parts}
-        self._found: list[ProbedStep] = []
+        self._found: list[PieceCall] = []
         self._repeated = False
         self._kept: dict[int, int] = {}
         self._read: Callable[[], float] = float
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output, and set `steps`: none if a module does not run once, or again in the backward."""
+        """Return the block's output, and set `calls`; they stay empty unless each module runs exactly once.
+
+        They also stay empty if a module would run again in the backward, under torch's checkpoint.
+        """
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
         keep = saved_bytes_hook(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
@@ -331,34 +341,34 @@ class _Inside:
         finally:
             for part in parts.values():
                 del part.forward
-        found = sorted(step.module for step in self._found)
+        found = sorted(called.module for called in self._found)
         if not self._repeated and found == sorted(f"{self._name}.{name}" for name in parts):
-            cost = StepCost(kept, _WITH_BACKWARD * between, between)
+            cost = CallCost(kept, _WITH_BACKWARD * between, between)
             needed, same_shape = self._watch.tracer.of(output), has_input_shape(output, inputs=inputs)
-            self.steps = (
+            self.calls = (
                 *self._found,
-                ProbedStep(self._name, self._name, (), needed, bytes_of(output), cost, same_shape),
+                PieceCall(self._name, self._name, (), needed, bytes_of(output), cost, same_shape),
             )
         return output
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a module of the block, and record its step."""
+        """Run a module of the block, record the call, and return the output."""
         self._repeated |= is_repeated()
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         needed = watch.tracer.of(inputs)
         output, cost, used = _own_forward(module, full, watch, inputs=inputs)
-        cost = StepCost(cost.activations + kept, cost.work + _WITH_BACKWARD * between, between)
-        step = ProbedStep(
+        cost = CallCost(cost.activations + kept, cost.work + _WITH_BACKWARD * between, between)
+        called = PieceCall(
             full, full, self._held[name], needed | used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
         )
-        self._found.append(step)
+        self._found.append(called)
         output = watch.output(output, key=full)
         self._since = self._read()
         return output
 
     def _between(self) -> tuple[float, int]:
-        """Return the work and the kept bytes of the block's own code since its last module."""
+        """Return the work and the saved bytes of the block's own code since its last module."""
         kept = sum(self._kept.values())
         self._kept.clear()
         return self._read() - self._since, kept
@@ -366,8 +376,8 @@ class _Inside:
 
 def _own_forward(
     module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
-) -> tuple[Any, StepCost, Dependencies]:
-    """Return the result of the class's own `forward`, its cost, and the dependencies it used."""
+) -> tuple[Any, CallCost, Dependencies]:
+    """Return the result of the class's own `forward`, its cost, and the dependencies of the values that it used."""
     run, parameters, separate = (
         partial(type(module).forward, module),
         list(module.parameters()),
@@ -397,7 +407,7 @@ def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, 
 
 
 def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:
-    """Return the names that were written to or replaced; new names are no state, because each run makes them."""
+    """Return the names of the buffers that were written to or replaced. A new buffer is no state: each run makes it."""
     return frozenset(
         name
         for name, (tensor, version) in before.items()

@@ -1,4 +1,4 @@
-"""Result of watching a model run: its steps, their dependencies and costs."""
+"""Result of running a model on an example: the calls of its pieces, their dependencies and their costs."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
@@ -14,101 +14,109 @@ from meshwise.pipeline.cut.dataflow import Dependencies
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """Cost of a step."""
+class CallCost:
+    """Cost of one call of a piece, per micro-batch."""
 
     activations: float
     """Bytes that the forward keeps for the backward."""
     work: float
-    """Forward and backward: seconds, or on the meta device floating-point operations; 0 if not measured."""
+    """Forward and backward, in seconds, or on the meta device in floating-point operations; 0 if not measured."""
     between: float = 0.0
-    """Inside of a block: forward of the block's own code between the previous step and this one; `work` includes it."""
+    """For a module in a block: forward of the block's own code since the previous module; `work` includes it."""
     earlier: float = 0.0
-    """Inside of a block: forward of the block's own code before the previous step."""
+    """For a module in a block: forward of the block's own code before the previous module."""
 
 
 @dataclass(frozen=True)
-class ProbedStep:
-    """One call of one piece."""
+class PieceCall:
+    """One call of one piece of the model."""
 
     key: str
-    """The piece's name, with a number from its second call on."""
+    """Name of the piece; from its second call on with a number, `name:2`."""
     module: str
-    """The piece's name in the model."""
+    """Name of the piece in the model."""
     parameters: tuple[str, ...]
-    """First names of the parameters it uses."""
+    """First names of the parameters that the piece uses."""
     dependencies: Dependencies
-    """Dependencies of its inputs."""
+    """Dependencies of the inputs, and of the other values that the piece reads."""
     output: int
-    """Bytes that it returns."""
-    cost: StepCost
+    """Bytes of the output."""
+    cost: CallCost
     same_shape: bool = False
-    """Whether it returns one tensor with the shape and dtype of its first input, as blocks do with hidden states."""
-    inside: "tuple[ProbedStep, ...]" = ()
-    """Steps of a block that can be opened: its modules, and last, under the block's own key, the rest of its code."""
+    """True if the output is one tensor with the shape and dtype of the first input, as of a block."""
+    inside: "tuple[PieceCall, ...]" = ()
+    """For a block that can be split: calls of its modules; last, under the block's own key, the rest of its code."""
 
-    def parts(self) -> "Iterator[ProbedStep]":
-        """Yield the steps inside, with costs that add up to the cost of the block."""
-        kept = self.cost.activations / (sum(step.cost.activations for step in self.inside) or 1.0)
-        worked = self.cost.work / (sum(step.cost.work for step in self.inside) or 1.0)
+    def parts(self) -> "Iterator[PieceCall]":
+        """Yield the calls inside of this block, their costs scaled so that they add up to the cost of the block."""
+        kept = self.cost.activations / (sum(called.cost.activations for called in self.inside) or 1.0)
+        worked = self.cost.work / (sum(called.cost.work for called in self.inside) or 1.0)
         earlier = 0.0
-        for step in self.inside:
-            between = step.cost.between * worked if step is not self.inside[0] else 0.0
-            cost = StepCost(step.cost.activations * kept, step.cost.work * worked, between, earlier)
-            yield dataclasses.replace(step, cost=cost)
-            earlier += step.cost.between * worked
+        for called in self.inside:
+            between = called.cost.between * worked if called is not self.inside[0] else 0.0
+            cost = CallCost(called.cost.activations * kept, called.cost.work * worked, between, earlier)
+            yield dataclasses.replace(called, cost=cost)
+            earlier += called.cost.between * worked
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Everything that a cut needs to know of a model."""
+    """Facts about a model's run on an example, from which the model is cut."""
 
-    steps: tuple[ProbedStep, ...]
-    """The calls, in order."""
+    calls: tuple[PieceCall, ...]
+    """Calls of the pieces, in running order."""
     result: Dependencies
-    """Dependencies of the result."""
+    """Dependencies of the model's result."""
     everywhere: tuple[str, ...]
-    """Parameters that the model uses outside of its pieces; every stage needs them."""
+    """Names of parameters that the model uses outside of its pieces; every stage needs them."""
     changed: frozenset[str]
-    """The steps whose outputs are then changed in place."""
+    """Keys of the calls whose outputs the model later changes in place."""
     changed_buffers: Collection[str] = ()
-    """Buffers outside of the pieces that the model changes."""
+    """Names of buffers outside of the pieces that the model changes."""
     tail: float = 0.0
-    """Seconds of forward and backward after the last step, as of the loss; 0 if not measured."""
+    """Seconds of forward and backward after the last call, such as of the loss; 0 if not measured."""
 
-    def opened(self, keys: Collection[str]) -> "ProbeResult":
-        """Return the steps with these blocks opened, where they can be."""
-        steps = (
-            part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
+    def with_split_blocks(self, keys: Collection[str]) -> "ProbeResult":
+        """Return the result with these blocks replaced by the calls inside of them, if they can be split."""
+        calls = (
+            part
+            for called in self.calls
+            for part in (called.parts() if called.key in keys and called.inside else (called,))
         )
-        return dataclasses.replace(self, steps=tuple(steps))
+        return dataclasses.replace(self, calls=tuple(calls))
 
     def begins(self, keys: Collection[str]) -> dict[str, int]:
-        """Return the place of each step once these blocks are opened, except for their last inner steps."""
+        """Return, by key, the place at which a stage can begin in the calls `with_split_blocks(keys)`.
+
+        A split block's own key is at its first module; the rest of its code, the last call inside, is no beginning.
+        """
         found: dict[str, int] = {}
         place = 0
-        for step in self.steps:
-            parts = step.inside if step.key in keys else ()
-            found[step.key] = place
+        for called in self.calls:
+            parts = called.inside if called.key in keys else ()
+            found[called.key] = place
             found |= {part.key: place + number for number, part in enumerate(parts[:-1])}
             place += len(parts) or 1
         return found
 
     def ends(self, keys: Collection[str]) -> frozenset[int]:
-        """Return the places of the last inner steps of these blocks once they are opened."""
-        steps = self.opened(keys).steps
-        return frozenset(place for place, step in enumerate(steps) if step.key in keys)
+        """Return the places, in the calls `with_split_blocks(keys)`, of the rest of these blocks' own code."""
+        calls = self.with_split_blocks(keys).calls
+        return frozenset(place for place, called in enumerate(calls) if called.key in keys)
 
-    def crossing(self, position: int) -> tuple[str, ...]:
-        """Return the steps whose outputs cross a cut before step `position`."""
+    def keys_sent(self, position: int) -> tuple[str, ...]:
+        """Return the keys of the outputs that must be sent if a stage begins at call number `position`."""
         return tuple(
-            step.key for step, last in zip(self.steps[:position], self._last, strict=False) if last >= position
+            called.key for called, last in zip(self.calls[:position], self._last, strict=False) if last >= position
         )
 
     def effect(self, position: int) -> tuple[str, str] | None:
-        """Return a step before a cut with a side effect, and the step after it that needs the effect, if any."""
-        before = [step.key for step in self.steps[:position]]
-        after = [(step.key, step.dependencies) for step in self.steps[position:]]
+        """Return (key, key) of a call before number `position` with a side effect, and of a later call that needs it.
+
+        The second is "the result" if only the model's result needs the effect. None if there is no such effect.
+        """
+        before = [called.key for called in self.calls[:position]]
+        after = [(called.key, called.dependencies) for called in self.calls[position:]]
         for name, past in (*after, ("the result", self.result)):
             for key in sorted(past.effects):
                 if any(key == one or key.startswith(f"{one}.") for one in before):
@@ -116,58 +124,58 @@ class ProbeResult:
         return None
 
     @cached_property
-    def sent(self) -> tuple[float, ...]:
-        """Bytes that would cross a cut before each step."""
-        change = [0.0] * (len(self.steps) + 2)
-        for place, (step, last) in enumerate(zip(self.steps, self._last, strict=True)):
+    def sent_bytes(self) -> tuple[float, ...]:
+        """For each call, the bytes that must be sent per micro-batch if a stage begins there."""
+        change = [0.0] * (len(self.calls) + 2)
+        for place, (called, last) in enumerate(zip(self.calls, self._last, strict=True)):
             if last > place:
-                change[place + 1] += step.output
-                change[last + 1] -= step.output
-        return tuple(accumulate(change))[: len(self.steps)]
+                change[place + 1] += called.output
+                change[last + 1] -= called.output
+        return tuple(accumulate(change))[: len(self.calls)]
 
     @cached_property
     def _last(self) -> tuple[int, ...]:
-        """For each step, the last step that needs its output; the number of steps if the result does."""
-        places = {step.key: place for place, step in enumerate(self.steps)}
-        last = list(range(len(self.steps)))
-        for place, step in enumerate(self.steps):
-            for key in step.dependencies.needs:
+        """For each call, the place of the last call that needs its output; the number of calls if the result does."""
+        places = {called.key: place for place, called in enumerate(self.calls)}
+        last = list(range(len(self.calls)))
+        for place, called in enumerate(self.calls):
+            for key in called.dependencies.needs:
                 last[places[key]] = place
         for key in self.result.needs:
-            last[places[key]] = len(self.steps)
+            last[places[key]] = len(self.calls)
         return tuple(last)
 
 
 def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
-    """Return the first of several runs of one model, each step with the median work of all equal steps.
+    """Return the first of several runs of one model, each call with the median work of all equal calls in all runs.
 
-    Equal steps (blocks of one kind) do the same work; their times differ because the machine was disturbed. The minimum
-    would favour kinds with many steps: the more measurements, the smaller their minimum.
+    Equal calls (blocks of one kind) do the same work; their times differ because the machine was disturbed. A minimum
+    would underestimate kinds with many calls: the more measurements, the smaller their minimum.
     """
-    found: dict[Any, list[StepCost]] = {}
+    found: dict[Any, list[CallCost]] = {}
     for run in runs:
-        for kind, step in _kinds(run.steps, model):
-            found.setdefault(kind, []).append(step.cost)
+        for kind, called in _kinds(run.calls, model):
+            found.setdefault(kind, []).append(called.cost)
     medians = {
-        kind: StepCost(some[0].activations, median(one.work for one in some), median(one.between for one in some))
+        kind: CallCost(some[0].activations, median(one.work for one in some), median(one.between for one in some))
         for kind, some in found.items()
     }
 
-    def with_medians(steps: Sequence[ProbedStep], *within: Any) -> tuple[ProbedStep, ...]:
+    def with_medians(calls: Sequence[PieceCall], *within: Any) -> tuple[PieceCall, ...]:
         return tuple(
-            dataclasses.replace(step, cost=medians[kind], inside=with_medians(step.inside, *kind))
-            for kind, step in _kinds(steps, model, *within)
+            dataclasses.replace(called, cost=medians[kind], inside=with_medians(called.inside, *kind))
+            for kind, called in _kinds(calls, model, *within)
             if kind[:-1] == within
         )
 
-    return dataclasses.replace(runs[0], steps=with_medians(runs[0].steps), tail=median(run.tail for run in runs))
+    return dataclasses.replace(runs[0], calls=with_medians(runs[0].calls), tail=median(run.tail for run in runs))
 
 
-def _kinds(steps: Sequence[ProbedStep], model: nn.Module, *within: Any) -> Iterator[tuple[Any, ProbedStep]]:
-    """Yield (kind, step) for each step and for those inside of blocks; equal steps have one kind."""
-    for place, step in enumerate(steps):
-        module = type(model.get_submodule(step.module))
-        shapes = tuple(model.get_parameter(name).shape for name in step.parameters)
-        kind = (*within, (module, shapes, step.output, step.cost.activations, place if within else 0))
-        yield kind, step
-        yield from _kinds(step.inside, model, *kind)
+def _kinds(calls: Sequence[PieceCall], model: nn.Module, *within: Any) -> Iterator[tuple[Any, PieceCall]]:
+    """Yield (kind, call) for each call, and for the calls inside of blocks; equal calls have equal kinds."""
+    for place, called in enumerate(calls):
+        module = type(model.get_submodule(called.module))
+        shapes = tuple(model.get_parameter(name).shape for name in called.parameters)
+        kind = (*within, (module, shapes, called.output, called.cost.activations, place if within else 0))
+        yield kind, called
+        yield from _kinds(called.inside, model, *kind)

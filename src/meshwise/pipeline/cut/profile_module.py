@@ -1,4 +1,4 @@
-"""Run a part of a model on its own, and measure its forward and backward: time or operations, and bytes kept."""
+"""Run a module on given inputs, and measure its forward and backward: time or operations, and saved bytes."""
 
 import contextlib
 import time
@@ -13,14 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.streams import streams_of
 from meshwise.pipeline.cut.dataflow import unchanged
-from meshwise.pipeline.cut.probe_result import StepCost
+from meshwise.pipeline.cut.probe_result import CallCost
 from meshwise.pipeline.run.packed_tree import StageEntrance
 
 
 def profile_module(
     run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
-) -> tuple[Any, StepCost]:
-    """Return the output of `run(*inputs)` and its cost. `timed` runs the backward too; otherwise the work is 0."""
+) -> tuple[Any, CallCost]:
+    """Return the output of `run(*args, **kwargs)` with `inputs = (args, kwargs)`, and its cost.
+
+    `timed`: run the backward too, and measure the work; otherwise it is 0. Gradients of `parameters` stay as they were.
+    """
     args, kwargs = inputs
     kept: dict[int, int] = {}
     keep = saved_bytes_hook(kept, parameters=parameters)
@@ -34,11 +37,11 @@ def profile_module(
             with _gradients_kept(parameters):
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         work = read() - begin
-    return output, StepCost(sum(kept.values()), work)
+    return output, CallCost(sum(kept.values()), work)
 
 
 def detached_inputs(inputs: Any) -> Any:
-    """Return the inputs as the beginning of a new graph, in the same memory."""
+    """Return the inputs in the same memory, without their graph; tensors that require gradients still do."""
 
     def own(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -50,15 +53,16 @@ def detached_inputs(inputs: Any) -> Any:
 
 
 class LossTail:
-    """Cost of the computation after the last step: forward, and backward to the last output."""
+    """Stopwatch for the computation after a piece, such as the loss: forward, and backward to the piece's output."""
 
     def __init__(self, output: Any) -> None:
+        """Start the stopwatch. `output`: the output of the piece."""
         self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
         self._cuda = any(tensor.is_cuda for tensor in self._from)
         self._begin = read_clock(cuda=self._cuda)
 
     def to(self, result: Any) -> float:
-        """Return the seconds up to here, and of the backward from this result."""
+        """Run the backward from `result` to the piece's output, and return the seconds since the start."""
         ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
         if ends and self._from:
             torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
@@ -67,7 +71,10 @@ class LossTail:
 
 @contextlib.contextmanager
 def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the cost so far: seconds, or operations on the meta device."""
+    """Yield a function that returns a reading of seconds or, if `values` have meta tensors, of operations.
+
+    Differences of readings count. Without `timed` every reading is 0.
+    """
     inputs = list(tensors(values))
     if not timed:
         yield float
@@ -82,7 +89,7 @@ def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
 
 
 class _NoModuleTracker(contextlib.AbstractContextManager[None]):
-    """Replacement for the module tracker of torch's flop counter, which fails where a model differentiates inside."""
+    """Replacement for the module tracker of torch's flop counter, which fails if a forward computes gradients."""
 
     parents = frozenset({"Global"})
 
@@ -92,7 +99,7 @@ class _NoModuleTracker(contextlib.AbstractContextManager[None]):
 
 @contextlib.contextmanager
 def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the gradients of the parameters afterwards."""
+    """Restore the gradients of the parameters at the end of the block."""
     before = [parameter.grad for parameter in parameters]
     try:
         yield
@@ -102,9 +109,9 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def read_clock(*, cuda: bool) -> float:
-    """Return seconds of a clock; with `cuda`, after the GPU has finished its queue.
+    """Return the seconds of a clock; with `cuda`, wait until the GPU has finished its queue.
 
-    If torch computes with one thread, it is that thread's processor time: other load of the machine does not count.
+    If torch computes on the CPU with one thread, the clock is this thread's processor time: other load does not count.
     """
     if cuda:
         streams_of(torch.device("cuda")).synchronize()
@@ -112,9 +119,9 @@ def read_clock(*, cuda: bool) -> float:
 
 
 def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a pack hook that writes the bytes of each saved memory to `kept`, except for parameters.
+    """Return a pack hook that writes the bytes of each saved storage to `kept`, by the storage's address.
 
-    The graph keeps the hook alive, so the hook refers to nothing that refers to the graph.
+    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not keep the graph alive.
     """
     stored = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -122,7 +129,7 @@ def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> C
         storage = tensor.untyped_storage()
         if storage._cdata not in stored:
             kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()  # an operation that kept its own result as it is would be kept by it
+        return tensor.detach()  # the result itself would keep the operation alive that saved it: a cycle
 
     return keep
 
@@ -141,7 +148,7 @@ def bytes_of(value: Any) -> int:
 
 
 def operations_key(module: nn.Module, *, inputs: Any) -> Hashable:
-    """Return a key of a module's operations: its parts, their parameters and its inputs."""
+    """Return a key that is equal for modules with equal operations: classes, attributes, and shapes of all tensors."""
     return *map(_make, module.modules()), _kinds(module.parameters()), _kinds(tensors(inputs))
 
 
@@ -153,5 +160,5 @@ def _make(module: nn.Module) -> Hashable:
 
 
 def _kinds(values: Iterable[Tensor]) -> Hashable:
-    """Return a key of the operations on these tensors."""
+    """Return the shapes and dtypes of these tensors, and whether they require gradients."""
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)

@@ -1,1 +1,1 @@
-"""The run of a pipeline: stages made from a model, the interpreter of schedules, and the measurement of a step."""
+"""Run a pipeline: make stages from a model, execute a schedule's actions, and measure a step."""

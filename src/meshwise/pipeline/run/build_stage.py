@@ -9,7 +9,7 @@ from meshwise.model.deferred_init import without_values
 from meshwise.model.module_copy import copy_modules
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.remote_parameter import RemoteParameter
-from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
+from meshwise.pipeline.run.stage import PieceForward, SplitBlockForward, Stage, StageForwardState, StageRoute
 
 
 def model_without_values(model: nn.Module) -> nn.Module:
@@ -24,15 +24,15 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. The
     parameters of other stages are released; their memory is free unless another object holds the model.
     """
-    crossing = StageRun(
-        cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
+    state = StageForwardState(
+        cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
     )
-    module = _blocks(model, cut, index, crossing, like or model_without_values(model))
-    receives = cut.crossing[index - 1] if index else ()
-    return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
+    module = _blocks(model, cut, index, state, like or model_without_values(model))
+    receives = cut.sends[index - 1] if index else ()
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
 
 
-def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, like: nn.Module) -> nn.Module:
+def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardState, like: nn.Module) -> nn.Module:
     """Return a copy of the model in which the pieces of other stages have no parameters."""
     contents = cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
@@ -43,15 +43,15 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
         _release(owner, owner._parameters, kept, bare_owner._parameters, path=path)
     for name, piece in pieces.items():
-        if name in contents.opened:
-            piece.forward = OpenedBlock(piece, route=route, crossing=crossing)
+        if name in contents.split_blocks:
+            piece.forward = SplitBlockForward(piece, route=route, state=state)
             continue
         if name not in contents.modules[contents.start : contents.stop]:
             for (path, owner), bare_owner in zip(
                 piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
             ):
                 _release(owner, owner._buffers, kept, bare_owner._buffers, path=path)
-        piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, crossing=crossing)
+        piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, state=state)
     return module
 
 

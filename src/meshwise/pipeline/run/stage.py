@@ -14,7 +14,7 @@ tables, an encoder and a decoder. So a stage *is* the model, with the same class
   the right shape and dtype, so that a missing value cannot pass unnoticed;
 - the first piece of a later stage leaves the forward.
 
-A stage may begin inside of a block (`block_entry.py`). The modules in that block are then pieces, and the block's own
+A stage may begin inside of a block (`split_blocks.py`). The modules in that block are then pieces, and the block's own
 forward runs on both sides; for other stages it is one piece like any other.
 
 Which outputs cross, and that pieces run in one order, the cut has seen on an example (`model_cut.py`).
@@ -107,7 +107,7 @@ def _first(tree: Any) -> Tensor | None:
     return next(tensors(tree), None)
 
 
-class StageRun:
+class StageForwardState:
     """Values that the current run of a stage has received and computed; the stage uses one object for all runs."""
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
@@ -178,18 +178,18 @@ class Stage:
     """
 
     def __init__(
-        self, module: nn.Module, *, index: int, count: int, crossing: StageRun, receives: Sequence[str]
+        self, module: nn.Module, *, index: int, count: int, state: StageForwardState, receives: Sequence[str]
     ) -> None:
         self.module = module
         self.index = index
         self.count = count
         self.receives = tuple(receives)
-        self.crossing = crossing
+        self.state = state
 
     @property
     def sends(self) -> tuple[str, ...]:
         """Keys of the values that `run` returns for the next stage; empty on the last stage."""
-        return tuple(self.crossing.sends)
+        return tuple(self.state.sends)
 
     def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
         """Return the result of one forward. `call` runs the model on a micro-batch, as in
@@ -200,14 +200,14 @@ class Stage:
 
         Raises StageError when pieces run in another order than in the example of the cut.
         """
-        self.crossing.start(received)
+        self.state.start(received)
         try:
             returned = call(self.module)
         except StageForwardLeft:
-            return self.crossing.stop()
+            return self.state.stop()
         finally:
-            self.crossing.open = False
-        self.crossing.stop()
+            self.state.open = False
+        self.state.stop()
         if self.index + 1 < self.count:
             raise StageError(f"the model's forward ended on stage {self.index}, before it reached the next stage")
         return returned
@@ -216,27 +216,27 @@ class Stage:
 class PieceForward:
     """Forward of a piece in a stage: each call computes, returns the received output, or returns NaN."""
 
-    def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", crossing: StageRun) -> None:
-        self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
+    def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", state: StageForwardState) -> None:
+        self._module, self._shadow, self._route, self._state = module, shadow, route, state
         self._hooks = PieceBackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the `forward` of the module."""
-        crossing, route = self._crossing, self._route
-        if not crossing.open:  # called by torch's checkpoint in the backward, or by the user
+        state, route = self._state, self._route
+        if not state.open:  # called by torch's checkpoint in the backward, or by the user
             return self._own(args, kwargs)
-        key = route.key(crossing.position, module=self._module)
-        if crossing.position >= route.stop:
-            crossing.leave()
-        own = route.start <= crossing.position < route.stop
-        crossing.position += 1
+        key = route.key(state.position, module=self._module)
+        if state.position >= route.stop:
+            state.leave()
+        own = route.start <= state.position < route.stop
+        state.position += 1
         if own:
             output = self._own(args, kwargs)
-            crossing.keep(key, value=output)
+            state.keep(key, value=output)
             return output
-        if key in crossing.received:
-            return crossing.received_of(key)
+        if key in state.received:
+            return state.received_of(key)
         return self._nothing(key, args, kwargs)
 
     def _own(self, args: Any, kwargs: Any) -> Any:
@@ -244,16 +244,16 @@ class PieceForward:
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return NaN in the shapes of the piece's output."""
-        crossing = self._crossing
+        state = self._state
         first = next(tensors((args, kwargs)), torch.empty(()))
-        shapes = first if key in crossing.same_shape else self._shapes_for(key, args, kwargs)
-        fresh = key in crossing.changed
-        device = crossing.device_for(first)
-        return map_tensors(lambda like: crossing.nan.like(like, device=device, fresh=fresh), shapes)
+        shapes = first if key in state.same_shape else self._shapes_for(key, args, kwargs)
+        fresh = key in state.changed
+        device = state.device_for(first)
+        return map_tensors(lambda like: state.nan.like(like, device=device, fresh=fresh), shapes)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return the output of the piece as meta tensors, computed once per input shapes."""
-        asked = (self._module.training, self._crossing.width.tokens(), signature((args, kwargs)))
+        asked = (self._module.training, self._state.width.tokens(), signature((args, kwargs)))
         if asked not in self._shapes:
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
@@ -268,21 +268,21 @@ class PieceForward:
         return self._shapes[asked]
 
 
-class OpenedBlock:
+class SplitBlockForward:
     """Forward of an opened block: its modules are pieces, and the block itself is the last piece."""
 
-    def __init__(self, module: nn.Module, *, route: "StageRoute", crossing: StageRun) -> None:
-        self._module, self._route, self._crossing = module, route, crossing
+    def __init__(self, module: nn.Module, *, route: "StageRoute", state: StageForwardState) -> None:
+        self._module, self._route, self._state = module, route, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the `forward` of the module."""
         output = type(self._module).forward(self._module, *args, **kwargs)
-        crossing = self._crossing
-        key = self._route.key(crossing.position, module=self._module)
-        if crossing.position >= self._route.stop:
-            crossing.leave()
-        crossing.position += 1
-        crossing.keep(key, value=output)
+        state = self._state
+        key = self._route.key(state.position, module=self._module)
+        if state.position >= self._route.stop:
+            state.leave()
+        state.position += 1
+        state.keep(key, value=output)
         return output
 
 

@@ -87,7 +87,7 @@ class StepClock:
         """Return the number of events in a step."""
         return len(self._events)
 
-    def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:
+    def __call__(self, *, loads: Sequence[float], sent_bytes: Sequence[float] = (), limit: float = math.inf) -> float:
         """Return the time of a step in which each stage takes so long for a micro-batch and sends so many bytes.
 
         It is infinite when a rank alone has to compute for as long as `limit`.
@@ -98,7 +98,7 @@ class StepClock:
         if max(ranks) >= limit:
             return math.inf
         thirds = [part for load in loads for part in (load / 3, 2 * load / 3)]
-        links = [self._seconds_per_byte * sent for sent in crossing] or [0.0] * len(loads)
+        links = [self._seconds_per_byte * sent for sent in sent_bytes] or [0.0] * len(loads)
         durations = [0.0, *thirds, *links]
         ends = [0.0]
         for before, other, duration in self._events:

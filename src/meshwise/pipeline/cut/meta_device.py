@@ -1,4 +1,4 @@
-"""Run parts of a model whose tensors have no values."""
+"""Run pieces of a model on the meta device, where tensors have shapes and no values."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from meshwise.model.shape_constants import ShapeConstants
 
 
 def has_no_values(model: nn.Module) -> bool:
-    """Return whether parameters of the model are on the meta device."""
+    """Return whether any parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def as_zeros(values: Any, *, device: torch.device) -> Any:
-    """Return a tree of values with zeros in place of its tensors."""
+    """Return a tree of values with each tensor replaced by zeros of its shape and dtype on `device`."""
     return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
 
 
 def device_of(inputs: Any) -> torch.device:
-    """Return the device of the first tensor argument, or the CPU if there is none."""
+    """Return the device of the first tensor in a tree of inputs, or the CPU if there is no tensor."""
     return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def sizes_known() -> Iterator[ShapeConstants]:
-    """Run pieces on meta tensors inside; values that follow from sizes alone are known."""
+    """Run pieces on meta tensors inside the block; values that follow from sizes alone (positions) are known."""
     with MetaKernels(), ShapeConstants() as constants, constants.forward():
         yield constants

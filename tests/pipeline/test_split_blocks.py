@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.block_entry import inner_modules
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.probe_result import ProbeResult, StepCost, typical
+from meshwise.pipeline.cut.probe_result import CallCost, ProbeResult, typical
+from meshwise.pipeline.cut.split_blocks import inner_modules
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import StepClock
 from meshwise.plan import Plan
@@ -80,7 +80,7 @@ def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
     model = Decoder().double()
     at = (f"blocks.0.{part}", f"blocks.1.{part}")
     cut = cut_model(model, stages=3, call=loss_of, request=CutRequest("params", where=CutOptions(at=at)))
-    assert cut.opened == ("blocks.0", "blocks.1")
+    assert cut.split_blocks == ("blocks.0", "blocks.1")
     is_the_model(model, loss_of, cut)
 
 
@@ -109,17 +109,17 @@ def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
         cut_model(model, stages=3, call=small_lm, request=CutRequest("params", where=CutOptions(how=how)))
         for how in ("blocks", "auto")
     )
-    assert whole.opened == ()
+    assert whole.split_blocks == ()
     assert auto.imbalance < whole.imbalance * 0.98
-    assert all(f"{name} is opened: a stage begins inside" in str(auto) for name in auto.opened)
+    assert all(f"{name} is split: a stage begins inside" in str(auto) for name in auto.split_blocks)
     is_the_model(model, small_lm, auto)
     even = cut_model(
         model, stages=2, call=small_lm, request=CutRequest("params", where=CutOptions(pieces=("blocks.*",)))
     )
-    assert even.opened == (), "pieces that were asked for stay whole"
+    assert even.split_blocks == (), "pieces that were asked for stay whole"
 
 
-def test_opened_blocks_shorten_the_step_of_a_schedule() -> None:
+def test_split_blocks_shorten_the_step_of_a_schedule() -> None:
     """Eight blocks and a head are too few for four stages."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocabulary=128, context=12, layers=8, heads=HEADS, width=WIDTH))
@@ -238,9 +238,9 @@ def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
     whole = small_gpt()
     inner = MatrixPairs(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
     at = CutOptions(at=("blocks.1.mlp_norm",))
-    assert cut_model(whole, stages=2, call=small_lm, request=CutRequest("params", where=at, pairs=inner)).opened == (
-        "blocks.1",
-    )
+    assert cut_model(
+        whole, stages=2, call=small_lm, request=CutRequest("params", where=at, pairs=inner)
+    ).split_blocks == ("blocks.1",)
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def trained(world: World, plan: Plan, model: str) -> Any:
         lr=1e-2,
     )
     assert trainer.cut is not None
-    assert trainer.cut.opened
+    assert trainer.cut.split_blocks
     steps = outcome(trainer, batches=batches())
     loss = trainer.evaluate(batches()[1:2]).loss
     predicted = trainer.predict(batches()[1]).square().sum()
@@ -373,9 +373,9 @@ def test_a_head_that_runs_once_is_measured_as_blocks_that_run_often() -> None:
     drawn = random.Random(0)
 
     def restless() -> ProbeResult:
-        cost = [StepCost(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.steps]
-        steps = tuple(replace(step, cost=one) for step, one in zip(seen.steps, cost, strict=True))
-        return replace(seen, steps=steps)
+        cost = [CallCost(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.calls]
+        steps = tuple(replace(step, cost=one) for step, one in zip(seen.calls, cost, strict=True))
+        return replace(seen, calls=steps)
 
-    works = [[step.cost.work for step in typical([restless() for _ in range(3)], model=model).steps] for _ in range(40)]
+    works = [[step.cost.work for step in typical([restless() for _ in range(3)], model=model).calls] for _ in range(40)]
     assert abs(mean(work[-1] for work in works) - mean(work[0] for work in works)) < 0.03

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.pipeline.schedules.action import Schedule, ScheduleError
-from meshwise.pipeline.schedules.in_order import gpipe, interleaved, looped, naive, one_forward_one_backward
+from meshwise.pipeline.schedules.classic_schedules import gpipe, interleaved, looped, naive, one_forward_one_backward
 from meshwise.pipeline.schedules.passes import send_first
 from meshwise.pipeline.schedules.validate import validate
 from meshwise.pipeline.schedules.zero_bubble import dualpipev, zb_h1, zb_h2, zb_v

@@ -1,4 +1,4 @@
-"""Find the modules inside of blocks at which a stage may begin.
+"""Find the blocks that two stages can share, and the modules inside of them at which a stage can begin.
 
     Block                  a stage can begin at
     ├── attention_norm
@@ -6,12 +6,12 @@
     ├── mlp_norm           mlp_norm       received: the block's input, and the attention's output
     └── mlp                mlp
 
-The block's own code between its modules, the sums of a residual stream, runs on both sides of the boundary. So its
-modules have to hold all its parameters and to run once each, in one order. A block is not opened that
+Such a block is a split block. Its own code between its modules, such as residual sums, runs on both stages. So its
+modules have to hold all its parameters and to run once each, in one order. A block cannot be split if it
 
-- holds parameters itself, or reads them from its modules without calling these;
-- has backward hooks, which see the gradients of all of it;
-- has a list of equal modules, such as experts, where data may choose some;
+- holds parameters itself, or reads parameters of its modules without calling the modules;
+- has backward hooks, which see the gradients of the whole block;
+- has a list of equal modules, such as experts, of which the data may choose some;
 - is called more than once, or again in the backward by torch's checkpoint, which would lack the received values.
 """
 
@@ -22,11 +22,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.parameter_reads import read_from_children
-from meshwise.pipeline.cut.module_hooks import has_backward_hooks
+from meshwise.pipeline.cut.backward_hooks import has_backward_hooks
 
 
 def inner_modules(block: nn.Module) -> tuple[str, ...]:
-    """Return the names, in a block, of the modules that it can be cut between; none if it cannot be opened."""
+    """Return the names, relative to the block, of the modules at which a stage can begin; empty if none can.
+
+    Not checked here: whether the block runs once, and its modules in one order. `probe` finds that out.
+    """
     names = tuple(_modules_with_forward(block, ""))
     theirs = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
     if has_backward_hooks(block):
@@ -36,7 +39,7 @@ def inner_modules(block: nn.Module) -> tuple[str, ...]:
 
 
 def is_repeated() -> bool:
-    """Return whether the code that runs now will run again in the backward, under torch's checkpoint."""
+    """Return whether the code that runs now is inside of torch's checkpoint and so runs again in the backward."""
     if not torch.is_grad_enabled():
         return True
     one = torch.ones((), requires_grad=True)
@@ -46,7 +49,7 @@ def is_repeated() -> bool:
 
 
 def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield the modules with parameters that have a forward of their own; lists of modules have none."""
+    """Yield the names of the modules with parameters and a forward of their own, also from inside of ModuleLists."""
     for name, child in module.named_children():
         if any(True for _ in child.parameters()):
             if _has_no_forward(child):
@@ -56,7 +59,7 @@ def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def _has_equal_modules(block: nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether a list of modules has two of one class, such as experts."""
+    """Return whether a list of modules in the block has two modules of one class, such as experts."""
     lists: dict[str, list[type[nn.Module]]] = {}
     for name in names:
         if "." in name:

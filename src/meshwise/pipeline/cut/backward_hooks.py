@@ -1,15 +1,16 @@
-"""Call backward hooks of modules in a model that is cut into stages.
+"""Call the backward hooks of modules in a model that is cut into stages.
 
-Torch calls a module's forward between two marks in the graph: a gradient that passes both is shown to backward hooks. A
-stage sends what a piece's forward returns, which lies between the marks:
+Torch puts two marks (`BackwardHook`) in the graph around a module's forward. A gradient that passes both marks is shown
+to the module's backward hooks. A stage sends the output of a piece's forward, which lies between the marks:
 
     stage 1     mark ── forward ──┬── mark      never passed: the gradient arrives between them
                                   └── sent ──►  received ── mark      stage 2
 
-So a stage takes the backward hooks off its pieces, and where a piece computes it puts the marks around what it sends.
-A module that several stages share has no such place; backward hooks on it are refused.
+So a stage takes the backward hooks off its pieces. Where a piece computes, the stage puts the marks inside of the
+forward, so that the output that it sends is outside of both. Backward hooks on a module that contains pieces of several
+stages are refused: no stage sees all its gradients.
 
-Forward hooks run on every stage, on received values and on computed ones.
+Forward hooks run on every stage, on received values and on computed values.
 """
 
 from collections.abc import Callable, Collection
@@ -22,10 +23,10 @@ from meshwise.pipeline.cut.partition import CutError
 
 
 class PieceBackwardHooks:
-    """Backward hooks of a piece in a stage, which torch itself would not call."""
+    """Backward hooks of a piece in a stage, called here because torch would not call them."""
 
     def __init__(self, module: nn.Module, *, computes: bool) -> None:
-        """Take the hooks off a module; they are called if this stage `computes` it, else by the stage that does."""
+        """Take the hooks off a module. `computes`: this stage computes the module, so it calls the hooks."""
         self._module = module
         self._before = list(module._backward_pre_hooks.values())
         module._backward_pre_hooks.clear()
@@ -49,12 +50,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def refuse_hooks(model: nn.Module, *, pieces: Collection[str]) -> None:
-    """Raise CutError for backward hooks on a module that several stages may run a part of, other than the model."""
+    """Raise CutError for backward hooks on a module that contains one of `pieces`, except on the model itself."""
     paths = (piece.split(".") for piece in pieces)
     shared = {".".join(path[:end]) for path in paths for end in range(1, len(path))}.difference(pieces)
     for name in sorted(shared):
         if has_backward_hooks(model.get_submodule(name)):
             raise CutError(
-                f"{name} has backward hooks, but several stages may each run a part of it, none sees all gradients. "
+                f"{name} has backward hooks, but several stages may run a part of it, and no stage sees all gradients. "
                 f"Put them on modules inside it, as {next(p for p in pieces if p.startswith(f'{name}.'))}"
             )
