@@ -15,7 +15,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
 from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, PipelineRuntime
+from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
 from meshwise.pipeline.run.stage import StageError
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.schedules.passes import lower
@@ -84,7 +84,7 @@ def losses_and_gradients(
     models = {index: copy.deepcopy(model) for index in mine}
     stages = {index: make_stage(models[index], cut=cut, index=index) for index in mine}
     storages = {index: Plain() for index in mine}
-    runtime = PipelineRuntime(stages, storages=storages, world=world)
+    runtime = ScheduleInterpreter(stages, storages=storages, world=world)
     returned = {}
     for _ in range(2):  # the second time every shape is agreed
         returned = runtime.run(schedule, jobs=jobs(present))
@@ -161,7 +161,7 @@ def test_shapes_or_numbers_that_depend_on_values_are_an_error(what: str, message
         stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
         storage = Plain()
         storage.did.append("gather")
-        runtime = PipelineRuntime(stages, storages={world.rank: storage}, world=world)
+        runtime = ScheduleInterpreter(stages, storages={world.rank: storage}, world=world)
         batches = [torch.ones(3, 4), torch.eye(4)[:3]]
         runtime.run(
             schedule, jobs={i: MicrobatchJob(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)}
@@ -187,7 +187,7 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
             stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
         storage = Plain()
         storage.did.append("gather")
-        PipelineRuntime({world.rank: stage}, storages={world.rank: storage}, world=world).run(
+        ScheduleInterpreter({world.rank: stage}, storages={world.rank: storage}, world=world).run(
             schedule, jobs=jobs(range(8))
         )
 

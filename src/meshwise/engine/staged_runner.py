@@ -18,7 +18,7 @@ from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
-from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, PipelineRuntime
+from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
 from meshwise.pipeline.run.stage import signature
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lower
@@ -49,7 +49,7 @@ class StagedRunner:
         self.evaluation_micro_batches = schedule.microbatches
         self._parameters = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
-        self._runtime = PipelineRuntime(runs, storages=self._parameters, world=self._world)
+        self._runtime = ScheduleInterpreter(runs, storages=self._parameters, world=self._world)
 
     @cached_property
     def _forwards(self) -> Schedule:

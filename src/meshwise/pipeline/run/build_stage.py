@@ -1,4 +1,4 @@
-"""Make a stage from a model and its cut."""
+"""Make one pipeline stage from a model and its cut: pieces of other stages lose their parameters and do not compute."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -19,10 +19,10 @@ def model_without_values(model: nn.Module) -> nn.Module:
 
 
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
-    """Return stage `index` of a model. `like` is the model without values, in the dtypes of the run.
+    """Return stage `index` of a model. `like`: the model without values in the run's dtypes; None: it is made here.
 
-    Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. The
-    parameters of other stages are released; their memory is free unless another object holds the model.
+    The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
+    parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is.
     """
     state = StageForwardState(
         cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
@@ -33,7 +33,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
 
 
 def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardState, like: nn.Module) -> nn.Module:
-    """Return a copy of the model in which the pieces of other stages have no parameters."""
+    """Return a copy of the model in which every piece has the forward of a stage, and other stages' are released."""
     contents = cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
@@ -58,9 +58,9 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardStat
 def _release(
     owner: nn.Module, tensors: MutableMapping[str, Any], kept: set[int], like: Mapping[str, Any], *, path: str
 ) -> None:
-    """Replace parameters or buffers of the module at `path` that this stage does not keep by `RemoteParameter`s.
+    """Replace `tensors` of the module at `path`, parameters or buffers, by `RemoteParameter`s, except for `kept` ids.
 
-    A model can still ask them for a dtype or a shape; computing with one is an error.
+    A model can still read the dtype or shape of such a tensor; to compute with it is an error.
     """
     for name, tensor in list(tensors.items()):
         bare = like[name]

@@ -1,13 +1,13 @@
-"""Measure a step: when each rank did what, and why it did not compute the rest of the time.
+"""Measure a training step: the actions of each rank with their times, and the causes of the time without computation.
 
 The time of a step in which a rank does not compute is split by cause:
 
-    | ideal        bubble of the schedule with equal stages, when nothing else takes time
-    | imbalance    more, because stages differ: every computation takes its stage's mean
-    | receives     more, waiting for messages and for the last rank: transfers, and computations of varying length
-    | collectives  waits inside computations (split layers, gathered units) and for reductions, less the time that the
-    |              rank would have idled by the clock: it waits for a slower rank in collectives as well
-    | other        the rest: the interpreter between actions
+    | ideal        bubble of the schedule if all stages are equal and only computations take time
+    | imbalance    additional bubble because stages differ, if every computation takes the mean time of its stage
+    | receives     additional waits for messages and for the last rank: transfers, and computations of varying length
+    | collectives  waits inside computations (split layers, gathered units) and for reductions. If the rank would have
+    |              idled meanwhile by the schedule, this part counts as ideal or imbalance
+    | other        the remaining time: the interpreter between actions
 """
 
 import dataclasses
@@ -30,13 +30,14 @@ from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Sche
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
 
 _ROUNDS = 8
+"""Number of questions to each rank's clock; the quickest answer is taken."""
 
 
 def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> float:
-    """Return how far this rank's clock is ahead of the first rank's, in seconds; 0 within the measurement error.
+    """Return by how many seconds this rank's clock `now` is ahead of the first rank's clock; 0 within the error.
 
-    The first rank asks every other one for the time and takes the quickest answer: the clock was read between question
-    and answer (Cristian, 1989). Every rank calls it.
+    The first rank asks every other rank for the time and takes the quickest answer: that rank read its clock between
+    question and answer (Cristian, 1989). Every rank calls it.
     """
     line = world.over(Mesh((("rank", world.size),)))
     offsets = [0.0] * world.size
@@ -51,7 +52,7 @@ def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> 
 
 
 def _ask_clock(line: World, rank: int, now: Callable[[], float]) -> tuple[float, float]:
-    """Return how far the clock of `rank` is ahead, and the seconds between question and answer."""
+    """Return the seconds by which the clock of `rank` is ahead, and the seconds between question and answer."""
     message = torch.zeros(1, dtype=torch.float64, device=line.device)
     asked = now()
     line.send(message, axis="rank", to=rank).wait()
@@ -70,12 +71,12 @@ def _answer_clock(line: World, now: Callable[[], float]) -> None:
 
 
 _Means: TypeAlias = Mapping[ActionKind, float]
-"""Mean duration of each kind of computation that occurs."""
+"""Mean seconds of each kind of computation that occurs in a stage."""
 
 
 @dataclass(frozen=True)
 class LostTime:
-    """Seconds of one rank without computation, by cause."""
+    """Seconds of one rank without computation, by cause; the module docstring defines the causes."""
 
     ideal: float
     imbalance: float
@@ -85,18 +86,18 @@ class LostTime:
 
     @property
     def seconds(self) -> float:
-        """Sum of all causes."""
+        """Seconds without computation: the sum of all causes."""
         return self.ideal + self.imbalance + self.receives + self.collectives + self.other
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step, measured. Prints as a table."""
+    """Timeline of one training step on all ranks. Prints as a table of the lost time."""
 
     schedule: Schedule
-    """Schedule that was run, from `passes.lower`."""
+    """Schedule that was run, with transfers and reductions (from `passes.lower`)."""
     step: Timeline
-    """Timeline of the whole step: the row of the schedule, and the time before and after."""
+    """Timeline of the whole step: the schedule, and the time before its first and after its last action."""
 
     @cached_property
     def run(self) -> Timeline:
@@ -113,12 +114,12 @@ class MeasuredStep:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """Timeline of the same computations with every stage at its mean time and no waits besides the schedule's."""
+        """Timeline of the schedule if every computation takes its stage's mean time and nothing else takes time."""
         return self._clocked(self._means)
 
     @cached_property
     def ideal(self) -> Timeline:
-        """Timeline of the schedule with all stages equal."""
+        """Timeline of the schedule if all stages take the mean time, and nothing else takes time."""
         taken: dict[ActionKind, list[float]] = {}
         for means in (means for stages in self._means for means in stages):
             for kind, mean in means.items():
@@ -128,7 +129,7 @@ class MeasuredStep:
 
     @cached_property
     def lost(self) -> tuple[LostTime, ...]:
-        """Time that each rank does not compute, between the first and the last action of any rank."""
+        """Time without computation of each rank, between the first and the last action of any rank."""
         return tuple(map(self._lost, range(self.run.ranks)))
 
     def _lost(self, rank: int) -> LostTime:
@@ -164,7 +165,7 @@ class MeasuredStep:
         ]
 
     def _clocked(self, means: Sequence[Sequence[_Means]]) -> Timeline:
-        """Return the clock's timeline of all pipelines, with these means, for the micro-batches that were run."""
+        """Return the timeline of all pipelines if computations take these means, for the micro-batches that ran."""
         present = {event.microbatch for row in self.run.computing for event in row}
         rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
         events: list[Event] = []
@@ -198,7 +199,7 @@ class MeasuredStep:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """Write the measurement to a JSON file. Raises OSError."""
+        """Write the measurement to a JSON file: keys `schedule`, `pipelines` and `events`. Raises OSError."""
         events = [dataclasses.astuple(event) for event in self.step.events]
         fields = {"schedule": str(self.schedule), "pipelines": self.step.pipelines, "events": events}
         path.write_text(json.dumps(fields), encoding="utf-8")
@@ -216,7 +217,7 @@ class MeasuredStep:
 
 
 def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
-    """Return the steps that all ranks of `world` recorded. Every rank calls it."""
+    """Return the steps that all ranks of `world` recorded in their stopwatches. Every rank calls it."""
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])
     steps = zip(*(_steps(rank, spans) for rank, spans in enumerate(every)), strict=True)
@@ -228,7 +229,7 @@ def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule)
 
 
 def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
-    """Yield the events of each step of a rank, from its begin to its update."""
+    """Yield the events of each complete step of a rank, from its BEGIN to its UPDATE."""
     others = [span for span in spans if span.waits or span.in_background]
     step: list[Event] = []
     for span in (span for span in spans if not (span.waits or span.in_background)):

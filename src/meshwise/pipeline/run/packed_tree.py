@@ -1,7 +1,7 @@
-"""Pack the values that cross between stages: tensors to send, and a skeleton that both sides know.
+"""Split the values that a stage sends to the next stage into tensors, and a skeleton that the receiver rebuilds from.
 
-The skeleton has the place, shape and dtype of each tensor, and whether a gradient returns for it. It is sent once per
-edge and shape; otherwise only tensors travel. A tensor that occurs twice travels once.
+The skeleton has the place, shape and dtype of each tensor, and whether a gradient returns for it. It is sent once for
+each pair of stages and each set of shapes; later messages are tensors alone. A tensor that occurs twice is sent once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 
 @dataclass(frozen=True)
 class PackedTree:
-    """Values as a skeleton and a list of tensors."""
+    """Named trees of values, split into a skeleton and tensors."""
 
     skeleton: Mapping[str, Any]
-    """The values with meta tensors in place of tensors, `requires_grad` as it was. Pickles."""
+    """The values with a meta tensor in place of each tensor, with the same `requires_grad`; it can be pickled."""
     tensors: tuple[Tensor, ...]
-    """Tensors, each once, in the order of the skeleton."""
+    """Each tensor once, in the order in which the skeleton has it first."""
 
 
 def pack(values: Mapping[str, Any]) -> PackedTree:
-    """Split values into a skeleton and tensors, which stay part of their graph."""
+    """Split named trees of values into a skeleton and tensors; the tensors stay part of their autograd graph."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def spec_of(tensor: Tensor) -> Tensor:
@@ -39,39 +39,39 @@ def pack(values: Mapping[str, Any]) -> PackedTree:
 
 
 def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return the meta tensors of a skeleton, each once; `requires_grad` is set where a gradient goes back."""
+    """Return each meta tensor of a skeleton once; one with `requires_grad` gets a gradient back."""
     return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
 
 
 def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the values from a skeleton and the arrived tensors, in the order of `tensor_specs(skeleton)`."""
+    """Return the values of a skeleton, filled with the `arrived` tensors in the order of `tensor_specs(skeleton)`."""
     places = {id(spec): tensor for spec, tensor in zip(tensor_specs(skeleton), arrived, strict=True)}
     unpacked: dict[str, Any] = map_tensors(lambda spec: places[id(spec)], dict(skeleton))
     return unpacked
 
 
 class StageEntrance(torch.autograd.Function):
-    """Identity whose result is neither leaf nor view, so that a model may change its inputs in place.
+    """Identity for received leaves: the result is neither leaf nor view, so a model may change it in place.
 
-    The gradient that arrives becomes the leaf's gradient without a copy. torch would copy a gradient that another
-    object refers to, as a sender does when a stage passes a value on unchanged.
+    Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient to which
+    another object refers, such as the sender of a value that a stage passes on unchanged.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        """Return the same memory."""
+        """Return a tensor in the memory of the leaf."""
         ctx.leaf = leaf
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
-        """Set the leaf's gradient, and return none for torch to add."""
+        """Set the leaf's `.grad`, or add to it, and return None, so that torch adds nothing."""
         leaf = ctx.leaf
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
 def enter(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for a stage to use: each leaf that requires a gradient goes through one `StageEntrance`."""
+    """Return received values for a stage to use: each leaf that requires a gradient passes one `StageEntrance`."""
     made: dict[int, Tensor] = {}
 
     def inside(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Replace another stage's parameter by a tensor that has a shape and a dtype, and that refuses to be computed with.
+"""Replace another stage's parameter by a tensor that has a shape and a dtype, and raises an error in computations.
 
-A meta tensor is not enough: torch multiplies by one on the CPU without an error, and returns what lies in memory.
-TorchScript and `torch.tensor` ignore subclasses, and still do so.
+A meta tensor is not enough: torch multiplies a CPU tensor by a meta tensor without an error, and returns arbitrary
+memory. TorchScript and `torch.tensor` ignore subclasses of Tensor, so they still return arbitrary memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,10 @@ REMEDY = (
     "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=CutOptions(at=…)), "
     "model.cut_at of a job"
 )
-"""Advice for a stage that needs a parameter of another stage."""
+"""Advice at the end of an error about a stage that needs a parameter of another stage."""
 
 _CASTS = frozenset((Tensor.to, Tensor.type_as))
+"""Functions that convert their first tensor to the dtype of their second tensor."""
 _LIKE = frozenset((*_CASTS, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.is_same_size))
 """Functions that read the shape or the dtype of their second tensor; the result is on the device of the first."""
 
@@ -30,18 +31,18 @@ _SHAPED = frozenset(
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like, torch.rand_like, torch.randn_like),
     )
 )
-"""Functions that make a new tensor; with an explicit device, it belongs to this stage."""
+"""Functions that make a new tensor in the shape or dtype of another; with an explicit device, it has real values."""
 
 
 class RemoteParameter(Tensor):
-    """Parameter or buffer that another stage holds. Computing with it raises StageError."""
+    """Parameter or buffer that another stage holds: has a shape and a dtype. To compute with it raises StageError."""
 
     known_as: str
-    """Its name in the model."""
+    """Name of the parameter or buffer in the model."""
 
     @staticmethod
     def named(name: str, *, like: Tensor) -> "RemoteParameter":
-        """Return the parameter named `name`; `like` has its shape and dtype."""
+        """Return a remote parameter with this name in the model, in the shape and dtype of `like`."""
         one = like.detach().as_subclass(RemoteParameter)
         one.known_as = name
         return one
@@ -54,14 +55,17 @@ class RemoteParameter(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer questions about the shape; results of remote parameters alone are remote, too."""
+        """Return shapes and dtypes; an operation on remote parameters alone returns remote parameters.
+
+        Raises StageError for an operation that also has other tensors.
+        """
         known = kwargs or {}
         given = list(tensors((args, known)))
         where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, RemoteParameter))
         asked = func in _LIKE and not isinstance(args[0], RemoteParameter)
         if not asked and any(not isinstance(tensor, RemoteParameter) for tensor in given):
             raise StageError(
-                f"a stage computes with {where}, which another stage holds and the example did not show it to need. "
+                f"a stage computes with {where}, which another stage holds; on the example it did not need {where}. "
                 f"{REMEDY}"
             )
         with torch._C.DisableTorchFunctionSubclass():

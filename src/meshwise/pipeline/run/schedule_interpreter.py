@@ -1,15 +1,15 @@
-"""Interpret a schedule: run this rank's row of a lowered table, action by action.
+"""Interpret a schedule: run this rank's row of actions, one after the other.
 
 The table decides the order of computations and messages; `validate` has checked that no rank waits for ever.
 
-    | 2RECV_F0                  posted as soon as its shapes are known; waited for at its turn
+    | 2RECV_F0                  receive: posted as soon as its shapes are known; the rank waits for it at its turn
     | 2F0                       the stage's forward; a stage on the same rank receives the output directly
-    | 2SEND_F0                  started; waited for when the receiver has answered, or at the end of the row
+    | 2SEND_F0                  send: started; its memory is freed when the receiver has answered, or at the row's end
     | 2B0 2I0 2W0               the backward, whole or in two parts (`split_backward.py`)
     | 2GATHER 2FREE 2REDUCE     passed to the storage of the stage's parameters
 
-Shapes are agreed once for each edge and each shape of a micro-batch: a header precedes the first message; later
-messages are tensors alone. A micro-batch without rows is left out on every rank.
+The first message between two stages for each shape of a micro-batch begins with a header, from which the receiver knows
+the shapes; later messages are tensors alone. The actions of a micro-batch that is not run are left out on every rank.
 """
 
 import pickle
@@ -33,20 +33,19 @@ from meshwise.pipeline.schedules.passes import counterpart
 
 @dataclass(frozen=True)
 class MicrobatchJob:
-    """One micro-batch: a function that calls the model on it, and the key of its shapes, equal on every rank.
-
-    On the last stage `call` returns the loss to go backward from.
-    """
+    """One micro-batch, as the interpreter runs it."""
 
     call: Callable[[nn.Module], Any]
+    """Runs the model on the micro-batch; on the last stage it returns the loss from which the backward starts."""
     shapes: Hashable
+    """Key of the micro-batch's shapes, equal on every rank; equal keys have messages of equal shapes."""
 
 
 class StageStorage(Protocol):
-    """Storage of the parameters of a stage, as the runtime uses it."""
+    """Interface of the storage of a stage's parameters, as the interpreter uses it."""
 
     def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
-        """Run micro-batch `index` inside: its forward, or with `again` its backward."""
+        """Return a context for running micro-batch `index`: its forward, or with `again` its backward."""
 
     def gather(self) -> None:
         """Start to gather the parameters."""
@@ -58,29 +57,34 @@ class StageStorage(Protocol):
         """Free the gathered parameters."""
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks with other rows, after the stage's last backward."""
+        """Sum the gradients over the ranks with other rows of the batch, after the stage's last backward."""
 
 
 @dataclass
 class _Flight:
-    """A micro-batch in one stage, between its forward and the end of its backward."""
+    """State of a micro-batch in one stage, from its arrival to the end of its backward."""
 
     received: dict[str, Any] = field(default_factory=dict)
+    """Values from the stage before, by key."""
     leaves: list[Tensor] = field(default_factory=list)
+    """Received tensors whose gradients are sent back."""
     outputs: list[Tensor] | None = None
+    """Outputs that get a gradient from the next stage; None before the forward."""
     gradients: list[Tensor] = field(default_factory=list)
+    """Gradients of `outputs`."""
     weights: WeightBackward | None = None
+    """The W after an I."""
 
 
 Place = tuple[int, int]
-"""A stage and a micro-batch."""
+"""(stage, micro-batch)."""
 
 Header = Sequence[tuple[int, Any]]
-"""Each crossing value with its number among the values that the stage sends; equal stages have equal headers."""
+"""Start of a first message: (number, skeleton) of each sent value; numbers count the values that the stage can send."""
 
 
-class PipelineRuntime:
-    """Runtime of this rank's stages over the axis `pp`."""
+class ScheduleInterpreter:
+    """Interpreter of schedules for this rank's stages; remembers the agreed shapes of messages from run to run."""
 
     def __init__(self, stages: Mapping[int, Stage], *, storages: Mapping[int, StageStorage], world: World) -> None:
         self._stages, self._storages, self._world = stages, storages, world
@@ -88,17 +92,18 @@ class PipelineRuntime:
         self._agreed: dict[tuple[int, Hashable], Mapping[str, Any]] = {}
 
     def run(self, schedule: Schedule, *, jobs: Mapping[int, MicrobatchJob]) -> dict[int, Any]:
-        """Run this rank's row for the micro-batches in `jobs`, and return what the last stage returned, if it is here.
+        """Run this rank's row of the schedule for the micro-batches in `jobs`, which are keyed by number.
 
-        Raises StageError when shapes or numbers differ between micro-batches of equal shapes, and what a stage raises.
+        Return the result of the last stage for each micro-batch; empty if another rank has the last stage. Raises any
+        error of a stage, and StageError when a stage sends other shapes or numbers for a micro-batch of equal shapes.
         """
         return _Walk(self, schedule, jobs).run()
 
 
 class _Walk:
-    """Interpreter of one step."""
+    """State of one run of a schedule on this rank."""
 
-    def __init__(self, runtime: PipelineRuntime, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
+    def __init__(self, runtime: ScheduleInterpreter, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
         self._stages, self._storages = runtime._stages, runtime._storages
         self._world, self._rank, self._agreed = runtime._world, runtime._rank, runtime._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
@@ -113,7 +118,7 @@ class _Walk:
         self._arrived = self._acknowledged()
 
     def run(self) -> dict[int, Any]:
-        """Run this rank's row."""
+        """Run the actions of this rank's row in order; an error gets a note with the action and the rank."""
         for action in self._rows[self._rank]:
             self._world.flight_recorder.doing = action
             try:
@@ -200,17 +205,17 @@ class _Walk:
                 self._leaving[ActionKind.SEND_B, place] = None, back
 
     def _deliver(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
-        """Hand the received values to a stage."""
+        """Make the arrived tensors the received values of a stage, as leaves that may require gradients."""
         flight = self._flights[place]
         for tensor, spec in zip(arrived, tensor_specs(skeleton), strict=True):
             tensor.requires_grad_(spec.requires_grad)
         flight.received = unpack(skeleton, arrived=arrived)
         flight.leaves = [tensor for tensor in arrived if tensor.requires_grad]
 
-    # ---- what is sent ------------------------------------------------------------------------------------------
+    # ---- sending -----------------------------------------------------------------------------------------------
 
     def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Header | None:
-        """Return the header that announces a message of new shapes, or None if the next stage knows them."""
+        """Return the header of a message with new shapes, or None if the next stage knows the shapes."""
         key = (stage, self._jobs[index].shapes)
         if key not in self._agreed:
             self._agreed[key] = skeleton
@@ -221,8 +226,8 @@ class _Walk:
             if now[name] != before[name]:
                 raise StageError(
                     f"stage {stage} sends as {name}, for micro-batch {index}, {_as_text(skeleton[name])}, and for "
-                    f"another one of the same shapes {_as_text(agreed[name])}. Only values of tensors may differ "
-                    "between them, not shapes, dtypes, gradients or numbers. Return a number that differs as a tensor"
+                    f"another micro-batch of the same shapes {_as_text(agreed[name])}. Only values of tensors may "
+                    "differ, not shapes, dtypes, gradients or numbers. Return a number that differs as a tensor"
                 )
         return None
 
@@ -233,7 +238,7 @@ class _Walk:
         self._sending[rank].append(sends)
 
     def _acknowledged(self) -> dict[Action, int]:
-        """For each receive, return how many messages of this rank its sender has received before it sends."""
+        """Return, for each receive, how many messages of this rank the other rank has received before it sends."""
         found: dict[Action, int] = {}
         for row in self._rows:
             count = 0
@@ -245,7 +250,7 @@ class _Walk:
         return found
 
     def _release(self, rank: int, count: int) -> None:
-        """Finish the first `count` messages to a rank, which has received them, and free their memory."""
+        """Wait for the first `count` messages to a rank, which it has received, and free their memory."""
         while self._waited[rank] < count:
             for work in self._sending[rank].popleft():
                 work.wait()
@@ -254,10 +259,10 @@ class _Walk:
     def _other_end(self, action: Action) -> int:
         return self._ranks[counterpart(action).stage]
 
-    # ---- what is received --------------------------------------------------------------------------------------
+    # ---- receiving ---------------------------------------------------------------------------------------------
 
     def _post(self) -> None:
-        """Post the next receive, when its shapes are known."""
+        """Post the next receive of the row, if no other receive is posted and its shapes are known."""
         if self._posted is not None or not self._coming:
             return
         action = self._coming[0]
@@ -305,7 +310,7 @@ def _place_text(action: Action) -> str:
 
 
 def _description(skeleton: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description on which sender and receiver must agree; a tensor that occurs twice travels once."""
+    """Return for each name the shapes, dtypes, numbers and gradients on which sender and receiver must agree."""
     number = {id(spec): place for place, spec in enumerate(tensor_specs(skeleton))}
     return {
         name: (signature(value, other=pickle.dumps), [(number[id(one)], one.requires_grad) for one in tensors(value)])

@@ -1,17 +1,18 @@
 """Run a backward in two parts: I computes the gradients of received values, and W later the parameters' gradients.
 
-Two calls of autograd would compute the shared path twice. But a node of the graph, of a matrix product for example,
-computes the gradients of its two operands independently, and autograd omits those that are not needed. So:
+Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
+the gradients of its two operands independently, and autograd omits a gradient that is not asked for. So:
 
-    output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to what was received
+    output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
                │             │
-               ▼             ▼                               I runs the spine, and keeps what arrives at n4 and n2
+               ▼             ▼                               I runs the spine, and keeps the gradients at n4 and n2
               W b           W a                              W starts again at n4 and at n2, towards the parameters
 
-Saved tensors that W does not need are freed after I. The nodes compute what one backward computes (Qi et al., 2023;
-torch's pipelining does the same).
-A parameter that is reached from the spine at several nodes gets its gradient with I: from one of the nodes, autograd
-would reach the others again. So does a parameter behind torch's checkpoint, which would recompute once more.
+Saved tensors that W does not need are freed after I. I and W together compute the same gradients as one backward (Qi
+et al., 2023; torch's pipelining does the same).
+
+Two kinds of parameters get their gradients already in I. A parameter that is reached from the spine at several nodes:
+from one of the nodes, autograd would reach the others again. A parameter behind torch's checkpoint: W would recompute.
 """
 
 import contextlib
@@ -25,13 +26,14 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import checkpoint
 
 Gradients: TypeAlias = Sequence[Tensor | None]
+"""Gradient of each output of a node; None for an output without a gradient."""
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""torch's reentrant checkpoint: a node that runs a backward of its own, and cannot be asked for a part of it."""
+"""Node of torch's reentrant checkpoint: it runs a whole backward, which cannot be split."""
 
 
 class WeightBackward:
-    """Second part of a backward, after its I; `run` does it once."""
+    """Second part of a backward (W), to run after its first part (I); a second `run` does nothing."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], None]] = []
@@ -51,7 +53,8 @@ def backward_input(
 ) -> WeightBackward:
     """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
 
-    `gradients` belong to `outputs`, which require gradients. If nothing was received, W is the whole backward.
+    `gradients` are those of `outputs`, which require gradients. If no received value is in the graph, W is the whole
+    backward. If a reentrant checkpoint is in the graph, I is the whole backward, and W does nothing.
     """
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
@@ -87,11 +90,12 @@ def backward_input(
 
 
 def is_reentrant(values: Iterable[Tensor]) -> bool:
-    """Return whether a reentrant checkpoint of torch is in the graph of these values."""
+    """Return whether a node of torch's reentrant checkpoint is in the graph of these values."""
     return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
 
 
 def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    """Add to W the backward from `place` to the parameters, with the gradients that arrive there in I."""
     if parameters and any(gradient is not None for gradient in gradients):
         later.later(partial(_leave, place, parameters, gradients))
 
@@ -99,7 +103,8 @@ def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], g
 def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
     """Run the backward from a node of the spine to the parameters, with the gradients that arrived there in I.
 
-    Hooks on the node's tensor have changed these gradients in I. They are called again here; their result is replaced.
+    Hooks on the node's tensor have already changed these gradients in I. Autograd calls the hooks again here, so a last
+    hook puts the gradients of I back.
     """
     arrived = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
     hook = place.register_prehook(lambda _: tuple(gradients))
@@ -109,27 +114,27 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
 
 
 def _forget(node: Node) -> None:
-    """Free the tensors that a node saved, which will not run again.
+    """Free the saved tensors of a node that will not run again.
 
-    Single numbers stay: a rehearsal, which records tensors, treats the factor of a dropout as a number.
+    Tensors of dim 0 stay: a rehearsal, which records tensors, treats the factor of a dropout as a number.
     """
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
-            with contextlib.suppress(RuntimeError):  # it has hooks already, of a tier or of the model's own
+            with contextlib.suppress(RuntimeError):  # the saved tensor has hooks already, of a tier or of the model
                 saved.register_hooks(_nothing, _nothing)
 
 
 def _nothing(_saved: object) -> None:
-    """Return None in place of a saved tensor that is not needed."""
+    """Return None: the replacement for a saved tensor that is not needed."""
 
 
 def _computed_again(node: Node) -> bool:
-    """Return whether torch's checkpoint recomputes the tensors that the node saved."""
+    """Return whether torch's non-reentrant checkpoint recomputes the tensors that the node saved."""
     return any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
 
 
 def _saved(node: Node) -> Iterator[Any]:
-    """Yield torch's SavedTensors of a node; `data` is the tensor or a hook's replacement."""
+    """Yield torch's SavedTensor objects of a node; their `data` is the tensor, or the result of a pack hook."""
     for name in _saved_by(type(node)):
         some = getattr(node, name)
         yield from some if isinstance(some, list | tuple) else (some,)
@@ -137,7 +142,7 @@ def _saved(node: Node) -> Iterator[Any]:
 
 @cache
 def _saved_by(kind: type[Node]) -> tuple[str, ...]:
-    """Return the names of the attributes with the saved tensors of a kind of node."""
+    """Return the names of the attributes in which a class of nodes keeps its saved tensors."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -147,7 +152,7 @@ def _node(leaf: Tensor) -> Node:
 
 
 class _Graph:
-    """Graph below some outputs; the order of its nodes is deterministic."""
+    """Autograd graph from some output nodes down to the leaves; the order of its nodes is deterministic."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self.nodes: dict[Node, None] = {}
@@ -166,7 +171,7 @@ class _Graph:
 
     @property
     def is_reentrant(self) -> bool:
-        """True if there is a reentrant checkpoint."""
+        """True if a node of the graph is a reentrant checkpoint."""
         return any(node.name() == _REENTRANT for node in self.nodes)
 
     def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
@@ -181,7 +186,7 @@ class _Graph:
         return found
 
     def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
-        """Return the nodes at which paths to the leaf leave the spine; None for a path that never was on it."""
+        """Return the nodes at which paths to the leaf leave the spine; None for a path without a node of the spine."""
         found: set[Node | None] = set()
         seen: set[Node] = set()
         waiting = [leaf] if leaf in self.nodes else []

@@ -1,23 +1,23 @@
-"""Run a stage: a part of a model, by the model's own forward.
+"""Run one pipeline stage of a model with the model's own forward, in which the pieces of other stages do not compute.
 
 Rewriting a model into a list of layers breaks everything that is not a list of layers: keyword arguments, masks, rotary
-tables, an encoder and a decoder. So a stage *is* the model, with the same class, names and forward. The pieces
-(embedding, blocks, norm, head) of other stages have no parameters in it and do not compute:
+tables, an encoder and a decoder. So a stage *is* the model, with the same class, names and forward. In a stage, the
+pieces (embedding, blocks, norm, head) of other stages have no parameters and do not compute:
 
     the model        embedding   block 0   block 1   block 2   block 3   norm   head
     stage 1 of 3     (nan)       (nan)     received  computes  computes  leaves
                                            │                         │
                                            output of block 1 ──►     └──► output of block 3
 
-- what lies between pieces, masks and rotary tables and residual sums, runs on every stage, from the same batch;
-- a piece of an earlier stage returns its own received output where a later piece needs it. Otherwise it returns NaN of
-  the right shape and dtype, so that a missing value cannot pass unnoticed;
-- the first piece of a later stage leaves the forward.
+- code between pieces (masks, rotary tables, residual sums) runs on every stage, from the same batch;
+- a piece of an earlier stage returns its output as this stage received it, if a later piece needs the output. Otherwise
+  it returns NaN of the right shape and dtype, so that a missing value cannot pass unnoticed;
+- the first piece of a later stage ends the forward by an exception.
 
-A stage may begin inside of a block (`split_blocks.py`). The modules in that block are then pieces, and the block's own
-forward runs on both sides; for other stages it is one piece like any other.
+A stage may begin inside of a block (`split_blocks.py`). On the two stages that share this split block, its modules are
+pieces and its own forward runs; on any other stage it is one piece.
 
-Which outputs cross, and that pieces run in one order, the cut has seen on an example (`model_cut.py`).
+The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run.
 """
 
 import contextlib
@@ -39,31 +39,32 @@ from meshwise.pipeline.run.packed_tree import enter
 
 
 class StageError(RuntimeError):
-    """Error for a run of a stage that differs from the example of the cut."""
+    """Error for a run of a stage that differs from the run on the example, from which the model was cut."""
 
 
 Place: TypeAlias = tuple[bool, int, dict[str, Any]]
-"""Point of a run: whether a run is open, the number of the next piece, the received values."""
+"""Point of a forward: (True inside of a forward, number of the next call of a piece, received values)."""
 
 
 @dataclass(frozen=True)
 class FeatureWidth:
-    """Sizes of the hidden states under tensor parallelism: features and tokens, on a rank and in total.
-
-    `made` maps pieces that make hidden states of something else, as an embedding does, to the dim of the features.
-    `tokens` returns the number of tokens (on this rank, in total) in the current forward; it counts inside `blocks`.
-    """
+    """Sizes of the hidden states under tensor parallelism, on this rank and in total."""
 
     own: int = 0
+    """Features on this rank."""
     whole: int = 0
+    """Features in total; equal to `own` if tensor parallelism does not split them."""
     made: Mapping[str, int] = field(default_factory=dict)
+    """Pieces that make hidden states from other inputs, such as embeddings; the negative dim of the features."""
     tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns the number of tokens (on this rank, in total) in the current forward."""
     blocks: Collection[str] = ()
+    """Names of the blocks, inside of which tokens are split."""
 
     def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
-        """Return this rank's part of the output of piece `name`, as meta tensors.
+        """Run `shadow` on meta tensors, and return the shapes of this rank's output of piece `name`, as meta tensors.
 
-        `shadow` is the piece as on one process: it receives all features and tokens.
+        `shadow` is the piece before tensor parallelism, so its inputs are widened to all features and tokens.
         """
         own, whole = self.tokens()
         if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
@@ -108,9 +109,13 @@ def _first(tree: Any) -> Tensor | None:
 
 
 class StageForwardState:
-    """Values that the current run of a stage has received and computed; the stage uses one object for all runs."""
+    """State of a stage's current forward: values received and to send, and the position among the calls of pieces.
+
+    A stage uses one such object for all its forwards.
+    """
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
+        """`sends`: keys of the values to send. `changed` and `same_shape` are those of the `ModelCut`."""
         self.sends, self.changed, self.same_shape = sends, changed, same_shape
         self.nan = NanPlaceholder()
         self.width = FeatureWidth()
@@ -120,7 +125,7 @@ class StageForwardState:
         self.position = 0
 
     def start(self, received: Mapping[str, Any]) -> None:
-        """Begin a run."""
+        """Begin a forward with the values received from the stage before, by key."""
         self.open, self.position = True, 0
         self.received = enter(received)
         self.sent = {}
@@ -128,24 +133,26 @@ class StageForwardState:
             self.keep(key, value=value)
 
     def keep(self, key: str, *, value: Any) -> None:
-        """Store a value to send at the end, if a later stage needs it; a copy, if the model will change it."""
+        """Store a value to send at the end, if it is one of `sends`; a copy, if the model will change the value."""
         if key in self.sends and not self.repeats:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def received_of(self, key: str) -> Any:
-        """Return a value that an earlier stage sent; a copy, if the model will change it."""
+        """Return the received value of this key; a copy, if the model will change the value."""
         value = self.received[key]
         return map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def device_for(self, given: Tensor) -> torch.device:
-        """Return the device for a result of `given`, which is on the meta device if the model moved it to a parameter's
-        device.
+        """Return the device for the result of a piece with the input `given`.
+
+        A model that moves its input to the device of a remote parameter moves it to the meta device. Then the result is
+        on the device of the received values.
         """
         here = (tensor.device for tensor in tensors(self.received))
         return next(here, given.device) if given.is_meta else given.device
 
     def leave(self) -> None:
-        """Leave the model's forward by an exception, unless a block is run again."""
+        """End the model's forward by raising StageForwardLeft, unless a block is being repeated in the backward."""
         if not self.repeats:
             raise StageForwardLeft
 
@@ -164,17 +171,17 @@ class StageForwardState:
             (self.open, self.position, self.received), self.repeats = left, repeated
 
     def stop(self) -> dict[str, Any]:
-        """End a run and return the values to send."""
+        """End the forward, drop its values, and return the values to send by key."""
         sent = self.sent
         self.open, self.received, self.sent = False, {}, {}
         return sent
 
 
 class Stage:
-    """Part of a model that one rank runs: stage `index` of `count`.
+    """Stage `index` of the `count` stages of a model.
 
-    `module` holds this stage's parameters under the names that they have in the whole model. A parameter that several
-    stages hold (a tie) is a parameter in each: their gradients have to be summed.
+    `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
+    of its stages: their gradients have to be summed. `receives` are the keys of the values from the stage before.
     """
 
     def __init__(
@@ -192,13 +199,12 @@ class Stage:
         return tuple(self.state.sends)
 
     def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
-        """Return the result of one forward. `call` runs the model on a micro-batch, as in
-        `lambda model: loss(model(tokens), targets)`.
+        """Run one forward of the stage, and return its result.
 
-        The last stage returns what `call` returns, any other a tree of tensors for every key in `sends`. `received` is
+        `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
         the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
-
-        Raises StageError when pieces run in another order than in the example of the cut.
+        The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
+        Raises StageError when pieces run in another order than on the example of the cut.
         """
         self.state.start(received)
         try:
@@ -214,7 +220,7 @@ class Stage:
 
 
 class PieceForward:
-    """Forward of a piece in a stage: each call computes, returns the received output, or returns NaN."""
+    """Replacement for the forward of a piece in a stage: it computes, returns the received output, or returns NaN."""
 
     def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", state: StageForwardState) -> None:
         self._module, self._shadow, self._route, self._state = module, shadow, route, state
@@ -243,7 +249,7 @@ class PieceForward:
         return self._hooks.around(partial(type(self._module).forward, self._module), args=args, kwargs=kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
-        """Return NaN in the shapes of the piece's output."""
+        """Return NaN in the shapes and dtypes of the piece's output."""
         state = self._state
         first = next(tensors((args, kwargs)), torch.empty(()))
         shapes = first if key in state.same_shape else self._shapes_for(key, args, kwargs)
@@ -269,7 +275,7 @@ class PieceForward:
 
 
 class SplitBlockForward:
-    """Forward of an opened block: its modules are pieces, and the block itself is the last piece."""
+    """Replacement for the forward of a split block: its modules are pieces, and the rest of its code a last piece."""
 
     def __init__(self, module: nn.Module, *, route: "StageRoute", state: StageForwardState) -> None:
         self._module, self._route, self._state = module, route, state
@@ -287,13 +293,13 @@ class SplitBlockForward:
 
 
 class NanPlaceholder:
-    """Source of NaN tensors (integers: 0) of any shape in one memory; a stage of a deep model returns many."""
+    """Maker of NaN tensors (integers: 0) that share one memory per dtype; a stage of a deep model needs many."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
-        """Return NaN in the shape and dtype of a tensor; with `fresh`, in memory that may be written to."""
+        """Return NaN in the shape and dtype of a tensor; with `fresh`, in its own memory, which may be written to."""
         place = (tensor.dtype, device)
         flat = self._flat.get(place)
         if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
@@ -307,7 +313,7 @@ class NanPlaceholder:
 
 
 class StageRoute:
-    """Order of the calls of all pieces, and the range that one stage computes."""
+    """Order of the calls of all pieces, and the range of calls that one stage computes."""
 
     def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
         self._keys, self._modules = keys, modules
@@ -329,9 +335,9 @@ class StageRoute:
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
-    """Return a hashable key of inputs: equal keys give equal output shapes. It has shapes, dtypes and plain values.
+    """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values. Equal keys give equal shapes.
 
-    `other` maps any other value to its key.
+    `other` returns the key of any other value.
     """
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)

@@ -1,4 +1,4 @@
-"""Schedules as tables: built by name, read from a file, checked, completed for a run, and timed."""
+"""Pipeline schedules as tables of actions: build them by name, read them from a file, check them, and time them."""
 
 from meshwise.pipeline.schedules.schedule_by_name import (
     SCHEDULES,

@@ -1,12 +1,12 @@
-"""Represent a schedule as a table: for each rank, its actions in order.
+"""Represent a pipeline schedule as a table: for each rank, its actions in order.
 
-A pipeline schedule written as control flow can be run and nothing else. Written as a table it is checked before anybody
-starts, timed, drawn, compared with another one in a test, read from a file, and run by one interpreter:
+A schedule written as control flow can only be run. A table can also be checked before a run, timed, drawn, compared
+with another table, and read from a file; one interpreter runs all of them:
 
     | 0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
     | 1F0 1B0 1F1 1B1        rank 1 holds stage 1
 
-A schedule function returns only what is computed; `passes` add the sends, receives, gathers and reductions.
+A function that builds a schedule returns only computations; `passes` add the sends, receives, gathers and reductions.
 """
 
 import re
@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """Error for a schedule that cannot work, or that cannot be built for these numbers."""
+    """Error for a schedule that cannot run, or that does not allow these numbers of ranks, stages or micro-batches."""
 
 
 class ActionKind(StrEnum):
-    """Kinds of actions. The first four compute; B is I and W in one."""
+    """Kinds of actions. F, B, I and W compute; B does the work of I and W together."""
 
     F = "F"  # forward
     B = "B"  # backward, whole
@@ -32,22 +32,25 @@ class ActionKind(StrEnum):
     RECV_F = "RECV_F"  # the stage's input, from the stage before
     SEND_B = "SEND_B"  # the gradient of the stage's input, to the stage before
     RECV_B = "RECV_B"  # the gradient of the stage's output, from the next stage
-    GATHER = "GATHER"  # the stage's parameters become whole (ZeRO-3)
-    FREE = "FREE"  # … and are sharded again
-    REDUCE = "REDUCE"  # the stage's gradients, summed over the ranks that share them
+    GATHER = "GATHER"  # gather the stage's sharded parameters (ZeRO-3)
+    FREE = "FREE"  # free the gathered parameters
+    REDUCE = "REDUCE"  # sum the stage's gradients over the ranks that hold the same stage
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
+"""Kinds that compute."""
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
+"""Kinds that send a message to another rank."""
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+"""Kinds that wait for a message from another rank."""
 UNITS = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
-"""Kinds that concern a stage as a whole and have no micro-batch."""
+"""Kinds that concern all parameters of a stage; their actions have no micro-batch."""
 
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d*)")
 
 
 class Action(NamedTuple):
-    """Action of a rank for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`. A tuple, because it is fast."""
+    """One action of a rank for a stage; prints as stage, kind and micro-batch: `2F0`, `2SEND_F0`, `2GATHER`."""
 
     stage: int
     kind: ActionKind
@@ -58,7 +61,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Return the action that prints as `text`. Raises ScheduleError."""
+        """Return the action that prints as `text`. Raises ScheduleError for any other text."""
         found = _ACTION.fullmatch(text)
         if found is None:
             raise ScheduleError(f"{text!r} is not an action; write stage, kind and micro-batch as in 2F0 or 2SEND_F0")
@@ -71,13 +74,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Table of the actions of all ranks. Prints one row per rank, and parses back."""
+    """Table with one row of actions per rank along `pp`. Prints one line per row, which `parse` reads."""
 
     rows: tuple[tuple[Action, ...], ...]
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of each stage. Raises ScheduleError when a stage is on no rank, or on two."""
+        """The rank of each stage, by stage. Raises ScheduleError when a stage is on no rank, or on two ranks."""
         ranks: dict[int, int] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
@@ -109,7 +112,7 @@ class Schedule:
         return any(action.kind is ActionKind.I for action in self.actions())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, ascending."""
+        """Return the stages that a rank holds, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def actions(self) -> Iterator[Action]:
@@ -121,9 +124,9 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Return the table in a text of one line per rank. Dots (pauses for the eye) and `#` comments are ignored.
+        """Return the table in a text of one line per rank. Words of dots, empty lines and `#` comments are ignored.
 
-        Raises ScheduleError with the line and the word that is not an action.
+        Raises ScheduleError, with the line, for a word that is not an action, and for a text without actions.
         """
         rows = []
         for number, line in enumerate(text.splitlines(), start=1):

@@ -1,14 +1,16 @@
-"""Build the schedules with whole backwards, from their published order.
+"""Build the classic schedules, in which a backward is one action: naive, GPipe, 1F1B, interleaved and looped.
 
-Every rank does some forwards first, then one forward and one backward in turn, then the remaining backwards. The
-schedules differ in the number of first forwards and in the order in which a rank goes through its stages. With p ranks,
-m micro-batches, v stages a rank, and f and b the forward and backward time of one stage, the bubble of a rank is
+Every rank runs some forwards first, then one forward and one backward in turn, then the remaining backwards. The
+schedules differ in the number of first forwards and in the order in which a rank runs its stages. With p ranks, m
+micro-batches, v stages per rank, and f and b the forward and backward time of one stage, the bubble of a rank is
 
     | naive         (p - 1) m (f + b)      one micro-batch at a time
     | gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)
     | 1f1b          (p - 1)   (f + b)      holds at most p               (Narayanan et al., 2019, 2021)
     | interleaved   (p - 1)   (f + b)      f, b are 1/v of a rank's time (Narayanan et al., 2021)
-    | looped        (p - 1)   (f + b)      the same; holds m v; each stage is used twice only (Lamy-Poirier, 2023)
+    | looped        (p - 1)   (f + b)      holds m v; runs all forwards of a stage in a row (Lamy-Poirier, 2023)
+
+"Holds" counts the micro-batches whose activations of a stage a rank keeps at one time.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def naive(pp: int, *, microbatches: int) -> Schedule:
-    """Return the schedule without overlap: one micro-batch at a time goes through all stages and back."""
+    """Return the schedule without overlap: one micro-batch at a time runs through all stages and back."""
     return Schedule(
         tuple(
             tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
@@ -38,7 +40,7 @@ def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
 
 
 def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
-    """Return interleaved 1F1B: stage s is on rank s mod p; p micro-batches at a time go round the ranks v times.
+    """Return interleaved 1F1B: stage s is on rank s mod p, and groups of p micro-batches pass the ranks v times.
 
     `microbatches` has to be a multiple of `pp`.
     """
@@ -60,13 +62,16 @@ def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
 
 
 class _Steps:
-    """Order of the forwards of every rank, as (lap round the ranks, micro-batch); backwards take laps in reverse."""
+    """Order of the forwards of every rank, as (lap, micro-batch): lap l is the rank's stage l·p + rank.
+
+    Backwards run the laps in reverse.
+    """
 
     def __init__(self, pp: int, order: Sequence[tuple[int, int]], laps: int) -> None:
         self._pp, self._order, self._laps = pp, order, laps
 
     def schedule(self, ahead: Sequence[int]) -> Schedule:
-        """Return the table in which rank r does `ahead[r]` forwards before it alternates."""
+        """Return the table in which rank r runs `ahead[r]` forwards before it alternates with backwards."""
         return Schedule(tuple(self._row(rank, min(ahead[rank], len(self._order))) for rank in range(self._pp)))
 
     def _row(self, rank: int, ahead: int) -> tuple[Action, ...]:

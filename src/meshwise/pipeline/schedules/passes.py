@@ -1,11 +1,11 @@
 """Complete a schedule by passes from one table to another: transfers, gathers, reductions, early sends.
 
-| send_first     | every B of a rank that has no forward left becomes I W: what others wait for leaves before W |
-| merge_backward | every I directly followed by its W becomes B, which costs less than the two |
-| add_transfers  | sends and receives |
-| add_reductions | each stage's gradients are reduced once, when its last micro-batch is done |
-| add_gathers    | ZeRO-3: parameters become whole before a stage is used, and are freed after |
-| lower          | all of these that a run needs |
+| send_first     | after a rank's last forward, every B becomes I W, so that I's gradient is sent before W runs |
+| merge_backward | every I directly followed by its W becomes B, which costs less than I and W |
+| add_transfers  | add sends and receives |
+| add_reductions | reduce each stage's gradients once, after its last backward |
+| add_gathers    | ZeRO-3: gather a stage's parameters before its first use, and free them after its last |
+| lower          | the passes that a run needs: all except `send_first` |
 """
 
 from collections import defaultdict, deque
@@ -21,22 +21,22 @@ _OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
     ActionKind.SEND_B: (-1, ActionKind.RECV_B),
     ActionKind.RECV_B: (1, ActionKind.SEND_B),
 }
-"""How many stages away the other end of a transfer is, and what it does there."""
+"""For each kind of transfer, (stages to the other end, kind of the action at the other end)."""
 
 
 @lru_cache(maxsize=8)
 def lower(schedule: Schedule, *, gathers: bool) -> Schedule:
-    """Return a table of computations with everything that a run needs. `gathers`: parameters are sharded (ZeRO-3)."""
+    """Return the table of computations with the other actions of a run. `gathers`: parameters are sharded (ZeRO-3)."""
     reduced = add_reductions(schedule)
     return merge_backward(add_transfers(add_gathers(reduced) if gathers else reduced))
 
 
 def send_first(schedule: Schedule) -> Schedule:
-    """Return the table with the backwards after a rank's last forward in two parts, one after the other.
+    """Return the table with each B after a rank's last forward replaced by I and W.
 
-    From then on every rank waits for gradients alone. With whole backwards, each stage computes its weights' gradients
-    before it sends its input's gradient. That costs (p - 1) w of the bubble (p - 1) (f + i + w) of 1F1B, where w is at
-    most f. No activation is kept for longer, because W follows at once.
+    After its last forward a rank waits for gradients alone. With B, each stage computes its weights' gradients before
+    it sends its input's gradient. That costs (p - 1) w of the bubble (p - 1) (f + i + w) of 1F1B, where w is at most f.
+    With I W, no activation is kept for longer, because W follows at once.
     """
     rows = []
     for row in schedule.rows:
@@ -52,9 +52,9 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Return the table with B in place of every I that its own W follows directly.
+    """Return the table with B in place of every I that is directly followed by its own W.
 
-    In a table with transfers, no other rank waits for the gradients of these; nothing is delayed.
+    In a table with transfers no send stands between such an I and its W, so no other rank waits longer.
     """
     return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
 
@@ -71,10 +71,11 @@ def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
 
 @lru_cache(maxsize=8)
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Return the table with a send after each value that another rank needs, and a receive before its use.
+    """Return the table with a send after each value that another rank needs, and a receive before the value's use.
 
-    Messages between two ranks keep one order, because a transport may match them by order alone. Where a rank needs a
-    later message first, it receives the earlier ones with it. A table that has transfers already is returned as is.
+    Messages between two ranks are received in the order in which they are sent, because a transport may match them by
+    order alone. A rank that needs a later message first receives the earlier messages before it. A table that has
+    transfers already is returned as it is.
     """
     if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
         return schedule
@@ -102,7 +103,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def sent(action: Action, *, schedule: Schedule) -> Action | None:
-    """Return the send that follows a computation, or None inside of a rank and at the ends of the model."""
+    """Return the send that follows a computation; None if the next stage is on the same rank or does not exist."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F and _crosses(schedule, stage, stage + 1):
         return Action(stage, ActionKind.SEND_F, microbatch)
@@ -112,7 +113,7 @@ def sent(action: Action, *, schedule: Schedule) -> Action | None:
 
 
 def received(action: Action, *, schedule: Schedule) -> Action | None:
-    """Return the receive that a computation waits for, or None."""
+    """Return the receive that a computation waits for; None if its input comes from the same rank or the batch."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F and _crosses(schedule, stage - 1, stage):
         return Action(stage, ActionKind.RECV_F, microbatch)
@@ -122,7 +123,7 @@ def received(action: Action, *, schedule: Schedule) -> Action | None:
 
 
 def counterpart(action: Action) -> Action:
-    """Return the receive of a send, and the send of a receive."""
+    """Return the matching receive for a send, or the matching send for a receive."""
     step, kind = _OTHER_END[action.kind]
     return Action(action.stage + step, kind, action.microbatch)
 
@@ -133,7 +134,7 @@ def other_end(transfer: Action, *, schedule: Schedule) -> int:
 
 
 def _crosses(schedule: Schedule, stage: int, following: int) -> bool:
-    """Return whether two neighbouring stages exist and are on different ranks."""
+    """Return whether the neighbouring stages `stage` and `following` both exist and are on different ranks."""
     return stage >= 0 and following < schedule.stages and schedule.rank_of[stage] != schedule.rank_of[following]
 
 
@@ -154,7 +155,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def add_gathers(schedule: Schedule) -> Schedule:
-    """Return the table with a GATHER one computation before the first use of each stage, and a FREE after its last."""
+    """Return the table with a GATHER one computation before each stage's first, and a FREE after its last."""
     return Schedule(tuple(tuple(_gathered(row)) for row in schedule.rows))
 
 

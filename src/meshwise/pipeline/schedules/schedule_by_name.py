@@ -14,18 +14,18 @@ from meshwise.plan.plan_keys import is_path, plan_notation
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """Schedule with a name: the function that builds it, and the numbers that it allows."""
+    """A schedule that a plan can name: the function that builds it, and the numbers that it allows."""
 
     build: Callable[[int, int, int], Schedule]
-    """(pp, microbatches, virtual_stages) to the table."""
+    """`build(pp, microbatches, virtual_stages)` returns the table."""
     virtual: tuple[int, int | None]
-    """Smallest and largest number of stages per rank; None for any."""
+    """Smallest and largest number of stages per rank; None: no largest number."""
     least: Callable[[int], int] = lambda _pp: 1
-    """Smallest number of micro-batches for so many ranks."""
+    """`least(pp)` is the smallest number of micro-batches."""
     step: Callable[[int], int] = lambda _pp: 1
-    """Number of which the micro-batches have to be a multiple, for so many ranks."""
+    """The number of micro-batches has to be a multiple of `step(pp)`."""
     overlaps: bool = True
-    """Whether ranks compute at the same time."""
+    """True if several ranks compute at the same time."""
 
     def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
         """Return the nearest (microbatches, virtual_stages) that this schedule allows."""
@@ -56,12 +56,12 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table of a schedule. `virtual_stages`, the stages per rank, is by default the fewest possible.
+    """Return the table of a schedule. `virtual_stages`: stages per rank; None: the fewest that the schedule allows.
 
-    A name with a `/` or a `.` in it is the path of a file with a table, which has to be for these numbers.
+    A name with a `/` or a `.` is the path of a file with a table, which has to have these numbers.
 
-    Raises ScheduleError for an unknown name, and for a table that cannot be read or cannot work. For numbers that the
-    schedule does not allow, the error names the nearest that it does.
+    Raises ScheduleError for an unknown name, for a table that cannot be read or cannot run, and for numbers that the
+    schedule does not allow; then the error has the nearest numbers that it allows.
     """
     if is_path(name):
         return _from_file(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
@@ -78,11 +78,9 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
 
 def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table that is run for a plan: `make_schedule` with `passes.send_first`.
+    """Return the table that a plan runs: the result of `make_schedule`, changed by `passes.send_first`.
 
-    Tables from files, and schedules without overlap, are run as they are.
-
-    Raises ScheduleError as `make_schedule` does.
+    Tables from files and schedules without overlap are not changed. Raises ScheduleError as `make_schedule` does.
     """
     schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     return schedule if is_path(name) or not SCHEDULES[name].overlaps else send_first(schedule)
@@ -121,9 +119,9 @@ def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | N
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Return a table from a file, one line of actions per rank (see `Schedule.parse`), checked.
+    """Return the checked table in a file with one line of actions per rank (see `Schedule.parse`).
 
-    Raises OSError when it cannot be read, and ScheduleError, naming the file, for a table that cannot work.
+    Raises OSError when the file cannot be read, and ScheduleError, with the path, for a table that cannot run.
     """
     try:
         schedule = Schedule.parse(path.read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""Time a schedule by the costs of its actions: the step's time, the bubbles and the memory.
+"""Compute the timeline of a schedule from the costs of its actions: a step's time, the bubbles and the peak memory.
 
-Every rank does its actions in order. A computation takes its time; a receive waits until the message is there. A send
-costs the rank nothing: the message leaves at once, or when the link has carried the one before it. Gathers and
-reductions run beside the computations, one after the other on each rank; a computation waits for its stage's gather,
-and the step for the last reduction.
+Every rank runs its actions in order. A computation takes its time; a receive waits until the message has arrived. A
+send takes no time of the rank: the message is sent at once, or after the message before it on the same link. Gathers
+and reductions overlap with computations, and run one after the other on each rank. A computation waits for its stage's
+gather, and the step for the last reduction.
 """
 
 import math
@@ -20,7 +20,7 @@ from meshwise.pipeline.schedules.validate import walk
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Cost of one micro-batch of one stage; times in seconds, or in any one unit."""
+    """Costs of one micro-batch in one stage; times are in seconds, or all in another unit."""
 
     forward: float = 1.0
     """Time of F."""
@@ -29,24 +29,24 @@ class ActionCost:
     weight: float = 1.0
     """Time of W."""
     backward: float | None = None
-    """Time of B; by default `input + weight`."""
+    """Time of B; None: `input + weight`."""
     link: float = 0.0
-    """Time for this stage's output to reach the next stage's rank, or for its gradient to come back."""
+    """Time to send this stage's output to the next stage's rank, and to send its gradient back."""
     gather: float = 0.0
-    """Time to make the stage's parameters whole."""
+    """Time to gather the stage's parameters."""
     reduce: float = 0.0
-    """Time to reduce its gradients."""
+    """Time to reduce the stage's gradients."""
     activations: float = 1.0
     """Activations kept from F to the end of the backward, in bytes or in micro-batches."""
     kept_for_weights: float = 1.0
-    """Part of the activations, from 0 to 1, that I leaves for W."""
+    """Fraction of the activations, from 0 to 1, that is kept from I to W."""
 
 
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
-    """Return the timeline of a table, given one cost for all stages or one for each. Missing transfers are added.
+    """Return the timeline of a table. `costs`: one for all stages, or one for each. Missing transfers are added.
 
-    An event of a send is when the message is on the link. Raises ScheduleError for costs of another number of stages,
-    and for a table that deadlocks.
+    The event of a send lasts while the message is on the link. Raises ScheduleError when the number of costs is not the
+    number of stages, and for a table that deadlocks.
     """
     each, ends, events = _each(costs, schedule), [0.0], []
     for rank, action, before, other in _dependencies(add_transfers(schedule)):
@@ -67,9 +67,9 @@ def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 
 
 class StepClock:
-    """Clock of one schedule for many loads, a third of each for F, I and W: returns the time of a step.
+    """Callable that returns the time of a training step of one schedule for given loads of the stages.
 
-    Events and their dependencies are computed once; then the time of a step is one pass over them.
+    F, I and W take a third of a load each. Events and their dependencies are computed once for many calls.
     """
 
     def __init__(self, schedule: Schedule, *, seconds_per_byte: float = 1.0) -> None:
@@ -88,9 +88,9 @@ class StepClock:
         return len(self._events)
 
     def __call__(self, *, loads: Sequence[float], sent_bytes: Sequence[float] = (), limit: float = math.inf) -> float:
-        """Return the time of a step in which each stage takes so long for a micro-batch and sends so many bytes.
+        """Return the time of a step. `loads`: time of each stage per micro-batch; `sent_bytes`: bytes that it sends.
 
-        It is infinite when a rank alone has to compute for as long as `limit`.
+        Return infinity, without a timing, if the computations of one rank alone take at least `limit`.
         """
         ranks = [0.0] * self._schedule.ranks
         for load, rank in zip(loads, self._schedule.rank_of, strict=True):
@@ -133,11 +133,11 @@ def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
 
 
 def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
-    """Yield (rank, action, before, other) for each event: `before` and `other` are the events that it waits for.
+    """Yield (rank, action, before, other) for each event; the event waits for the events `before` and `other`.
 
     Events are numbered from 1 in the order in which they are yielded; 0 is the beginning of the step. `before` is the
-    rank's last computation or receive. `other` is the message, the last message on the same link, the gather of the
-    stage, or the last collective.
+    rank's last computation or receive. `other` is, for a receive its message, for a send the last message on the same
+    link, for a computation the gather of its stage, and for a gather or reduction the rank's last collective.
     """
     now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -172,7 +172,7 @@ def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
 
 
 def _seconds(action: Action, costs: Sequence[ActionCost]) -> float:
-    """Return the duration of an action; a receive takes no time once its message is there."""
+    """Return the duration of an action; a receive takes no time after its message has arrived."""
     cost, kind = costs[action.stage], action.kind
     if kind in SENDS:
         return costs[action.stage - (kind is ActionKind.SEND_B)].link

@@ -1,7 +1,6 @@
-"""Check that a table can run: everything is computed once and in order, and no rank waits for ever.
+"""Check that a schedule's table can run: each forward and backward is there once, in order, and no rank deadlocks.
 
-A faulty schedule hangs, or trains on the wrong gradients, on a cluster and at step 1. All of this follows from the
-table, before anything starts.
+A faulty schedule hangs, or trains on wrong gradients. Both can be seen in the table before a run starts.
 """
 
 from collections import Counter, defaultdict, deque
@@ -13,9 +12,9 @@ from meshwise.pipeline.schedules.passes import add_transfers, counterpart, other
 
 
 def validate(schedule: Schedule) -> None:
-    """Check a table of computations. Raises ScheduleError with what is wrong, on which rank and at which action."""
+    """Check a table of computations. Raises ScheduleError with the fault, its rank and its action."""
     if added := [action for action in schedule.actions() if action.kind not in COMPUTE]:
-        raise ScheduleError(f"{added[0]} is added when the table is run; write F, B, I and W alone")
+        raise ScheduleError(f"{added[0]} is added when the table is run; write F, B, I and W only")
     _check_counts(schedule)
     for rank, row in enumerate(schedule.rows):
         _check_order(schedule, rank, row)
@@ -27,7 +26,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield the (rank, action) of a table with transfers, in an order in which they can happen.
 
     Sends do not wait. A receive waits for the next message of its channel; there is one channel from each rank to each
-    other. Raises ScheduleError when all ranks that are left wait for each other.
+    other rank. Raises ScheduleError when all unfinished ranks wait for messages.
     """
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     place = [0] * schedule.ranks
@@ -56,7 +55,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def in_flight(schedule: Schedule) -> tuple[float, ...]:
-    """Return, per stage, the largest number of micro-batches whose activations are kept at once."""
+    """Return, for each stage, the largest number of micro-batches whose activations the stage keeps at one time."""
     change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.W: -1.0}
     return tuple(
         max(accumulate(change.get(action.kind, 0.0) for action in schedule.rows[rank] if action.stage == stage))
@@ -65,7 +64,7 @@ def in_flight(schedule: Schedule) -> tuple[float, ...]:
 
 
 def _check_counts(schedule: Schedule) -> None:
-    """Check that every stage has one forward and one backward of every micro-batch, whole or in two parts."""
+    """Check that every stage has one forward and one backward, B or I and W, of every micro-batch."""
     counts = Counter(schedule.actions())
     if twice := [action for action, count in counts.items() if count > 1]:
         raise ScheduleError(f"rank {schedule.rank_of[twice[0].stage]} does {twice[0]} twice")
@@ -86,7 +85,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    """Check that a rank computes in an order that the model allows."""
+    """Check that a rank computes nothing before its inputs on the same rank are computed."""
     seen: set[Action] = set()
     for action in row:
         for alternatives in _before(schedule, action):

@@ -1,19 +1,21 @@
-"""Build the schedules with split backwards: I at once, because the stage before waits for it; W later, in gaps.
+"""Build zero-bubble schedules, whose backwards are split: I at once, because the stage before waits for it; W later.
 
-Let f, i and w be the times of a stage's F, I and W. The bubble of a rank, from its first action to its last, is
+Let p be the number of ranks, and f, i and w the times of a stage's F, I and W. The bubble of a rank, from its first
+action to its last, is
 
     | zb-h1       (p - 1) (f + i - w)           holds p micro-batches, as 1F1B    (Qi et al., 2023)
     | zb-h2       (p - 1) (f + i - 2w)          holds 2p - 1
     | zb-v        0 when f = i = w              holds 2p halves, as 1F1B          (Qi et al., 2024)
     | dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
 
-The last two schedules put stages r and 2p - 1 - r on rank r, a V, so that the loss is on rank 0. Their f, i and w
-belong to such a half stage. DualPipeV's own formula, (p - 1) (f + 2i - w), assumes that a forward and a backward run as
-one. Here they run one after the other, and the next rank has the first result earlier.
+The last two schedules put stages r and 2p - 1 - r on rank r (a V), so that the loss is on rank 0. Their f, i and w are
+the times of such a stage, half as large as a stage of the others. DualPipeV's published formula, (p - 1) (f + 2i - w),
+assumes that a forward and a backward run at the same time. Here they run one after the other, and the next rank has the
+first result earlier.
 
-zb-h1 and zb-h2 are one rule, played by the clock with f = i = w = 1. A rank does the next forward while it may hold one
-more, else the next I, else a W. They differ in two limits alone. For the V the same rule leaves gaps of a few units;
-its tables are given by their phases.
+zb-h1 and zb-h2 follow one rule with f = i = w = 1: in each unit of time a rank runs the next forward if its limits
+allow, else the next I, else a W. Only their two limits differ. For the V this rule would leave gaps of a few units, so
+zb-v and dualpipev are written as phases of repeated actions.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ def zb_h2(pp: int, *, microbatches: int) -> Schedule:
 
 
 def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
-    """Return the schedule in which every rank does, in each unit of time, the first action that is allowed.
+    """Return the schedule in which every rank runs, in each unit of time, the first allowed action of F, I and W.
 
     A rank has at most `most` micro-batches between F and W; its forwards are at most `ahead[rank]` ahead of its I.
     """
@@ -59,10 +61,7 @@ def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
 
 
 def zb_v(pp: int, *, microbatches: int) -> Schedule:
-    """Return the ZB-V schedule: the memory of 1F1B, and no bubble when F, I and W take equal time.
-
-    It needs at least 2p micro-batches.
-    """
+    """Return the ZB-V schedule for at least 2p micro-batches: the memory of 1F1B, no bubble if F, I and W are equal."""
     return Schedule(tuple(_zb_v_row(rank, pp, microbatches) for rank in range(pp)))
 
 
@@ -81,9 +80,9 @@ def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def dualpipev(pp: int, *, microbatches: int) -> Schedule:
-    """Return DualPipe cut in half: forwards and backwards in pairs that could hide each other's communication.
+    """Return DualPipeV, half of a DualPipe, for at least 2p micro-batches; the phases follow DeepSeek's `dualpipev.py`.
 
-    At least 2p micro-batches. The phases follow DeepSeek's `dualpipev.py`.
+    It alternates forwards and backwards in pairs, whose communication could be overlapped.
     """
     return Schedule(tuple(_dualpipev_row(rank, pp, microbatches) for rank in range(pp)))
 
@@ -105,7 +104,7 @@ def _dualpipev_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 
 
 class _Row:
-    """Row under construction: `F1` is the next forward of the rank's second stage, `W` the oldest W that is left."""
+    """Row under construction. Words of `add`: `F1` is the next forward of the rank's second stage, `W` its oldest W."""
 
     def __init__(self, *stages: int) -> None:
         self.actions: list[Action] = []
@@ -114,7 +113,7 @@ class _Row:
         self._left: list[Action] = []
 
     def add(self, words: str, *, times: int) -> None:
-        """Append the actions of these words, so many times."""
+        """Append the actions of these words, repeated `times` times."""
         for word in words.split() * times:
             kind, stage = ActionKind(word[0]), self._stages[int(word[1:] or 0)]
             if kind is ActionKind.W:
