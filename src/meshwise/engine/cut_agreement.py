@@ -41,10 +41,7 @@ class CutInputs:
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """Return the table of the plan's schedule, as `planned_schedule` does.
-
-    Raises PlanError when the schedule does not allow the plan's pp, microbatches or virtual_stages.
-    """
+    """Return the table of the plan's schedule. Raises PlanError when it does not allow the plan's other numbers."""
     try:
         return planned_schedule(
             plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
@@ -93,10 +90,9 @@ def cut_source(
 
 
 class CopiedBatchRun:
-    """Callable that runs a model on a copy of a micro-batch, and notes whether the model writes to the copy."""
+    """Callable that calls `run(model, copy of a micro-batch)`, and notes whether the model writes to the copy."""
 
     def __init__(self, micro: Any, *, run: Callable[[nn.Module, Any], Any]) -> None:
-        """`micro`: the micro-batch, a tree of tensors. `run(model, micro_batch)` returns the output or the loss."""
         self._micro, self._run = micro, run
         self.written = False
         """True once a run has changed a tensor of its copy in place."""
@@ -114,10 +110,7 @@ class CopiedBatchRun:
 def cut_for(
     model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], request: CutRequest
 ) -> ModelCut:
-    """Return the cut of a model into stages, with its field `writes`. Raises CutError.
-
-    `micro` is a micro-batch, and `run(model, micro_batch)` returns the output or the loss.
-    """
+    """Return the cut of a model with its field `writes`; `run(model, micro)` returns the output or the loss."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, request=request)
     return dataclasses.replace(cut, writes=call.written or cut.writes)  # a cut from CutOptions.made runs nothing
@@ -126,10 +119,7 @@ def cut_for(
 def finest_cut(
     model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
 ) -> ModelCut | None:
-    """Return the cut with one stage for each piece that has parameters; None for one stage. Arguments as in `cut_for`.
-
-    `pieces` are patterns over module names that override what the pieces are.
-    """
+    """Return the cut with a stage for each piece with parameters; None for one stage. Arguments as in `cut_for`."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None

@@ -36,12 +36,10 @@ OnGradient: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
 
 @dataclass(frozen=True)
 class MicrobatchTask:
-    """Functions that run for each micro-batch: the forward of the model, and the loss of its output."""
+    """Functions that run for each micro-batch: `forward(model, batch)`, and `loss(output, batch)` -> (sum, count)."""
 
     forward: Forward
-    """`forward(model, batch) -> output`."""
     loss: Loss
-    """`loss(output, batch) -> (sum, count)`."""
 
 
 class MicrobatchRunner(Protocol):

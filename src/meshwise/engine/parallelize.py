@@ -187,21 +187,16 @@ class ParallelSetting:
     world: World
     options: Options
     task: MicrobatchTask
-    """Forward and loss of a micro-batch, with the conversions to and from the compute dtype."""
     storage: StorageConfig
-    """Sharding, dtypes and tiers of the parameters."""
     policy: ActivationPolicy
-    """Activations to recompute or to move to a tier."""
 
 
 @dataclass(frozen=True)
 class StagePlace:
-    """The rank of a pipeline stage, and its tied parameters."""
+    """A stage's rank, as index along `pp`, and the names of its parameters that an earlier stage also holds."""
 
     rank: int
-    """Index along `pp` of the rank that holds the stage."""
     counted_earlier: frozenset[str]
-    """Names of the stage's parameters that an earlier stage holds too; in tables and norms the earlier copy counts."""
 
 
 _OF_A_PART = (
@@ -408,10 +403,7 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 
 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
-    """Return whether batch norms take their statistics over the rows of several ranks; undo any SyncBatchNorm.
-
-    Raises PlanError for a batch norm when several ranks split the rows of one matmul.
-    """
+    """Return whether batch norms take statistics over several ranks. Raises PlanError if the plan does not allow it."""
     norms = list(running_norms(module))
     setting.policy.undo.push(disable_sync_batch_norm(module))
     if norms and _shares_rows(setting.plan, world):

@@ -22,16 +22,12 @@ from meshwise.pipeline.run.stage import Stage
 
 @dataclass(frozen=True)
 class LiveStage:
-    """A stage of this rank with the objects that run it."""
+    """A stage of this rank, the storage of its parameters, its random draws, and the statistics of its batch norms."""
 
     stage: Stage
-    """Module of the stage, and what it receives and sends."""
     engine: DataParallel
-    """Storage of its parameters and gradients."""
     draws: RandomDraws
-    """Random numbers of its forwards, such as dropout."""
     statistics: BatchStatistics
-    """Running statistics of its batch norms."""
 
 
 class StageParameters:

@@ -183,10 +183,7 @@ class StagedEngine:
         *,
         trainable: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) from every stage's engine; the stage's rank sends it to the other ranks of `pp`.
-
-        `own(engine)` yields the tensors of a stage on the rank that holds it; `dtype(row)` is the dtype of a tensor.
-        """
+        """Yield (name, full tensor) of each stage's `own(engine)`, which its rank sends to the other ranks of `pp`."""
         for index, table in self._tables.items():
             here = self._stages.get(index)
             rows = [row for row in table.rows if row.trainable or not trainable]

@@ -100,10 +100,7 @@ class StagedRunner:
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
-        """Return the output of the model for `batch`, broadcast from the last stage. Every rank calls it.
-
-        Raises PlanError if a tensor of the output is all NaN. Then an earlier stage computed it and did not send it.
-        """
+        """Return the output, broadcast from the last stage. Raises PlanError if a tensor of the output is all NaN."""
 
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))

@@ -124,10 +124,7 @@ class TrainingSteps:
         return totals, None
 
     def _left_out(self, problem: str, totals: StepTotals, micro_batches: Sequence[MicroBatch]) -> str:
-        """Skip the update of a step, and return the reason. A gradient that overflowed lowers the loss scale instead.
-
-        Raises NonFiniteError when the policy allows no more skips.
-        """
+        """Skip the update of a step, and return the reason. Raises NonFiniteError when the policy forbids the skip."""
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
@@ -143,7 +140,6 @@ class TrainingSteps:
         return problem
 
     def _apply(self, totals: StepTotals) -> None:
-        """Divide the gradient by count and loss scale, clip it, and update the parameters."""
         totals.warn_of_nothing(self._world.rank)
         clip = self._recipe.clip_norm
         self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
@@ -177,8 +173,7 @@ class TrainingSteps:
     def _exchange(self, sums: tuple[Tensor, Tensor], inputs: StepInputs) -> StepTotals:
         """Sum loss, count and squared norm over the ranks. Raises RanksDisagree if batch or collectives differ.
 
-        Ranks with equal rows of the batch have equal losses; only the first of these ranks counts. In a pipeline only
-        the last stage has a loss.
+        Of ranks with equal rows and equal losses only the first counts. In a pipeline only the last stage has a loss.
         """
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()]

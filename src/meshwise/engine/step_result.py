@@ -124,14 +124,11 @@ _LOOKED_AT = 64 << 10
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Batch and collectives of one rank in a step, which the ranks compare."""
+    """Digest of a rank's global batch (0 for a local batch), its rows, and the collectives that the rank called."""
 
     batch: int
-    """`batch_digest` of the global batch; 0 if each rank was given its own rows."""
     rows: int
-    """Number of rows of the batch that `step` was given."""
     called: tuple[CallRecord, ...]
-    """Collectives that the rank called, in order."""
 
 
 def batch_digest(batch: Any, *, contents: bool) -> int:
@@ -267,9 +264,7 @@ class UpdateRecipe:
     clip_norm: float | None
     """Largest 2-norm of the gradient; a larger gradient is scaled down to it. None: never."""
     nonfinite: SkipPolicy
-    """Policy for a loss or gradient that is not finite."""
     precision: Precision
-    """Dtypes of parameters, gradients and the optimizer."""
     scale: LossScale | None = None
     """Loss scale of the first step; None for a precision without one."""
 

@@ -157,8 +157,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
 
-        Every rank passes the same number of batches. Raises LossError for a sum of counts that is negative or not
-        finite.
+        Every rank passes the same number of batches. Raises LossError for counts that are negative or not finite.
         """
         total, tokens = zeros(self.world)
         splits = self._runner.evaluation_micro_batches

@@ -105,10 +105,7 @@ def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, splittable:
 
 
 def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: Sequence[int]) -> StageBounds:
-    """Return the bounds among calls in which only blocks with a boundary inside are split.
-
-    `bounds` are given among the calls in which all blocks of `splittable` are split.
-    """
+    """Return `bounds`, given with all blocks of `splittable` split, with only those split that contain a boundary."""
     named = {place: name for name, place in reversed(seen.begins(splittable).items())}
     names = [named[bound] for bound in bounds[:-1]]
     needed = [called.key for called in seen.calls if {part.key for part in called.inside[:-1]}.intersection(names)]
@@ -137,8 +134,7 @@ class _Row:
     ) -> tuple[tuple[int, ...], float]:
         """Return the best bounds among all calls, and the training step's time or, without a clock, the largest load.
 
-        The largest load may be up to `slack`, a fraction, above the least possible if fewer bytes are then sent. With a
-        clock, these bounds and `also` are the starts of a search.
+        `slack` is as in `divide`. With a clock, the bounds of `divide` and `also` are the starts of a search.
         """
         even = divide(self.items, slack=slack)
         if clock is None:
@@ -166,13 +162,7 @@ def _items(model: nn.Module, seen: ProbeResult, aim: BalanceAim) -> PartitionIte
 
 
 def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[list[float]]:
-    """Return one list for each stage: the load of every call if that stage runs it.
-
-    | aim.by    unit of the loads
-    | time      seconds of forward and backward, or operations on the meta device
-    | params    elements of parameters
-    | memory    bytes: parameters with STATE_COPIES, and activations of the micro-batches that the stage holds at once
-    """
+    """Return one list for each stage: the load of every call if that stage runs it (`CutRequest.by` has the units)."""
     if aim.by == "time":
         work = [called.cost.work for called in seen.calls]
         return [[*work[:-1], work[-1] + seen.tail]] * aim.stages

@@ -98,10 +98,7 @@ class DataflowTracer(TorchDispatchMode):
         return self._of(tensor) != _NOTHING
 
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
-        """Return a detached output of the piece `key` that depends on this piece alone.
-
-        It is a copy, unless with `made` no other object uses the memory of `tensor`.
-        """
+        """Return an output of the piece `key`, detached; a copy, unless the piece `made` it in memory of its own."""
         own = tensor.detach() if made else tensor.detach().clone()
         self._dependencies[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
@@ -128,10 +125,7 @@ class DataflowTracer(TorchDispatchMode):
     def replacing(
         self, values: Any, *, by: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
     ) -> Iterator[None]:
-        """Run a piece on `by` in place of `values` inside the block; afterwards copy its changes of `by` to `values`.
-
-        `stand_in` maps a stored value to its replacement in `values`.
-        """
+        """Run a piece on `by` in place of `values` inside the block; then copy its changes of `by` to `values`."""
         before = map_tensors(unchanged, by)
         yield
         if by is not values:

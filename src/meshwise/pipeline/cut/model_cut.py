@@ -210,8 +210,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     where, timed = request.where, request.by == "time"
     if where.made is not None and where.made.stages == stages:
         return where.made
-    split_blocks = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
-    seen = probe(model, call=call, pieces=where.pieces, timed=timed, split_blocks=split_blocks)
+    splits = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
+    seen = probe(model, call=call, pieces=where.pieces, timed=timed, splits=splits)
     splittable = [
         called.key
         for called in seen.calls
@@ -228,10 +228,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
 
 
 def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
-    """Return a cut with one stage for each piece that has parameters; arguments and errors as in `cut_model`.
-
-    `pieces` are patterns over module names that override what the pieces are.
-    """
+    """Return a cut with one stage for each piece that has parameters; arguments and errors as of `cut_model`."""
     seen = probe(model, call=call, pieces=pieces)
     begins = [place for place, called in enumerate(seen.calls) if called.parameters]
     return _cut(model, StageBounds(seen, (0, *begins[1:], len(seen.calls))), CutRequest(by="params"))

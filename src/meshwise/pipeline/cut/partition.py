@@ -136,10 +136,7 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
-    """Return the bounds that send the fewest bytes and, among these, have the least sum of squared loads.
-
-    No load exceeds `limit`.
-    """
+    """Return the bounds with no load above `limit`, the fewest sent bytes, then the least sum of squared loads."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     for stage in range(table.stages):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}

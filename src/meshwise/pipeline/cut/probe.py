@@ -56,7 +56,7 @@ ROUNDS = 3
 
 
 def probe(
-    model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, split_blocks: bool = False
+    model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, splits: bool = False
 ) -> ProbeResult:
     """Return the calls of pieces in `call(model)`, which runs on a copy of the model that shares only its parameters.
 
@@ -76,11 +76,7 @@ def probe(
         seen = _seen(model, call, found, timed=timed)
         ran = {made.module for made in seen.calls}
         seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in ran})
-    parts = {
-        piece.module: inner_modules(model.get_submodule(piece.module))
-        for piece in found
-        if split_blocks and piece.block
-    }
+    parts = {one.module: inner_modules(model.get_submodule(one.module)) for one in found if splits and one.block}
     if not any(parts.values()):
         return seen
     inner = _seen(model, call, found, timed=timed, parts=parts)
@@ -132,10 +128,8 @@ def _seen(
 def _with_costs(calls: Sequence[PieceCall], costs: Sequence[PieceCall]) -> tuple[PieceCall, ...]:
     """Return the calls with the costs of the same calls in another run."""
     return tuple(
-        dataclasses.replace(
-            called, cost=cost.cost, inside=_with_costs(called.inside, cost.inside) if called.inside else ()
-        )
-        for called, cost in zip(calls, costs, strict=True)
+        dataclasses.replace(one, cost=cost.cost, inside=_with_costs(one.inside, cost.inside) if one.inside else ())
+        for one, cost in zip(calls, costs, strict=True)
     )
 
 
@@ -325,10 +319,7 @@ class _Inside:
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output, and set `calls`; they stay empty unless each module runs exactly once.
-
-        They also stay empty if a module would run again in the backward, under torch's checkpoint.
-        """
+        """Return the block's output, and set `calls`, unless a module does not run once or would run again later."""
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
         keep = saved_bytes_hook(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():

@@ -86,10 +86,7 @@ class ProbeResult:
         return dataclasses.replace(self, calls=tuple(calls))
 
     def begins(self, keys: Collection[str]) -> dict[str, int]:
-        """Return, by key, the place at which a stage can begin in the calls `with_split_blocks(keys)`.
-
-        A split block's own key is at its first module; the rest of its code, the last call inside, is no beginning.
-        """
+        """Return the place of each key at which a stage can begin, in the calls `with_split_blocks(keys)`."""
         found: dict[str, int] = {}
         place = 0
         for called in self.calls:
@@ -111,10 +108,7 @@ class ProbeResult:
         )
 
     def effect(self, position: int) -> tuple[str, str] | None:
-        """Return (key, key) of a call before number `position` with a side effect, and of a later call that needs it.
-
-        The second is "the result" if only the model's result needs the effect. None if there is no such effect.
-        """
+        """Return keys of a call before `position` with a side effect and of a later user of the effect, or None."""
         before = [called.key for called in self.calls[:position]]
         after = [(called.key, called.dependencies) for called in self.calls[position:]]
         for name, past in (*after, ("the result", self.result)):

@@ -20,10 +20,7 @@ from meshwise.pipeline.run.packed_tree import StageEntrance
 def profile_module(
     run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
 ) -> tuple[Any, CallCost]:
-    """Return the output of `run(*args, **kwargs)` with `inputs = (args, kwargs)`, and its cost.
-
-    `timed`: run the backward too, and measure the work; otherwise it is 0. Gradients of `parameters` stay as they were.
-    """
+    """Return the output of `run` on `inputs` (args, kwargs), and its cost; `timed` runs a backward to measure work."""
     args, kwargs = inputs
     kept: dict[int, int] = {}
     keep = saved_bytes_hook(kept, parameters=parameters)
@@ -71,10 +68,7 @@ class LossTail:
 
 @contextlib.contextmanager
 def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns a reading of seconds or, if `values` have meta tensors, of operations.
-
-    Differences of readings count. Without `timed` every reading is 0.
-    """
+    """Yield a function that returns the cost so far: seconds, operations for meta tensors, or 0 without `timed`."""
     inputs = list(tensors(values))
     if not timed:
         yield float

@@ -26,10 +26,7 @@ from meshwise.pipeline.cut.backward_hooks import has_backward_hooks
 
 
 def inner_modules(block: nn.Module) -> tuple[str, ...]:
-    """Return the names, relative to the block, of the modules at which a stage can begin; empty if none can.
-
-    Not checked here: whether the block runs once, and its modules in one order. `probe` finds that out.
-    """
+    """Return the names, relative to the block, of the modules at which a stage may begin; empty if none may."""
     names = tuple(_modules_with_forward(block, ""))
     theirs = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
     if has_backward_hooks(block):

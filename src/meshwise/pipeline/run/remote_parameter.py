@@ -55,10 +55,7 @@ class RemoteParameter(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return shapes and dtypes; an operation on remote parameters alone returns remote parameters.
-
-        Raises StageError for an operation that also has other tensors.
-        """
+        """Return a remote result for remote parameters alone. Raises StageError for computations with other tensors."""
         known = kwargs or {}
         given = list(tensors((args, known)))
         where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, RemoteParameter))

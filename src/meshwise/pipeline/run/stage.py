@@ -109,13 +109,9 @@ def _first(tree: Any) -> Tensor | None:
 
 
 class StageForwardState:
-    """State of a stage's current forward: values received and to send, and the position among the calls of pieces.
-
-    A stage uses one such object for all its forwards.
-    """
+    """State of a stage's current forward: values received and to send, and the position among the calls of pieces."""
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
-        """`sends`: keys of the values to send. `changed` and `same_shape` are those of the `ModelCut`."""
         self.sends, self.changed, self.same_shape = sends, changed, same_shape
         self.nan = NanPlaceholder()
         self.width = FeatureWidth()
@@ -143,10 +139,9 @@ class StageForwardState:
         return map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def device_for(self, given: Tensor) -> torch.device:
-        """Return the device for the result of a piece with the input `given`.
+        """Return the device for a result of the input `given`: the device of received values if `given` is on meta.
 
-        A model that moves its input to the device of a remote parameter moves it to the meta device. Then the result is
-        on the device of the received values.
+        An input is on the meta device if the model moved it to the device of a remote parameter.
         """
         here = (tensor.device for tensor in tensors(self.received))
         return next(here, given.device) if given.is_meta else given.device

@@ -1,12 +1,6 @@
 """Pipeline schedules as tables of actions: build them by name, read them from a file, check them, and time them."""
 
-from meshwise.pipeline.schedules.schedule_by_name import (
-    SCHEDULES,
-    NamedSchedule,
-    make_schedule,
-    planned_schedule,
-    read_schedule,
-)
+from meshwise.pipeline.schedules.by_name import SCHEDULES, NamedSchedule, make_schedule, planned_schedule, read_schedule
 
 __all__ = [
     "SCHEDULES",

@@ -62,10 +62,7 @@ def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
 
 
 class _Steps:
-    """Order of the forwards of every rank, as (lap, micro-batch): lap l is the rank's stage l·p + rank.
-
-    Backwards run the laps in reverse.
-    """
+    """Order of a rank's forwards, as (lap, micro-batch): lap l runs stage l·p + rank. Backwards reverse the laps."""
 
     def __init__(self, pp: int, order: Sequence[tuple[int, int]], laps: int) -> None:
         self._pp, self._order, self._laps = pp, order, laps
