@@ -148,7 +148,7 @@ class Takes(nn.Linear):
         ("dtype", r"tensor(size=(3, 4), dtype=torch.float64, .*, and .* tensor(size=(3, 4), requires_grad=True)"),
         ("gradient", r"tensor(size=(3, 4)), and .* tensor(size=(3, 4), requires_grad=True)"),
         ("number", r"(tensor(size=(3, 4), requires_grad=True), 2), and .* tensor(size=(3, 4), requires_grad=True)"),
-        ("a set", r"(tensor.*, frozenset({3.0})), and for another one .* frozenset({12.0}))"),
+        ("a set", r"(tensor.*, frozenset({3.0})), and for another micro-batch .* frozenset({12.0}))"),
     ],
 )
 def test_shapes_or_numbers_that_depend_on_values_are_an_error(what: str, message: str) -> None:

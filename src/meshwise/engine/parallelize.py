@@ -1,8 +1,8 @@
 """Build a trainer from a model and a plan: `parallelize` creates each component of a run, in a fixed order.
 
-plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, cut into stages
-for the model or each stage: dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
-optimizer over the slices that this rank updates -> trainer
+plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
+the model or each stage -> dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
+-> optimizer over the slices that this rank updates -> trainer
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Run one training step: forward and backward of this rank's micro-batches, one exchange of sums, and the update.
 
 Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
-collectives called and of the batch. From them every rank decides alike whether to update, and by which factor. If the
-digests differ, no rank updates.
+calls and the batch. From them every rank makes the same decision: to update or not, and by which factor. If the digests
+differ, no rank updates.
 """
 
 import contextlib

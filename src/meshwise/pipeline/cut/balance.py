@@ -1,7 +1,7 @@
 """Choose where stages begin, so that a training step is short or the largest stage is small.
 
-Boundaries between pieces are tried first. A boundary inside of a block (`split_blocks.py`) is taken if it gains enough;
-its cost counts the values that are sent there, and the computation that runs on both sides.
+Boundaries between pieces are tried first. A boundary inside of a block (`split_blocks.py`) is taken if it gains enough.
+Its cost counts the values that are sent there, and the computation that runs on both sides.
 """
 
 import difflib
@@ -25,7 +25,7 @@ STATE_COPIES = 4
 """Memory of a trained parameter, in multiples of its bytes: the parameter, its gradient, two moments of Adam."""
 
 MIN_GAIN = 0.02
-"""Least gain, as a fraction of the step's time or the largest load, for which a boundary inside of a block is taken."""
+"""Least gain, as a fraction, for which a boundary inside of a block is taken; also the `slack` (see `divide`) there."""
 
 MIN_DISTANCE = 0.02
 """Least load between two boundaries that are both tried inside of blocks, as a fraction of a mean stage's load."""

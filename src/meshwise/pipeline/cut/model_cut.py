@@ -202,8 +202,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     `call(model)` runs an example micro-batch on the device of the model's parameters, and returns the output or the
     loss. The model, torch's generators and the gradients stay as they were.
 
-    Raises CutError when fewer stages fit than are asked for, when `at` has a name at which no stage can begin or names
-    out of order, and when the schedule has another number of stages.
+    Raises CutError when fewer stages fit than are asked for, and when the schedule has another number of stages. Raises
+    it also when `at` has a name at which no stage can begin, or names out of order.
     """
     if request.schedule is not None and request.schedule.stages != stages:
         raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")

@@ -101,8 +101,8 @@ def quicken(
     """Return bounds that no move improves, and the time of a training step with them, by a local search.
 
     The search moves `bounds` until no move shortens the training step, or `tries` moves were timed. It tries first the
-    moves whose largest stage is smallest. A move shifts several neighbouring bounds by one, so that one item goes from
-    stage i to stage j; or it shifts one bound by up to REACH items, to an equal item beyond items of other kinds.
+    moves whose largest stage is smallest. A move shifts several neighbouring bounds by one: one item moves from stage i
+    to stage j. Or it shifts one bound by up to REACH items, to an equal item beyond items of other kinds.
     """
     table = _Table(items)
     best = clock(loads=table.loads(bounds), sent_bytes=table.sent(bounds), limit=math.inf)

@@ -11,7 +11,7 @@ modules have to hold all its parameters and to run once each, in one order. A bl
 
 - holds parameters itself, or reads parameters of its modules without calling the modules;
 - has backward hooks, which see the gradients of the whole block;
-- has a list of equal modules, such as experts, of which the data may choose some;
+- has a list of equal modules, such as experts, among which the data may choose;
 - is called more than once, or again in the backward by torch's checkpoint, which would lack the received values.
 """
 

@@ -1,7 +1,7 @@
 """Run a backward in two parts: I computes the gradients of received values, and W later the parameters' gradients.
 
 Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
-the gradients of its two operands independently, and autograd omits a gradient that is not asked for. So:
+the gradients of its two operands independently. Autograd omits a gradient that is not asked for. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
                │             │
@@ -53,7 +53,7 @@ def backward_input(
 ) -> WeightBackward:
     """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
 
-    `gradients` are those of `outputs`, which require gradients. If no received value is in the graph, W is the whole
+    `gradients` belong to `outputs`, which require gradients. If no received value is in the graph, W is the whole
     backward. If a reentrant checkpoint is in the graph, I is the whole backward, and W does nothing.
     """
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}

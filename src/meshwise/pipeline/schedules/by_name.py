@@ -60,8 +60,8 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
     A name with a `/` or a `.` is the path of a file with a table, which has to have these numbers.
 
-    Raises ScheduleError for an unknown name, for a table that cannot be read or cannot run, and for numbers that the
-    schedule does not allow; then the error has the nearest numbers that it allows.
+    Raises ScheduleError for an unknown name, and for a table that cannot be read or cannot run. Raises it also for
+    numbers that the schedule does not allow, with the nearest numbers that it allows.
     """
     if is_path(name):
         return _from_file(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)

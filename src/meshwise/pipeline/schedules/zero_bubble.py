@@ -13,7 +13,7 @@ the times of such a stage, half as large as a stage of the others. DualPipeV's p
 assumes that a forward and a backward run at the same time. Here they run one after the other, and the next rank has the
 first result earlier.
 
-zb-h1 and zb-h2 follow one rule with f = i = w = 1: in each unit of time a rank runs the next forward if its limits
+zb-h1 and zb-h2 follow one rule with f = i = w = 1. In each unit of time, a rank runs the next forward if its limits
 allow, else the next I, else a W. Only their two limits differ. For the V this rule would leave gaps of a few units, so
 zb-v and dualpipev are written as phases of repeated actions.
 """
