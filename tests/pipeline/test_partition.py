@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.cut.partition import CutError, PartitionItems, divide, quicken, worthwhile
+from meshwise.pipeline.cut.partition import CutError, PartitionItems, divide, improve_bounds, places_to_try
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, StepClock, clock
 
@@ -100,8 +100,8 @@ def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None
 
 def test_of_near_places_the_one_with_the_least_crossing_is_tried() -> None:
     items = PartitionItems([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
-    assert worthwhile(items, apart=0.1, always=(0,), never=()) == [0, 2, 5]
-    assert worthwhile(items, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
+    assert places_to_try(items, apart=0.1, always=(0,), never=()) == [0, 2, 5]
+    assert places_to_try(items, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
     merged = items.merged([0, 2, 5])
     assert merged.loads == [[1.01, 1.01, 1.0]]
     assert merged.sent_bytes == [0, 1, 5]
@@ -112,7 +112,7 @@ def test_a_row_of_thousands_is_cut_in_no_time() -> None:
         [[1.0 + index % 7 for index in range(4000)]] * 8, [True] * 4000, [float(index % 50) for index in range(4000)]
     )
     mean = sum(items.loads[0]) / 8
-    places = worthwhile(items, apart=0.02 * mean, always=(0,), never=())
+    places = places_to_try(items, apart=0.02 * mean, always=(0,), never=())
     assert len(places) < 500
     begin = time.process_time()
     merged = items.merged(places)
@@ -141,7 +141,7 @@ def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name:
         return seconds(loads=[sum(items.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
 
     even = divide(items)
-    quick, shortest = quicken(items, bounds=even, clock=seconds)
+    quick, shortest = improve_bounds(items, bounds=even, clock=seconds)
     assert taken(quick) == pytest.approx(min(map(taken, every(items))), rel=0.01)
     assert shortest == pytest.approx(taken(quick))
     assert taken(quick) <= taken(even)
@@ -150,7 +150,7 @@ def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name:
 def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
     items = PartitionItems([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
     seconds = StepClock(make_schedule("1f1b", pp=3, microbatches=4))
-    assert quicken(items, bounds=divide(items), clock=seconds)[0] in every(items)
+    assert improve_bounds(items, bounds=divide(items), clock=seconds)[0] in every(items)
 
 
 def test_the_clock_stops_at_its_limit() -> None:

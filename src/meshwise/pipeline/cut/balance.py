@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwise.pipeline.cut.meta_device import has_no_values
-from meshwise.pipeline.cut.partition import CutError, PartitionItems, divide, quicken, worthwhile
+from meshwise.pipeline.cut.partition import CutError, PartitionItems, divide, improve_bounds, places_to_try
 from meshwise.pipeline.cut.probe import ROUNDS
 from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.pipeline.cut.profile_module import read_clock
@@ -124,7 +124,7 @@ class _Row:
     def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
         """Return the calls with fewer places: those worth trying or, if these are too few, all except `never`."""
         apart = MIN_DISTANCE * sum(self._all.loads[0]) / aim.stages
-        row = _Row(self._all, worthwhile(self._all, apart=apart, always=always, never=never))
+        row = _Row(self._all, places_to_try(self._all, apart=apart, always=always, never=never))
         if sum(row.items.solid) >= aim.stages:
             return row
         return _Row(self._all, [place for place in self.places if place not in never])
@@ -142,7 +142,7 @@ class _Row:
         inner = (*self.places, len(self._all.solid))
         starts = [even, *([tuple(map(inner.index, also))] if also else [])]
         tries = MAX_EVENTS // len(clock)
-        found = [quicken(self.items, bounds=start, clock=clock, tries=tries) for start in starts]
+        found = [improve_bounds(self.items, bounds=start, clock=clock, tries=tries) for start in starts]
         bounds, price = min(found, key=lambda one: one[1])
         return self.places_of(bounds), price
 

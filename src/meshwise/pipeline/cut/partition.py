@@ -50,7 +50,7 @@ class PartitionItems:
         )
 
 
-def worthwhile(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
+def places_to_try(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
     """Return the items at which it is worth trying to begin a stage: all of `always`, none of `never`, and some others.
 
     The others are at least `apart` in load from each other and from `always`; where few bytes are sent comes first.
@@ -95,7 +95,7 @@ def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
     return _cheapest(table, limit)
 
 
-def quicken(
+def improve_bounds(
     items: PartitionItems, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
     """Return bounds that no move improves, and the time of a training step with them, by a local search.
@@ -122,7 +122,7 @@ def quicken(
 
 
 REACH = 4
-"""Most items by which a move of `quicken` shifts a single bound."""
+"""Most items by which a move of `improve_bounds` shifts a single bound."""
 
 
 def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
