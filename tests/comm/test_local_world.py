@@ -23,7 +23,7 @@ from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm import run as run_processes
-from meshwise.comm.api import hosts
+from meshwise.comm.api import same_host
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.process_world import Comm, job_store, process_world
@@ -225,7 +225,7 @@ def must_share(world: World, name: str) -> str:
     found = job_store()
     assert found is not None
     with (
-        mock.patch.object(hosts, "host_name", return_value=str(world.rank)),
+        mock.patch.object(same_host, "host_name", return_value=str(world.rank)),
         pytest.raises(ValueError, match="comm=local, and the ranks cannot share memory: they are on sev") as caught,
     ):
         process_world(world.device, store=PrefixStore(name, found), comm="local")

@@ -15,7 +15,7 @@ from meshwise.comm.api.world import World
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, LossError, call_loss
 from meshwise.model.parameter_units import Patterns
-from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, UncutModules, cut_model, cut_pieces
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, ModelCut, cut_model, cut_pieces
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.schedules import planned_schedule
 from meshwise.pipeline.schedules.action import Schedule, ScheduleError

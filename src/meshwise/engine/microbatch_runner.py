@@ -99,7 +99,7 @@ class WholeModelRunner:
         self._draws = draws
         self._statistics = statistics
         self._shares_rows = shares_rows
-        self.lockstep = shares_rows or statistics.joined or any(unit.is_sharded for unit in engine.units)
+        self.runs_empty = shares_rows or statistics.joined or any(unit.is_sharded for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
     def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
@@ -142,16 +142,16 @@ class WholeModelRunner:
                     tokens += count
         return total, tokens
 
-    def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
-        """Run forward and backward again, and pass each gradient to `seen`; no gradient is kept or reduced."""
-        for number, part in enumerate(parts):
-            if part.rows is not None:
-                with self._running(part):
-                    loss, _ = self._run(part.rows)
-                show = functools.partial(seen, number) if part.counts or self._shares_rows else discard_gradient
+    def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
+        """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
+        for number, each in enumerate(micro_batches):
+            if each.rows is not None:
+                with self._running(each):
+                    loss, _ = self._run(each.rows)
+                show = functools.partial(on_gradient, number) if each.counts or self._shares_rows else discard_gradient
                 if loss.requires_grad:
-                    with self._running(part, again=True):
-                        self._engine.inspect(loss if part.counts else loss * 0, on_gradient=show)
+                    with self._running(each, again=True):
+                        self._engine.inspect(loss if each.counts else loss * 0, on_gradient=show)
         self._engine.gatherer.free_all()
 
     def predict(self, batch: Any) -> Any:

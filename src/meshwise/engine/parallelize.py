@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
-from meshwise.comm.launch.joining import connect
+from meshwise.comm.launch.connect import connect
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics, disable_sync_batch_norm, running_norms
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
@@ -331,7 +331,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
         recall.remember(stage.state)
         extents = ShardSizes()
-        stage.crossing.width = FeatureWidth(
+        stage.state.width = FeatureWidth(
             *local_and_total_width(parts, plan=plan, world=world),
             made=feature_dims(parts, module=source.module),
             tokens=local_and_total_tokens(extents, plan=plan, world=world),

@@ -14,9 +14,9 @@ from typing import Literal
 from torch import nn
 
 from meshwise.model.parameter_units import Patterns, partition
-from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, bounds_by_name, loads_of
-from meshwise.pipeline.cut.meta_values import has_no_values
-from meshwise.pipeline.cut.module_hooks import refuse_hooks
+from meshwise.pipeline.cut.backward_hooks import refuse_hooks
+from meshwise.pipeline.cut.balance import BalanceAim, StageBounds, balance, bounds_by_name, loads_of
+from meshwise.pipeline.cut.meta_device import has_no_values
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import Call, probe
 from meshwise.pipeline.cut.probe_result import ProbeResult

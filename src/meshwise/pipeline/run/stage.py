@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.forward import StageForwardLeft
 from meshwise.model.torch_private import without_modes
-from meshwise.pipeline.cut.meta_values import sizes_known
-from meshwise.pipeline.cut.module_hooks import PieceBackwardHooks
+from meshwise.pipeline.cut.backward_hooks import PieceBackwardHooks
+from meshwise.pipeline.cut.meta_device import sizes_known
 from meshwise.pipeline.run.packed_tree import enter
 
 
@@ -261,7 +261,7 @@ class PieceForward:
             try:
                 # A norm over the batch of all ranks would ask the others.
                 with torch.no_grad(), torch._C.DisableTorchFunction(), without_modes(), sizes_known():
-                    self._shapes[asked] = self._crossing.width.ask(
+                    self._shapes[asked] = self._state.width.ask(
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
                     )
             except Exception as error:
