@@ -41,21 +41,6 @@ class ShardGroup:
     storage: StorageConfig
 
     @property
-    def reduction(self) -> Reduction:
-        """Gradient reduction: its collectives, and the tensors that are kept as shards."""
-        return self.storage.reduction
-
-    @property
-    def precision(self) -> Precision:
-        """Dtypes of parameters, masters, accumulated and reduced gradients."""
-        return self.storage.precision
-
-    @property
-    def tiers(self) -> Tiers:
-        """Memories (device, cpu, disk) in which tensors are kept between their uses."""
-        return self.storage.tiers
-
-    @property
     def size(self) -> int:
         """Number of ranks that share the parameters."""
         return self.world.group(self.axes).size
@@ -83,23 +68,26 @@ class Bucket:
 
     def __init__(self, rows: Sequence[ParameterRow], *, shard_group: ShardGroup) -> None:
         self.shard_group = shard_group
+        self.storage = shard_group.storage
         world = shard_group.world
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
         self.place = BucketPlace.of(rows, shapes=shapes, parts=shard_group.size)
         self.dtype = rows[0].dtype
-        self._wire = shard_group.precision.reduction_of(self.dtype)
+        self._wire = shard_group.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
-        self.is_offloaded = shard_group.tiers.is_offloaded("params")
-        self.is_sharded = shard_group.reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)
+        self.is_offloaded = shard_group.storage.tiers.is_offloaded("params")
+        self.is_sharded = shard_group.storage.reduction.shards_parameters and (
+            shard_group.size > 1 or self.is_offloaded
+        )
         self.shard = self.place.shard(shard_group.index)
-        self.owned = self.shard if shard_group.reduction.shards_updates else (0, self.place.size)
+        self.owned = self.shard if shard_group.storage.reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
         empty = shard_group.world.empty
         common = None
-        if shard_group.reduction.shards_updates and not self.is_offloaded:
+        if shard_group.storage.reduction.shards_updates and not self.is_offloaded:
             common = world.shared_empty(self.place.size, dtype=self.dtype, axes=shard_group.axes)
         self.shared = common is not None
         if common is not None:
@@ -109,11 +97,11 @@ class Bucket:
             size = self.shard[1] - self.shard[0]
             away = self.is_offloaded
             self.kept = (
-                shard_group.tiers.empty("params", numel=size, dtype=self.dtype)
+                shard_group.storage.tiers.empty("params", numel=size, dtype=self.dtype)
                 if away
                 else empty(size, dtype=self.dtype)
             )
-        elif shard_group.reduction.shards_updates:
+        elif shard_group.storage.reduction.shards_updates:
             self.whole = self.kept = empty(self.place.size, dtype=self.dtype)
         else:
             self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
@@ -159,8 +147,8 @@ class Bucket:
             self.shard_group.world.barrier(axes=self.shard_group.axes)
 
     def _make_master(self) -> None:
-        own, tiers = self.owned_parameters, self.shard_group.tiers
-        wide = self.shard_group.precision.master_of(self.dtype)
+        own, tiers = self.owned_parameters, self.storage.tiers
+        wide = self.storage.precision.master_of(self.dtype)
         if wide == self.dtype and own.device.type == tiers.updates_on.type:
             self.master = own
         elif tiers.is_offloaded("masters"):
@@ -170,10 +158,13 @@ class Bucket:
         self.has_master = self.master is not own
         if tiers.is_offloaded("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
-        elif self.shard_group.reduction.shards_gradients:
+        elif self.storage.reduction.shards_gradients:
             self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.chunk_limit)]
-        reduction, wide_sum = self.shard_group.reduction, self.shard_group.precision.accumulation_of(self.dtype)
+        reduction, wide_sum = (
+            self.storage.reduction,
+            self.storage.precision.accumulation_of(self.dtype),
+        )
         for name in reduction.owned_state:
             self.reduction_state[name] = torch.zeros(own.numel(), dtype=wide, device=self.device)
         for name in reduction.summed_state:
@@ -209,7 +200,7 @@ class Bucket:
     def fetch_shard(self) -> BorrowedTensor:
         """Start to copy the shard from its tier to the device, unless that has started."""
         if self._loan is None:
-            self._loan = self.shard_group.tiers.bring(self.kept)
+            self._loan = self.storage.tiers.bring(self.kept)
         return self._loan
 
     def release_shard(self) -> None:
@@ -225,7 +216,7 @@ class Bucket:
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
-        if self.shared or self.shard_group.reduction.publishes:
+        if self.shared or self.storage.reduction.publishes:
             return self.shard_group.world.all_gather(self.owned_parameters, into=self.whole, axes=self.shard_group.axes)
         return Work()
 
@@ -243,7 +234,7 @@ class Bucket:
             self._arriving = None
         self._filled.clear()
         self._rounds = 0
-        if not (self.shard_group.reduction.shards_gradients or self.shard_group.tiers.is_offloaded("gradients")):
+        if not (self.storage.reduction.shards_gradients or self.storage.tiers.is_offloaded("gradients")):
             self.reduced = None
 
     def deposit(self, index: int, *, gradient: Tensor) -> None:
@@ -268,7 +259,7 @@ class Bucket:
 
     def _buffer(self) -> Tensor:
         if self.gradient is None:
-            dtype = self.shard_group.precision.accumulation_of(self.dtype)
+            dtype = self.storage.precision.accumulation_of(self.dtype)
             self.gradient = self.shard_group.world.empty(self.place.size, dtype=dtype)
             self.clear_padding()
         return self.gradient
@@ -286,14 +277,14 @@ class Bucket:
             if index not in self._filled:
                 buffer[piece.start : piece.stop].zero_()
         shard_group, wire, into = self.shard_group, self._on_wire(buffer), None
-        if shard_group.reduction.shards_gradients:
+        if shard_group.storage.reduction.shards_gradients:
             assert self.reduced is not None
             first = self._rounds == 0 and self.reduced.dtype == wire.dtype
-            direct = first and not shard_group.tiers.is_offloaded("gradients")
+            direct = first and not shard_group.storage.tiers.is_offloaded("gradients")
             into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
         peers = ReducingRanks(shard_group.world, shard_group.axes, slice(*self.shard), self.reduction_state)
-        self._arriving = shard_group.reduction.start(wire, into=into, peers=peers)
+        self._arriving = shard_group.storage.reduction.start(wire, into=into, peers=peers)
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
@@ -315,10 +306,10 @@ class Bucket:
             self.on_reduced(self)
 
     def _arrived(self, target: Tensor) -> None:
-        if self.shard_group.tiers.is_offloaded("gradients"):
+        if self.storage.tiers.is_offloaded("gradients"):
             self._put_to_rest(self._updating(target))
             return
-        if not self.shard_group.reduction.shards_gradients:
+        if not self.storage.reduction.shards_gradients:
             self.reduced = self._updating(target)
             return
         assert self.reduced is not None
@@ -340,7 +331,7 @@ class Bucket:
 
     def _put_to_rest(self, arrived: Tensor) -> None:
         """Add the gradients of earlier micro-batches, compute the norm, and move the sum to its tier."""
-        tiers = self.shard_group.tiers
+        tiers = self.storage.tiers
         assert self.reduced is not None
         if self._rounds > 1:
             tiers.settle()
@@ -362,13 +353,13 @@ class Bucket:
         """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""
         if self.reduced is None:
             return []
-        if not self.shard_group.tiers.on_disk(self.reduced):
+        if not self.storage.tiers.on_disk(self.reduced):
             return [self.reduced]
         self.factor = factor
         return []
 
     def _counted(self, reduced: Tensor) -> Tensor:
-        shard = reduced if self.shard_group.reduction.shards_updates else reduced[slice(*self.shard)]
+        shard = reduced if self.storage.reduction.shards_updates else reduced[slice(*self.shard)]
         return shard if self.counts else shard[:0]
 
     def owned_gradient(self) -> Tensor:
@@ -379,7 +370,7 @@ class Bucket:
 
     def gathered_from(self, owned: Tensor) -> Tensor:
         """Return values of all elements of the bucket, from the `owned` values of each rank (a collective)."""
-        if not self.shard_group.reduction.shards_updates:
+        if not self.storage.reduction.shards_updates:
             return owned
         whole = torch.empty(self.place.size, dtype=owned.dtype, device=owned.device)
         self.shard_group.world.all_gather(owned.contiguous(), into=whole, axes=self.shard_group.axes).wait()
@@ -398,7 +389,7 @@ class Bucket:
         """Return dtypes by kind: parameters; if trainable also master, optimizer_state, reduction, accumulation."""
         found = {"parameters": self.whole.dtype}
         if self.master is not None:
-            precision = self.shard_group.precision
+            precision = self.storage.precision
             found["master"] = self.master.dtype
             found["optimizer_state"] = precision.master_of(self.dtype)
             found["reduction"] = precision.reduction_of(self.dtype)

@@ -133,7 +133,7 @@ class CheckpointRefill:
         """
         for name, values in bucket.reduction_state.items():
             values.zero_()
-            start, stop = bucket.owned if name in bucket.shard_group.reduction.owned_state else bucket.shard
+            start, stop = bucket.owned if name in bucket.shard_group.storage.reduction.owned_state else bucket.shard
             for piece in bucket.place.pieces:
                 if f"reduction/{name}" in self._slots[piece.row.name]:
                     whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)

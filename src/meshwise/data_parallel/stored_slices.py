@@ -176,7 +176,7 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
 
 def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
     """Yield the reduction's state that this rank saves; `summed_state` is summed over the ranks (a collective)."""
-    reduction, state = bucket.shard_group.reduction, bucket.reduction_state
+    reduction, state = bucket.shard_group.storage.reduction, bucket.reduction_state
     kept = {name: BucketSlice(bucket, bucket.owned[0], state[name]) for name in state if name in reduction.owned_state}
     summed = [name for name in state if name in reduction.summed_state]
     kept |= {name: BucketSlice(bucket, bucket.shard[0], bucket.summed_shard(name)) for name in summed}

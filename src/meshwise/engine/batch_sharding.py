@@ -41,11 +41,6 @@ class BatchShards:
     index: int
     """Index of this rank in `shares`."""
 
-    @classmethod
-    def of(cls, size: int, *, ranks: int, index: int) -> "BatchShards":
-        """Return the even shards of `size` rows for `ranks` ranks, as seen by the rank with this `index`."""
-        return cls(even_split(size, ranks), index)
-
     def row_ranges(self, count: int) -> list[tuple[int, int]]:
         """Return the rows [start, stop) of each micro-batch of this rank; the first ones may have one row more."""
         start, stop = self.shares[self.index]
@@ -78,7 +73,7 @@ class BatchSharder:
 
     def shards(self, size: int) -> BatchShards:
         """Return the even shards of a global batch of `size` rows."""
-        return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
+        return BatchShards(even_split(size, self.ranks), self.world.group(self.axes).index)
 
     def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.

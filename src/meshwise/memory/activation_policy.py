@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwise.base.align_columns import align_columns
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock
@@ -128,8 +129,7 @@ class RecomputedBlocks:
             mode = self.modes[name]
             kept, of = (f"{cost.kept(one) / 2**20:.1f}" for one in (mode, "none"))
             rows.append((name, mode, kept, of, f"{cost.seconds[mode]:.4f}", f"{cost.in_flight:g}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return align_columns(rows, left=2)
 
     def close(self) -> None:
         """Restore the forwards of the modules."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
+from meshwise.base.align_columns import align_columns
 from meshwise.comm.api.streams import gpu_count
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss
@@ -88,8 +89,7 @@ class MemoryShortage:
         rows += [(kind, cell(self.predicted, kind), cell(self.used, kind)) for kind in kinds]
         rows += [("in all", size_text(sum(self.predicted.values())), "")] if self.predicted else []
         rows += [("room", size_text(self.room), "")]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
+        lines = [f"  {line}" for line in align_columns(rows).split("\n")]
         advice = (
             "no change of the plan makes this model fit here; try more ranks, a smaller batch or, for state on disk, "
             "smaller staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options)"

@@ -3,7 +3,7 @@
 | equal parts | the part that is run |
 |---|---|
 | ranks that differ in dp, tp or cp only | the first of these ranks |
-| stages that do the same work (`equal_ranks.py`) | the first of these stages |
+| stages that do the same work (`rehearsed_ranks`) | the first of these stages |
 | micro-batches between the first and the last | one of these micro-batches |
 | steps after the first, which allocates the optimizer's state | the second step |
 
@@ -14,12 +14,13 @@ is not finite or counts nothing, an index outside of a vocabulary, a partly init
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.stopwatch import Activity, StepPhase
@@ -29,12 +30,11 @@ from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
-from meshwise.pipeline.cut.model_cut import CutRequest
+from meshwise.pipeline.cut.model_cut import CutRequest, ModelCut
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
-from meshwise.simulate.equal_ranks import rehearsed_ranks
 from meshwise.simulate.meta_batch import MetaBatch
 from meshwise.simulate.meta_value_errors import explaining_values, wrap_for_rehearsal
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
@@ -237,3 +237,49 @@ def _representatives(schedule: Schedule) -> frozenset[int]:
     return frozenset(
         index for each in map(sorted, found.values()) for index in (each[0], each[len(each) // 2], each[-1])
     )
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+    """Return, for each rank along pp, the first rank that does the same work. Without a cut all ranks differ.
+
+    Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
+    equally many values, and share no parameter with another stage. The first and the last stage equal no other stage.
+    `ends`: True if the first and the last of a list of blocks do more work than the others.
+    """
+    if cut is None:
+        return tuple(range(schedule.ranks))
+    kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
+    first: dict[Hashable, int] = {}
+    return tuple(
+        first.setdefault(tuple(kinds[stage] for stage in schedule.stages_of(rank)), rank)
+        for rank in range(schedule.ranks)
+    )
+
+
+def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashable:
+    tied = any(stage in stages for stages in cut.ties.values())
+    if stage in (0, cut.stages - 1) or tied:
+        return stage
+    start, stop = cut.bounds[stage : stage + 2]
+    return (
+        len(cut.sends[stage - 1]),
+        len(cut.sends[stage]),
+        tuple(_shapes(model.get_submodule(name)) for name in cut.modules[start:stop]),
+        tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
+    )
+
+
+def _end(model: nn.Module, name: str) -> Hashable:
+    """Return whether a module is the first, and whether it is the last, of its list; () outside of a list."""
+    around, _, own = name.rpartition(".")
+    names = list(model.get_submodule(around)._modules)
+    return (own == names[0], own == names[-1]) if isinstance(model.get_submodule(around), _LISTS) else ()
+
+
+def _shapes(module: nn.Module) -> Hashable:
+    classes = tuple((name, type(one).__qualname__) for name, one in module.named_modules())
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    return classes, shapes

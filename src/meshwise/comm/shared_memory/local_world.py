@@ -84,10 +84,6 @@ class LocalWorld(World):
             self._meet_to_close()
             self._queues.close()
 
-    def leave(self) -> None:
-        """Finish all collectives and close the connection, without a last meeting of the ranks."""
-        self._queues.close()
-
     # ---- every rank reads what it needs --------------------------------------------------------------------------
 
     def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:

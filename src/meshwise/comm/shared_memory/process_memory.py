@@ -55,10 +55,6 @@ class ProcessMemory:
         """Return whether `rank` can read this rank's memory."""
         return rank in self._readers
 
-    def readable(self, rank: int) -> bool:
-        """Return whether this rank can read the memory of `rank`."""
-        return rank in self._processes
-
     def read(self, rank: int, *, address: int, into: Tensor) -> None:
         """Copy memory of rank `rank`, from `address` on, into a contiguous CPU tensor. Raises OSError when refused."""
         _copy("read", self._processes[rank], address, into)

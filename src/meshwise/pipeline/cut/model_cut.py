@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import nn
 
+from meshwise.base.align_columns import align_columns
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.pipeline.cut.backward_hooks import refuse_hooks
 from meshwise.pipeline.cut.balance import BalanceAim, StageBounds, balance, bounds_by_name, loads_of
@@ -188,8 +189,7 @@ class ModelCut:
                     ", ".join(self.sends[stage]) if stage + 1 < self.stages else "",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [align_columns(rows, left=len(rows[0]))]
         lines.append(f"by {self.by}, the largest stage is {self.imbalance:.2f} times the mean")
         lines += [f"{name} is split: a stage begins inside" for name in self.split_blocks]
         lines += [f"{name} is on stages {', '.join(map(str, on))}: one parameter" for name, on in self.ties.items()]

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import torch
 
+from meshwise.base.align_columns import align_columns
 from meshwise.base.mesh import Mesh
 from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
@@ -188,8 +189,7 @@ class MeasuredStep:
                     *(f"{100 * part / run.seconds:.1f} %" for part in parts),
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [align_columns(rows, left=0)]
         mean, ideal = (100 * statistics.fmean(line.bubbles) for line in (run, self.ideal))
         lines += [
             f"step {self.step.seconds:.4g} s, the schedule's part of it {run.seconds:.4g} s",
