@@ -28,8 +28,8 @@ test processes grid test-gpu: export OMP_NUM_THREADS := 1
 # Empty is off. The suite starts some hundred processes, each of which would compile the whole package anew.
 test processes grid test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
-test: install  ## the whole suite, three files at a time: some wait for processes while others compute
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: install  ## the whole suite, four files at a time: some wait for processes while others compute
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Without what starts its own processes, or has no ranks.
 processes: install  ## the suite again, with processes that share memory where it has threads
