@@ -38,7 +38,7 @@ from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.segment_times import entry_times
+from meshwise.simulate.entry_times import entry_times
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 

@@ -1,10 +1,10 @@
 """Check that this machine can train and that its ranks can communicate, and report the reason when they cannot.
 
     | 1  examine the machine: software, cores, memory, GPUs, links, limits
-    | 2  under torchrun: reach the store of the job, and call the roll, which names missing and different ranks
+    | 2  under torchrun: reach the store of the job, where each rank registers; report ranks that are missing or differ
     | 3  connect the ranks of the job (or start local ranks), and let every pair of ranks exchange messages
 
-A step only runs when the step before found no problem. Every step that waits for other ranks has a short time limit,
+Step 3 only runs if the steps before found no problem. Every step that waits for other ranks has a short time limit,
 because the ordinary time limits of a job are too long for a check.
 """
 

@@ -5,8 +5,8 @@
                                                   ▼
          pread into the window ──► crc32 of every block ──► elements copied to their tensors
 
-The window is the only buffer. Files of other programs have no checksums and are not compared. Files are read with
-pread, not mapped, because a process that reads a truncated mapped file is killed.
+The window is the only buffer; data is copied once more only if it is misaligned. Files of other programs have no
+checksums and are not compared. Files are read with pread: a process that reads a truncated mapped file is killed.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class ByteSpan:
 
 
 def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
-    """Yield spans that copy a rectangle, with offsets within the entry, to `target`; each span fits the window."""
+    """Yield spans that copy `rectangle`, whose offsets count from the entry's first element; each fits the window."""
     found = source.entries[entry]
     strides = _strides(found.shape)
     first = sum(map(int.__mul__, rectangle.offsets, strides))
@@ -97,7 +97,7 @@ def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor
     """Fill `into` (bytes) from byte `start` of an open file, and compare each block with its checksum, if known.
 
     `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Without checksums
-    (`source.expected` is None) the bytes are returned as they are. Raises DamageError for missing or altered bytes.
+    (`source.expected` is None) the bytes are not checked. Raises DamageError for missing or altered bytes.
     Raises OSError.
     """
     view = into.numpy().data

@@ -8,8 +8,8 @@ The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four re
     | 2      full              shard            its shard           reduce-scatter per micro-batch, all-gather per step
     | 3      shard             shard            its shard           reduce-scatter per micro-batch, all-gathers per pass
 
-A reduction may keep state from step to step, such as the error of a compression or an outer momentum: one tensor per
-logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
+A reduction may keep state between steps, such as a compression error or the momentum of an outer optimizer. It is one
+tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 """
 
 from collections.abc import Mapping
@@ -50,8 +50,8 @@ class Reduction:
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
         """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks; may overwrite `gradients`.
 
-        The result is the sum of this rank's shard if `shards_updates`, else of all elements. `into` receives the shard,
-        (elements of the shard,); None: the result stays in `gradients`.
+        The result is the elementwise sum: only this rank's shard of it if `shards_updates`, else all elements. `into`
+        receives the shard, (elements of the shard,); None: the result stays in `gradients`.
         """
         world, axes, shard = peers.world, peers.axes, peers.shard
         if not self.shards_updates:

@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         on_cpu = dict(kwargs)
         if "device" in traits.names and (not given or traits.shapes_only or kwargs.get("device") is not None):
             kwargs["device"], on_cpu["device"] = META, CPU
-        args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # the operation may change the view
+        args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # `t_` changes its argument's shape
         try:
             # A fill (zeros, a number, draws) changes no shape, and torch's meta kernel for it takes a millisecond.
             result = args[0] if traits.overwrites and len(given) == 1 else func(*args, **kwargs)
@@ -224,8 +224,8 @@ class _CpuPretence(TorchFunctionMode):
     def _skips_to_record(self, asker: FrameType) -> bool:
         """If the caller is torch's truncated normal, record it as one operation and return True.
 
-        It draws until no element lies outside its bounds, so it reads its own random numbers. Such a parameter would be
-        computed during the construction, before the name that seeds its random numbers is known. torch has no hook at
+        It reads its own random numbers, to redraw elements outside of the bounds. Recording them would compute the
+        parameter now, before its name, and so its seed, is known. torch has no hook at
         this point, but first asks whether the tensor is a meta tensor, and skips its work if the answer is True.
         """
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:

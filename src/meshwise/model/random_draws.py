@@ -1,4 +1,4 @@
-"""Make random draws of a training model (dropout, noise) a function of their place in the model and the batch.
+"""Replace torch's random draws, so that each depends only on its place in the model and the batch (dropout, noise).
 
 torch draws from a sequence: an element depends on all draws before it. So a split model would have other dropout masks
 than a whole model, and the two could not be compared. Here a draw is a function of
@@ -12,12 +12,12 @@ state. A rank computes the slice of the full draw that its tensor needs. The sli
                tensor, which may be samples, samples · heads or samples · tokens. They lie along dim 1 if a module says
                `batch_first=False`, or if only dim 1 has their number. A tensor without such a dim is drawn once for
                all samples.
-    place      the drawing module; the number of its call inside the calling module, and so on outwards; the number of
-               the draw in that call. Hooks on the modules keep a stack of running calls.
+    place      the drawing module, the call numbers of it and its callers (counted inside each caller), and the number
+               of the draw in that call. Hooks on the modules keep a stack of running calls.
     region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
-on the stack. Such a module has the place of its call in the first forward. Draws raise an error if the module was
+on the stack. Its first module gets the place of its call in the first forward. Draws raise an error if the module was
 called in two places, or if the repeated function is no module: then the place is ambiguous.
 """
 
@@ -41,14 +41,14 @@ DRAWING_MODULES = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.MultiheadAttention, nn.RReLU, nn.RNNBase, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
 )
-"""Classes of torch that draw. Modules of other torch classes get no hooks, if they have no modules inside."""
+"""Classes of torch that draw. Modules of other torch classes get no hooks, unless they hold modules."""
 
 
 @dataclass(frozen=True)
 class SampleRows:
     """The samples of a micro-batch: `count` samples, from number `first` of the global batch on.
 
-    `further(n)` returns the samples of this micro-batch on the rank whose share of the batch is n shares further on.
+    `further(n)`: the samples of this micro-batch on another rank, n shares further on in the global batch.
     """
 
     first: int
@@ -60,8 +60,8 @@ class SampleRows:
 class DimSlice:
     """A slice along one dim of the whole model's activations: `size` elements from `start` on.
 
-    `dim` counts from the end (-1: features). If a tensor counts the dim in other units (heads for features), the slice
-    is scaled to them. A dim of size 1, as of stochastic depth, is not split if `size` is larger, except for heads.
+    `dim` counts from the end (-1: features). If a tensor has heads where others have features, start and size are
+    scaled to heads. A dim of size 1 (as in stochastic depth) is not split if `size` > 1, except the dim of heads.
     """
 
     dim: int
@@ -75,7 +75,7 @@ class ActivationRegion:
 
     | hidden   slices of tensors (samples, tokens, features)
     | scores   slices of attention scores (samples, heads, queries, keys), and of other tensors with 4 dims or more
-    | shares   the samples are those of the rank this many shares of the global batch further on; 0: its own samples
+    | shares   the rank works on samples of another rank, this many shares further on in the batch; 0: its own samples
 
         | 1d, between the linear layers of a pair     hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
         | sequence parallel, outside of pairs         hidden=(DimSlice(-2, t, n),)
@@ -98,7 +98,7 @@ class ModuleVisit(NamedTuple):
     """Place of a module's call. `samples_first` is False if samples lie along dim 1."""
 
     path: tuple[tuple[str, int], ...]
-    """(module name, number of the call) of each call on the stack that is not its caller's first call of the module."""
+    """The calls on the stack, as (module name, number of the call); calls with number 0 are left out."""
     region: ActivationRegion
     samples_first: bool
 
@@ -124,8 +124,8 @@ class _Frame:
 class RandomDraws:
     """Replacement of torch's random draws in one model on one rank, by hooks and modes.
 
-    When a module named in `before` begins, or a module named in `after` has run, the activations are in its region
-    until the next such point. `local` leaves the draws to torch's kernels and generator, which is seeded for each draw
+    A region begins when a module named in `before` begins, or a module named in `after` has run. It lasts until the
+    next one. `local` leaves the draws to torch's kernels and generator, which is seeded for each draw
     by the place and the region. Such kernels are fused on a GPU, but the masks then depend on the plan.
 
         draws.begin(step)
@@ -217,7 +217,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def restored(self, place: DrawState) -> Iterator[None]:
-        """Repeat the draws from the point `place` on inside the block, for the present samples."""
+        """Inside the block, repeat the draws that follow `place`, for the present samples."""
         before = self._stack, self._region
         self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
         try:
@@ -243,14 +243,14 @@ class RandomDraws:
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
 
-        `scores`: the tensor has attention scores, and its dim 0 is samples or samples · heads. The slice begins with
-        the dim of samples and has at least two dims. Other dims of size 1 are left out, except split dims.
+        `scores`: the tensor has attention scores, and its dim 0 is samples or samples · heads. The slice
+        has at least two dims: first samples (start -1: the tensor has none), then split dims and dims of size > 1.
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
         cuts, first, count = region.hidden, rows.first, rows.count
         if not visit.samples_first and len(shape) == 3 and (across := [cut for cut in cuts if cut.dim == -2]):
-            cuts = tuple(cut for cut in cuts if cut.dim != -2)  # (tokens, samples, features): the samples are cut
+            cuts = tuple(cut for cut in cuts if cut.dim != -2)  # (tokens, samples, features): dim -2 is samples
             first, count = first + across[0].start, across[0].size
         turned = (
             not scores and len(shape) > 1 and shape[1] == count and not (visit.samples_first and shape[0] % count == 0)

@@ -34,7 +34,7 @@ class CostModel:
 
     cluster: Cluster
     shift: int = 0
-    """Number added to the ranks of a call, if the tape of one rank represents another rank."""
+    """Number to add to a call's ranks when this tape, recorded on one rank, is used for another rank."""
     _known: dict[TapeOperation, float] = field(default_factory=dict)
     _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
@@ -61,7 +61,7 @@ class CostModel:
         return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: MemoryChange) -> float:
-        """Return the seconds in which the system provides new memory; 0 unless pages are requested (`fresh`)."""
+        """Return the seconds to provide new memory, once for each time that its pages are new (`fresh`); 0 if never."""
         fresh = self.cluster.device.fresh
         return memory.fresh * memory.bytes / rate_at(fresh, size=memory.bytes) if memory.fresh else 0.0
 
@@ -103,8 +103,8 @@ class CostModel:
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Return the bytes per second of one rank in a collective of `size` bytes.
 
-        A ring over several nodes uses one adapter of a node for each of its ranks there, and each adapter carries an
-        equal part. The other groups along the same axes use the node's other adapters at the same time.
+        In a ring over several nodes, each rank of a node uses its own adapter, and the adapters carry equal parts. The
+        other groups along the same axes use the node's other adapters at the same time.
         """
         cluster = self.cluster
         inside = rate_at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)

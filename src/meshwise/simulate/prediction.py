@@ -17,10 +17,10 @@ from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel, sent_fraction
+from meshwise.simulate.entry_times import entry_times
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.offload_traffic import step_seconds
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.segment_times import entry_times
 from meshwise.simulate.step_tape import TapeCall, TapeOperation, TapeSegment, TapeWait
 
 

@@ -65,9 +65,7 @@ class RankPace:
 
 
 def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
-    """Yield an event for each rank that was slow in a step, by its busy seconds `times[rank][i]` in the step
-    `steps[i]`.
-    """
+    """Yield one event for each rank that was slow in a step. `times[rank][i]`: busy seconds in step `steps[i]`."""
     for rank, own in enumerate(times):
         found = []
         for number, step in enumerate(steps):

@@ -4,7 +4,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def time_text(time: float, *, unit: str = "s") -> str:
-    """Return a time in seconds with a fitting unit, as in `12.5 ms`. With another `unit`, return only the number."""
+    """Return seconds as text with a fitting unit (`12.5 ms`); with another `unit`, format `time` as a plain number."""
     if unit != "s":
         return f"{time:.4g}"
     if time == 0:

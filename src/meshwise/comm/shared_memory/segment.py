@@ -33,8 +33,8 @@ KEPT = 2
 """Number of unused slabs that are kept for reuse."""
 _MOST = 256
 _CLOSED_ON_EXEC = 1
-_NAMES = 2**63 - 1  # the largest number of a word on a board
-# madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
+_NAMES = 2**63 - 1  # the largest signed 8-byte integer, in which `JointTensors.name` is sent
+# Advice for madvise. REMOVE frees the pages in all processes. POPULATE makes the page faults happen now.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
 _C = ctypes.CDLL(None, use_errno=True)
 
@@ -84,9 +84,7 @@ def _memfd(label: str) -> int:
 
 
 def open_segment(process: int, *, place: int) -> Tensor:
-    """Map a segment, and return its bytes as a uint8 tensor. Raises OSError when the segment cannot be mapped. process:
-    PID of the process that made the segment. place: `SharedSegment.place` there.
-    """
+    """Map the segment with this `SharedSegment.place` in `process` (a PID); return its bytes, uint8. Raises OSError."""
     path = _path(process, place)
     if not _is_there(process, place):
         raise OSError(f"{path} is not the memory that was announced")
@@ -114,7 +112,7 @@ def words_of(memory: Tensor) -> memoryview:
 
 
 def fits(size: int, *, slab: int) -> bool:
-    """Return whether a slab of `slab` bytes may be used for a tensor of `size` bytes: at most a quarter is unused."""
+    """Return whether a slab of `slab` bytes may hold `size` bytes: at most size / 4 + one page is unused."""
     return size <= slab <= size + size // 4 + _PAGE
 
 
@@ -162,7 +160,7 @@ class TensorSlabs:
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
-        """Take the smallest unused slab that fits `size` bytes out of the pool, and return it; None if no slab fits."""
+        """Remove from the pool the smallest unused slab that can hold `size` bytes, and return it; None if none can."""
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
             if fits(size, slab=slab.memory.numel()):
                 with contextlib.suppress(ValueError):
@@ -206,7 +204,7 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a hash of the place of `tensors` in joint tensors of `ranks`, equal on these ranks; 0 if not there."""
+        """Return a number for the place of `tensors` in joint tensors, equal on all `ranks`; 0 if one is elsewhere."""
         if not self._known:
             return 0
         where: list[int] = []

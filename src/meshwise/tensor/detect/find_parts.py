@@ -1,4 +1,4 @@
-"""Find the part of each module of a plain model, from the user's rules, the model's own plan and its structure.
+"""Decide how tensor parallelism treats each module of a plain model: find its part, from rules, plan and structure.
 
 A plain model does not tell which linears form a pair, which attributes count heads, and which embedding is the
 vocabulary's. Each module gets its part from the first of these sources that knows the module:
@@ -30,11 +30,11 @@ from meshwise.tensor.detect.model_structure import ModelStructure
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_unfit_attentions, refuse_unsupported_parts
 
 Rules: TypeAlias = Mapping[str, str]
-"""Mapping from a name pattern to the part of the modules or parameters that match; `*` matches one dotted word.
+"""Mapping from a name pattern to the part of the modules or parameters that match; `*` matches within a dotted word.
 
     {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
      "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
-     "blocks.*.attention.scale": "inner grain=2",                two heads (or features) that stay together
+     "blocks.*.attention.scale": "inner grain=2",                split between groups of two heads, never inside
      "blocks.*.mlp.up": "colwise",
      "blocks.*.mlp.down": "rowwise",
      "classifier": "whole"}
@@ -221,7 +221,7 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether rules give all parameters a part that the plan can split; whole matrices in blocks need 1d."""
+    """Return whether every parameter gets a part that the plan can split. Whole matrices in blocks are for 1d only."""
     try:
         found = _read(module, plan=plan, rules=rules)
         if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
@@ -240,7 +240,8 @@ def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[st
     stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if stated and stated[1]:
         name = stated[1]
-    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (  # it reads all its parameters
+    # nn.MultiheadAttention also reads the parameters of its children.
+    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (
         not name or next(module.get_submodule(name).children(), None) is not None
     ):
         return of_all_blocks(parameter), "whole"
@@ -268,10 +269,11 @@ _SMALL = ("norm", "positions", "patches", "vector")
 
 
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
-    """Return the parts with `whole_features` set, if hidden states outside of the blocks must have all features.
+    """Return the parts, changed for hidden states that must have all features outside of the blocks.
 
-    They must if the model has no head, or if its code outside of the blocks uses all features (`counts`). Then small
-    parts outside of the blocks, such as norms, become whole. Under 1d, or without blocks, nothing changes.
+    They must if the model has no head, or if its code outside of the blocks uses all features (`counts`). Then blocks,
+    and embeddings and split linears outside of them, get `whole_features`; small parts there, such as norms, become
+    whole. Under 1d, or without blocks, nothing changes.
     """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts

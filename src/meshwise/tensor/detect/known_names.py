@@ -1,7 +1,7 @@
 """List the attribute and argument names by which attentions are recognised, and take dotted module names apart.
 
 The names are conventions of several libraries. A few classes are listed too, because no attribute shows how their
-fused matrix is arranged. Classes are given by their full names, so that no library must be installed.
+fused matrix is arranged. Classes are given by their full names, so that no library needs to be installed.
 """
 
 import re
@@ -43,8 +43,8 @@ CONFIGURATIONS = ("config", "cfg", "args")
 """Names of the attribute in which a module keeps its configuration."""
 
 BY_HEAD = ("alibi", "position_bias")
-"""Names of arguments of an attention with values for every head. Shapes: (heads, …) or (rows · heads, …) with three
-dims, (1 or rows, heads, …) with four dims."""
+"""Names of arguments of an attention with values for every head. With three dims: (heads, …) or
+(rows · heads, …). With four: (1 or rows, heads, …). rows: samples of the batch."""
 
 MASKS = ("mask", "bias")
 """Words in the names of masks, and of other arguments that are added to attention scores. With four dims, (1 or rows,
