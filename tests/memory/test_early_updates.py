@@ -175,7 +175,7 @@ def test_a_late_gradient_that_is_not_finite_is_an_error_until_a_load(plan: str, 
         first, second, _ = batches()
         trainer.step(first)
         trainer.save(tmp_path / "saved")
-        with pytest.raises(NonFiniteError, match=r"are updated already, so load a checkpoint to go on"):
+        with pytest.raises(NonFiniteError, match=r"are updated already, so load a checkpoint to continue"):
             trainer.step(spoiled("blocks.0.weight", trainer) if world.rank == 0 else second)
         is_refused_until_a_load(trainer, folder=tmp_path)
         found = outcome(trainer)

@@ -49,7 +49,7 @@ def loss(output, batch):
 
 
 def test_a_model_that_reads_its_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = "rehearsed with those of the job's first batch"
+    message = "uses the values of the job's first batch"
     assert main([*JOB, "--plan=dp=2", ON]) == 0
     assert message not in capsys.readouterr().out
     (tmp_path / "asks.py").write_text(ASKS)
