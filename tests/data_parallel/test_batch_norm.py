@@ -204,7 +204,11 @@ def refused(world: World, kind: str, plan: str) -> None:
 @pytest.mark.parametrize(
     "kind, plan, message",
     [
-        ("of the stream", "tp=4 tp_mode=2d", r"0\.last: BatchNorm1d .* hidden states, .* split by features.*works: tp_mode=1d"),
+        (
+            "of the stream",
+            "tp=4 tp_mode=2d",
+            r"0\.last: BatchNorm1d .* hidden states, .* split by features.*works: tp_mode=1d",
+        ),
         ("of what ranks share out", "tp=4 tp_mode=2d", r"0\.between takes statistics over the batch.*use tp_mode=1d"),
         ("of the stream", "tp=2 sequence_parallel=1", r"0\.last \(BatchN.*part of the tokens.*: sequence_parallel=0"),
     ],
