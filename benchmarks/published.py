@@ -34,11 +34,11 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.action import COMPUTE
 from meshwise.simulate.cluster import Cluster, load, rate_at
 from meshwise.simulate.cost_model import SEND_RECV, CostModel
+from meshwise.simulate.entry_times import entry_times
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.entry_times import entry_times
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 
