@@ -48,7 +48,7 @@ settings.load_profile("meshwise")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-grids", action="store_true", help="every cell of the grids, not only each pair")
+    parser.addoption("--whole-grids", action="store_true", help="every cell of the grids, not only a part")
     parser.addoption(
         "--on",
         choices=("threads", "processes"),
@@ -61,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("grid")
     if marker:
         (grid,) = marker.args
-        cells = grid.whole() if metafunc.config.getoption("--whole-grids") else grid.pairs()
+        cells = grid.whole() if metafunc.config.getoption("--whole-grids") else grid.part()
         metafunc.parametrize(list(grid.axes), [list(cell.values()) for cell in cells], ids=map(name, cells))
 
 

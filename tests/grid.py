@@ -1,8 +1,9 @@
 """Test grids: `make grid` runs every combination of values, `make test` a part that has each pair of values.
 
 A promise about every schedule, ZeRO stage and degree has thousands of combinations. Most errors depend on one value or
-on two values together. So the part has, for every two axes, every pair of values of the whole grid. The choice of cells
-depends on the grid alone. A test names its grid and takes one argument for each axis:
+on two values together. So the part has, for every two axes, every pair of values of the whole grid. Where cells are
+expensive and other grids have the pairs, a grid of strength 1 asks for every value once. The choice of cells depends on
+the grid alone. A test names its grid and takes one argument for each axis:
 
     @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
     def test_…(schedule: str, pp: int, zero: int) -> None: …
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Cell: TypeAlias = dict[str, Any]
-Pair: TypeAlias = tuple[str, Any, str, Any]
+Values: TypeAlias = tuple[tuple[str, str], ...]
+"""Axes and the `repr` of their values: one of them, or two."""
 
 CANDIDATES = 50
-"""Of so many cells the one with the most pairs that are still missing is taken next."""
+"""Of so many cells the one with the most values that are still missing is taken next."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +35,35 @@ class Grid:
     cost: Callable[[Cell], float] = field(default=lambda _cell: 1.0)
     """What a cell takes, to any scale: of cells with as many missing pairs the cheaper one is taken."""
 
+    strength: int = 2
+    """What the part has: 2 for every pair of values of two axes, 1 for every value of each axis."""
+
     def whole(self) -> list[Cell]:
         """Every cell, the first axis slowest."""
         product = itertools.product(*self.axes.values())
         return [cell for values in product if self.exists(cell := dict(zip(self.axes, values, strict=True)))]
 
-    def pairs(self) -> list[Cell]:
-        """Cells that have every pair of values that the whole grid has, few and cheap ones."""
+    def part(self) -> list[Cell]:
+        """Cells that have every pair of values that the whole grid has (every value at strength 1), few and cheap."""
         draw = random.Random(0)
         whole = self.whole()
-        pairs, costs = [list(_pairs(cell)) for cell in whole], [self.cost(cell) for cell in whole]
-        having: dict[Pair, list[int]] = {}
+        values, costs = [list(self._values(cell)) for cell in whole], [self.cost(cell) for cell in whole]
+        having: dict[Values, list[int]] = {}
         for at in draw.sample(range(len(whole)), len(whole)):
-            for pair in pairs[at]:
-                having.setdefault(pair, []).append(at)
+            for some in values[at]:
+                having.setdefault(some, []).append(at)
         missing = dict.fromkeys(having)
         chosen = []
         while missing:
-            holders = having[min(missing, key=lambda pair: len(having[pair]))]
+            holders = having[min(missing, key=lambda some: len(having[some]))]
             candidates = holders if len(holders) <= CANDIDATES else draw.sample(holders, CANDIDATES)
-            chosen.append(max(candidates, key=lambda at: sum(pair in missing for pair in pairs[at]) / costs[at]))
-            for pair in pairs[chosen[-1]]:
-                missing.pop(pair, None)
+            chosen.append(max(candidates, key=lambda at: sum(some in missing for some in values[at]) / costs[at]))
+            for some in values[chosen[-1]]:
+                missing.pop(some, None)
         return [whole[at] for at in sorted(chosen)]
 
-
-def _pairs(cell: Cell) -> Iterator[Pair]:
-    for (axis, value), (other, its) in itertools.combinations(cell.items(), 2):
-        yield axis, repr(value), other, repr(its)
+    def _values(self, cell: Cell) -> Iterator[Values]:
+        return itertools.combinations([(axis, repr(value)) for axis, value in cell.items()], self.strength)
 
 
 def name(cell: Cell) -> str:

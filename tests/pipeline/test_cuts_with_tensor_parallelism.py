@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Cell, Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -92,11 +93,15 @@ def squares(output: Any, batch: Tensor) -> tuple[Tensor, int]:
     return sum(((x - 0.1).square().sum() for x in found), torch.zeros(())), batch.numel()
 
 
+def options_of(batch: Tensor, at: tuple[str, ...]) -> Options:
+    return Options(example=batch, cut=CutOptions(at=at), clip_norm=0.5)
+
+
 def agrees(model: nn.Module, plan: str, at: tuple[str, ...], *, length: int = TOKENS) -> None:
-    """Trains like one process, and is rehearsed."""
+    """Trains like one process."""
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(WORDS, (8, length), generator=generator) for _ in range(2)]
-    options = Options(example=batches[0], cut=CutOptions(at=at), clip_norm=0.5)
+    options = options_of(batches[0], at)
     expected = alone(copy.deepcopy(model), loss=squares, batches=batches, options=options, lr=1e-2)
 
     def main(world: World) -> Any:
@@ -105,56 +110,77 @@ def agrees(model: nn.Module, plan: str, at: tuple[str, ...], *, length: int = TO
         trainer.close()
         return steps
 
-    ranks = Plan.parse(plan).mesh().size
-    for found in run(ranks, main):
+    for found in run(Plan.parse(plan).mesh().size, main):
         agree(found, expected, bound=1e-9)
-    rehearse(RehearsalSubject(model, squares, batches[0], options=options), plan=plan, ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    "plan, at",
-    [
-        *((f"{GRIDS[0]} pp=2 microbatches=2", (place,)) for place in ("positions", "blocks.0", "blocks.1", "norm")),
-        *((f"{grid} pp=2 microbatches=2", ("blocks.0",)) for grid in GRIDS[1:]),
-        (f"{GRIDS[0]} pp=3 microbatches=3 schedule=zb-h1", ("blocks.0", "norm")),
-    ],
+def is_rehearsed(model: nn.Module, plan: str, at: tuple[str, ...]) -> None:
+    batch, ranks = torch.zeros(8, TOKENS, dtype=torch.long), Plan.parse(plan).mesh().size
+    rehearsed = rehearse(RehearsalSubject(model, squares, batch, options=options_of(batch, at)), plan=plan, ranks=ranks)
+    assert all(rehearsed.step(stage) for stage in range(len(at) + 1))
+
+
+BARE, DROPPED, OPENED, TIED = "no head", "dropout", "dropout, and a module that opens", "the same, tied"
+MODELS: dict[str, dict[str, Any]] = {
+    BARE: {"head": False},
+    DROPPED: {"head": True, "dropout": 0.3},
+    OPENED: {"head": True, "dropout": 0.3, "opening": True},
+    TIED: {"head": True, "dropout": 0.3, "opening": True, "tied": True},
+}
+PLACES = (
+    (),
+    ("positions",),
+    ("blocks.0",),
+    ("blocks.1",),
+    ("norm",),
+    ("head",),
+    ("blocks.0", "norm"),
+    ("norm", "head"),
 )
-def test_a_model_without_a_head_is_cut_anywhere(plan: str, at: tuple[str, ...]) -> None:
+
+
+def exists(cell: Cell) -> bool:
+    model, scheme, at = cell["model"], cell["scheme"], cell["at"]
+    if model == BARE and (not at or "head" in at):
+        return False
+    if model in (OPENED, TIED) and at != ("blocks.0",):
+        return False
+    if scheme in GRIDS[1:]:
+        return model in (BARE, DROPPED) and at in (("blocks.0",), ("norm",))
+    return scheme == GRIDS[0] or len(at) != 1
+
+
+GRID = Grid(
+    {"model": tuple(MODELS), "scheme": (*GRIDS, "tp=2", "tp=2 sequence_parallel=1"), "at": PLACES},
+    exists=exists,
+    cost=lambda cell: Plan.parse(plan_of(cell["scheme"], cell["at"])).mesh().size,
+    strength=1,
+)
+
+
+def plan_of(scheme: str, at: tuple[str, ...]) -> str:
+    stages = len(at) + 1
+    return f"{scheme} pp={stages} microbatches={stages}{' schedule=zb-h1' if stages > 2 else ''}"
+
+
+def model_of(model: str) -> nn.Module:
     torch.manual_seed(0)
-    agrees(Model(head=False).double(), plan, at)
+    return Model(**MODELS[model]).double()
+
+
+@pytest.mark.grid(GRID)
+def test_neither_the_steps_nor_dropout_depend_on_the_stage(model: str, scheme: str, at: tuple[str, ...]) -> None:
+    """Behind the last block's stage, what brings its tokens together has nothing but NaN."""
+    agrees(model_of(model), plan_of(scheme, at), at)
+
+
+@pytest.mark.grid(Grid({**GRID.axes, "at": PLACES[4:]}, exists=exists, strength=1))
+def test_stages_of_split_models_are_rehearsed(model: str, scheme: str, at: tuple[str, ...]) -> None:
+    is_rehearsed(model_of(model), plan_of(scheme, at), at)
 
 
 def test_tokens_are_not_taken_for_features_of_the_same_number() -> None:
-    torch.manual_seed(0)
-    agrees(Model(head=False).double(), f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",), length=WIDTH // 2)
-
-
-@pytest.mark.parametrize(
-    "plan, at",
-    [
-        *((f"{GRIDS[0]} pp=2 microbatches=2", (place,)) for place in ("positions", "blocks.0", "norm", "head")),
-        *((f"{grid} pp=2 microbatches=2", ("norm",)) for grid in GRIDS[1:]),
-        ("tp=2 sequence_parallel=1 pp=3 microbatches=3", ("blocks.0", "norm")),
-        ("tp=2 sequence_parallel=1 pp=3 microbatches=3", ("norm", "head")),
-    ],
-)
-def test_dropout_does_not_depend_on_the_stage(plan: str, at: tuple[str, ...]) -> None:
-    """Nor does anything else: behind the last block's stage, what brings its tokens together has nothing but NaN."""
-    torch.manual_seed(0)
-    agrees(Model(head=True, dropout=0.3).double(), plan, at)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_dropout_after_a_module_of_another_stage(tied: bool) -> None:
-    torch.manual_seed(0)
-    model = Model(head=True, dropout=0.3, opening=True, tied=tied).double()
-    agrees(model, f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",))
-
-
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", GRIDS[0]])
-def test_dropout_of_logits_is_the_same_on_every_rank(plan: str) -> None:
-    torch.manual_seed(0)
-    agrees(Model(head=True, dropout=0.3).double(), plan, ())
+    agrees(model_of(BARE), f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",), length=WIDTH // 2)
 
 
 class Late(Block):
@@ -178,21 +204,26 @@ def test_dropout_on_a_stage_without_matrices() -> None:
     agrees(model.double(), "tp=2 sequence_parallel=1 pp=2 microbatches=2", ("blocks.2",))
 
 
-@pytest.mark.parametrize(
-    "plan, at, returned",
-    [
-        (f"{GRIDS[0]} pp=2 microbatches=2", "blocks.1", "embedding"),
-        (f"{GRIDS[0]} pp=2 microbatches=2", "blocks.0", "embedding"),
-        (f"{GRIDS[0]} pp=2 microbatches=2", "head", "norm"),
-        (f"{GRIDS[2]} pp=2 microbatches=2", "head", "norm"),
-        (f"{GRIDS[0]} pp=2 microbatches=2", "head", "first"),
-        ("tp=2 sequence_parallel=1 pp=2 microbatches=2", "head", "first"),
-        ("tp=2 pp=2 microbatches=2 schedule=zb-h1", "head", "first"),
-    ],
+RETURNED = Grid(
+    {
+        "scheme": (GRIDS[0], GRIDS[2], "tp=2 sequence_parallel=1", "tp=2 schedule=zb-h1"),
+        "cut": (("blocks.1", "embedding"), ("blocks.0", "embedding"), ("head", "norm"), ("head", "first")),
+    },
+    exists=lambda cell: cell["scheme"] != GRIDS[2] or cell["cut"][0] == "head",
+    strength=1,
 )
-def test_returned_outputs_of_another_stage_have_their_full_shape(plan: str, at: str, returned: str) -> None:
+
+
+@pytest.mark.grid(RETURNED)
+def test_returned_outputs_of_another_stage_have_their_full_shape(scheme: str, cut: tuple[str, str]) -> None:
+    at, returned = cut
     torch.manual_seed(0)
-    agrees(Several(returned).double(), plan, (at,))
+    agrees(Several(returned).double(), f"{scheme} pp=2 microbatches=2", (at,))
+
+
+@pytest.mark.parametrize("scheme", [GRIDS[0], "tp=2 schedule=zb-h1"])
+def test_stages_with_outputs_of_another_stage_are_rehearsed(scheme: str) -> None:
+    is_rehearsed(Several("norm", "first").double(), f"{scheme} pp=2 microbatches=2", ("head",))
 
 
 @pytest.mark.parametrize("scheme", ["tp=2", GRIDS[0]])

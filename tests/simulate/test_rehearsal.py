@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.engine.parallelize import parallelize
@@ -125,18 +126,19 @@ def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> Non
     assert whole == 3 * formula + tokens * 2 * s * h * config.layers
 
 
-@pytest.mark.parametrize(
-    "words, gathers",
-    [
-        ("tp=2", 0),
-        ("tp=2 sequence_parallel=1", 2),
-        ("tp=4 tp_mode=2d", 0),
-        ("tp=8 tp_mode=2.5d tp_depth=2", 0),
-        ("tp=8 tp_mode=3d", 4),
-    ],
-)
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v virtual_stages=2", "dualpipev virtual_stages=2"])
-def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str, gathers: int) -> None:
+GATHERS = {
+    "tp=2": 0,
+    "tp=2 sequence_parallel=1": 2,
+    "tp=4 tp_mode=2d": 0,
+    "tp=8 tp_mode=2.5d tp_depth=2": 0,
+    "tp=8 tp_mode=3d": 4,
+}
+"""How many gathers a block's backward repeats under each scheme."""
+SPLIT = ("zb-h1", "zb-h2", "zb-v virtual_stages=2", "dualpipev virtual_stages=2")
+
+
+@pytest.mark.grid(Grid({"words": tuple(GATHERS), "schedule": SPLIT}, strength=1))
+def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str) -> None:
     """But for gathering in each block, for its so many products that scatter, what they scattered."""
     plan = f"pp=2 {words} microbatches=4 partition=params"
     ranks = Plan.parse(plan).mesh().size
@@ -151,7 +153,7 @@ def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str, g
     again = _moved(parts) - _moved(whole)
     assert not _moved(whole) - _moved(parts)
     assert {kind for kind, _ in again} <= {"all_gather"}
-    assert sum(again.values()) == gathers * blocks * len(split)
+    assert sum(again.values()) == GATHERS[words] * blocks * len(split)
 
 
 def _moved(rehearsal: Rehearsal) -> Counter[tuple[str, int]]:
