@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 # For the processes that tests start: what is freed from 1 MB up goes back to the system at once, instead of making the
@@ -75,6 +76,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    items[:] = _files_that_wait_among_others(items)
+
+
+def _files_that_wait_among_others(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Spread the files with tests that wait for processes evenly over the run: by name they would come first, four at a
+    time with nothing to compute, and then four files would compute on two cores.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting, computing = list[list[pytest.Item]](), list[list[pytest.Item]]()
+    for tests in files.values():
+        waits = any(item.get_closest_marker("processes") for item in tests)
+        (waiting if waits else computing).append(tests)
+    places = {id(tests): number / len(kind) for kind in (waiting, computing) for number, tests in enumerate(kind)}
+    return [item for tests in sorted(files.values(), key=lambda tests: places[id(tests)]) for item in tests]
 
 
 class Imported:

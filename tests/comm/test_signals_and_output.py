@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import script_processes
+from meshwise.comm import World, run
+from meshwise.comm.api.rank_lost import RankKilledError
+
 pytestmark = pytest.mark.processes
 
 SECONDS = 200.0
@@ -82,11 +86,7 @@ def test_signals_that_a_run_was_started_to_ignore_end_neither_it_nor_its_ranks(
     assert (status, errors, result) == (0, "", "[0, 1]")
 
 
-PRINTING = """
-import os, signal, sys
-from meshwise.comm import run
-
-def prints(world, times):
+def prints(world: World, times: int) -> None:
     world.barrier()
     for _ in range(times):
         print("a line", "of rank", world.rank)
@@ -94,21 +94,32 @@ def prints(world, times):
     if times == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
+
+def lines(times: int) -> Counter[str]:
+    return Counter({f"a line of rank {rank}": times for rank in range(4)})
+
+
+def test_ranks_print_whole_lines_however_they_end(capfd: pytest.CaptureFixture[str]) -> None:
+    run(4, prints, args=(2000,))
+    assert Counter(capfd.readouterr().out.splitlines()) == lines(2000)
+    with pytest.raises(RankKilledError):
+        run(4, prints, args=(1,))
+    assert Counter(capfd.readouterr().out.splitlines()) == lines(1)
+
+
+PRINTING = """
+from meshwise.comm import run
+
+def prints(world):
+    world.barrier()
+    for _ in range(2000):
+        print("a line", "of rank", world.rank)
+
 if __name__ == "__main__":
-    run(4, prints, args=(int(sys.argv[1]),))
+    run(4, prints)
 """
 
 
-@pytest.mark.parametrize("times, unbuffered", [(1, ""), (2000, ""), (2000, "1")])
-def test_ranks_print_whole_lines_however_they_end(times: int, unbuffered: str, tmp_path: Path) -> None:
-    (tmp_path / "printing.py").write_text(PRINTING)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "printing.py"), str(times)],
-        text=True,
-        capture_output=True,
-        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
-        timeout=SECONDS,
-        check=False,
-    )
-    assert (done.returncode == 0) == (times > 1), done.stderr
-    assert Counter(done.stdout.splitlines()) == {f"a line of rank {rank}": times for rank in range(4)}
+def test_ranks_of_a_script_without_buffers_print_whole_lines_too(tmp_path: Path) -> None:
+    done = script_processes.ended(PRINTING, folder=tmp_path, PYTHONUNBUFFERED="1")
+    assert Counter(done.stdout.splitlines()) == lines(2000)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -48,11 +49,13 @@ def expected(optimizer: type[torch.optim.Optimizer], *, tied: bool) -> Any:
     return alone(model, loss=next_token_loss, batches=batches(), optimizer=optimizer, lr=0.02, weight_decay=0.1)
 
 
-@pytest.mark.parametrize(
-    "optimizer, tied", [(Normed, False), (Orthogonal, True)], ids=["norms, untied", "matrices, tied"]
-)
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_gives_what_whole_tensors_give(plan: str, optimizer: type[torch.optim.Optimizer], tied: bool) -> None:
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"norms": Normed, "matrices": Orthogonal}
+
+
+@pytest.mark.grid(Grid({"plan": PLANS, "needs": tuple(OPTIMIZERS)}, strength=1))
+def test_a_plan_gives_what_whole_tensors_give(plan: str, needs: str) -> None:
+    optimizer, tied = OPTIMIZERS[needs], needs == "matrices"
+
     def main(world: World) -> Any:
         trainer = parallelize(
             functools.partial(build, tied=tied),

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from grid import Grid
 from hooked_models import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -57,10 +58,9 @@ HOOKS: dict[str, Hook] = {
 }
 
 
-@over_plans
-@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
-def test_hooks_do_what_they_do_on_one_process(hook: Hook, plan: str) -> None:
-    agrees(by_plan(plan, lambda: hooked(hook)), by_one(hook))
+@pytest.mark.grid(Grid({"hook": tuple(HOOKS), "plan": PLANS}, strength=1))
+def test_hooks_do_what_they_do_on_one_process(hook: str, plan: str) -> None:
+    agrees(by_plan(plan, lambda: hooked(HOOKS[hook])), by_one(HOOKS[hook]))
 
 
 def test_the_hooks_change_the_result() -> None:

@@ -262,6 +262,7 @@ GRID = Grid(
     },
     exists=lambda cell: cell["model"] == "gpt" or cell["tp"] == "1",
     cost=lambda cell: plan_of(**{name: cell[name] for name in cell if name != "model"}).mesh().size,
+    strength=1,
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import shapes_of
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -136,20 +137,25 @@ def thin_gpt() -> nn.Module:
     return GPT(GPTConfig(vocabulary=128, context=16, layers=3, heads=4, width=64))
 
 
-@pytest.mark.parametrize("model", [Classes, thin_gpt])
-@pytest.mark.parametrize("text", ["dp=4", "dp=4 recompute=full", "dp=2 tp=2", "tp=4 sequence_parallel=1"])
-def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(
-    text: str, model: Callable[[], nn.Module]
-) -> None:
+MODELS: dict[str, Callable[[], nn.Module]] = {"classes": Classes, "gpt": thin_gpt}
+THIN = Grid(
+    {"text": ("dp=4", "dp=4 recompute=full", "dp=2 tp=2", "tp=4 sequence_parallel=1"), "thin": tuple(MODELS)},
+    strength=1,
+)
+
+
+@pytest.mark.grid(THIN)
+def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(text: str, thin: str) -> None:
     """Any operation that a profile does beside the model's own would tell."""
+    model = MODELS[thin]
     plan, cluster = Plan.parse(f"{text} microbatches=64"), parse_cluster("1x4 h100")
     tokens = torch.empty(256, 16, dtype=torch.long, device="meta")
-    thin = RehearsalSubject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
-    found = ModelPieces.of(thin, source=shapes_of(model, seed=0))
+    short = RehearsalSubject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    found = ModelPieces.of(short, source=shapes_of(model, seed=0))
     assert found is not None
-    own = profile_layers(thin, pieces=found, key=ProfileKey.of(plan, batch=256, pieces=found.count), cluster=cluster)
+    own = profile_layers(short, pieces=found, key=ProfileKey.of(plan, batch=256, pieces=found.count), cluster=cluster)
     figures = bound(plan, profile=own, cut=found.stages(()), cluster=cluster, exact=True)
-    truth = figures_of(predict(rehearse(thin, plan=plan, ranks=4, device="cuda"), cluster=cluster))
+    truth = figures_of(predict(rehearse(short, plan=plan, ranks=4, device="cuda"), cluster=cluster))
     assert 0.98 * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
 
 

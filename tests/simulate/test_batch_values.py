@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.model.shape_constants import LARGEST, ShapeConstants
 from meshwise.simulate.meta_batch import LARGEST as LARGEST_OF_A_BATCH
 from meshwise.simulate.meta_batch import MetaBatch, with_rows
@@ -248,9 +249,17 @@ def _own_loss(output: Any, batch: Any) -> tuple[Tensor, Any]:
     return output.loss * count, count
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=3 recompute=full", "tp=2", "pp=2 microbatches=2"])
-@pytest.mark.parametrize("batch", ["tokens", "whole", "padded"])
-@pytest.mark.parametrize("family", ["Llama", "Bart"])
+TRANSFORMERS = Grid(
+    {
+        "family": ("Llama", "Bart"),
+        "batch": ("tokens", "whole", "padded"),
+        "plan": ("dp=2 zero=3 recompute=full", "tp=2", "pp=2 microbatches=2"),
+    },
+    strength=1,
+)
+
+
+@pytest.mark.grid(TRANSFORMERS)
 def test_models_of_transformers_are_rehearsed_as_they_are(family: str, batch: str, plan: str) -> None:
     """They ask whether positions are those of one text, and whether a mask is one of ones."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
@@ -93,9 +94,7 @@ def test_a_step_ends_with_the_memory_that_it_began_with() -> None:
         assert rank.steady[-1].bytes <= rank.steady[0].bytes + 4096
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.grid(Grid({"shared": (False, True), "microbatches": (2, 4, 8), "zero": (0, 1, 2, 3)}))
 def test_the_first_step_ends_with_the_memory_that_the_second_begins_with(
     shared: bool,
     microbatches: int,
@@ -110,8 +109,7 @@ def test_the_first_step_ends_with_the_memory_that_the_second_begins_with(
     assert rank.first[-1].bytes == pytest.approx(rank.steady[0].bytes, abs=most // 1000)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("schedule", ["gpipe recompute=full", "1f1b", "zb-h1"])
+@pytest.mark.grid(Grid({"schedule": ("gpipe recompute=full", "1f1b", "zb-h1"), "zero": (2, 3)}, strength=1))
 def test_a_stage_s_gradients_are_there_once_in_the_first_step_too(schedule: str, zero: int) -> None:
     plan = f"pp=2 dp=4 zero={zero} microbatches=4 schedule={schedule}"
     for rank in memory_of(rehearse(gpt_subject(stages=2), plan=plan, ranks=8)):

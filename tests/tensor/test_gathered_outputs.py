@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
@@ -82,8 +83,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.grid(Grid({"plan": PLANS, "head": (True, False)}, strength=1))
 def test_hidden_states_and_scores_are_returned_whole(plan: str, head: bool) -> None:
     model = Model(head=head).double()
     rows = 5 if plan != "tp=8 tp_mode=3d" else 8

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
@@ -114,8 +115,7 @@ def _counted(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
-@pytest.mark.parametrize("kind", ["plain", "own", "shared", "twice", "scalar"])
-@pytest.mark.parametrize("plan", [*SCHEMES, *GRIDS])
+@pytest.mark.grid(Grid({"plan": (*SCHEMES, *GRIDS), "kind": ("plain", "own", "shared", "twice", "scalar")}, strength=1))
 def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind: str) -> None:
     model, rules, batches = _given(kind)
     parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
