@@ -36,7 +36,7 @@ processes: install  ## the suite again, with processes that share memory where i
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --on processes tests \
 		$(addprefix --ignore tests/,bench cli comm planner simulate view)
 
-grid: install  ## every cell of every grid of plans, of which `test` runs a part that has each pair of values
+grid: install  ## every cell of every grid of plans, of which `test` runs a part
 	$(BIN)/python -m pytest -n 2 -m grid --whole-grids
 
 faults: install  ## 220 faults into a small job (kills, stopped ranks, full disks, harmed files), and what they led to
