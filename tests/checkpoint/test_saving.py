@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from checkpoint.reader import read
 from meshwise.checkpoint import SaveContent, SaveError, newest_valid, prune, read_index, save
-from meshwise.checkpoint.staged_write import CHUNK, StagedWriter
+from meshwise.checkpoint.buffered_write import CHUNK_BYTES, BufferedWriter
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.engine.parallelize import parallelize
@@ -59,8 +59,8 @@ def test_the_state_at_the_call_is_saved_while_training_continues(tmp_path: Path)
 
 
 def test_an_update_waits_until_the_tensors_are_staged(tmp_path: Path) -> None:
-    big = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
-    writing = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
+    big = torch.arange(6 * CHUNK_BYTES // 4, dtype=torch.float32)
+    writing = BufferedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
     assert not writing._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
     writer = threading.Thread(target=writing.write)
     writer.start()
@@ -68,7 +68,7 @@ def test_an_update_waits_until_the_tensors_are_staged(tmp_path: Path) -> None:
     big.zero_()
     writer.join()
     written = torch.from_file(str(tmp_path / "file"), size=big.numel() + 1, dtype=torch.float32)
-    assert torch.equal(written[1:], torch.arange(6 * CHUNK // 4, dtype=torch.float32))
+    assert torch.equal(written[1:], torch.arange(6 * CHUNK_BYTES // 4, dtype=torch.float32))
 
 
 def test_a_disk_that_fails_as_it_flushes_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_disk_that_fails_as_it_flushes_a_file_is_an_error(tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    writing = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[torch.ones(3)])
+    writing = BufferedWriter(tmp_path / "file", head=bytes(4), tensors=[torch.ones(3)])
     with pytest.raises(OSError, match="No space left on device"):
         writing.write()
 
@@ -88,7 +88,7 @@ class Counting(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(3 * CHUNK // 8, dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros(3 * CHUNK_BYTES // 8, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
@@ -267,7 +267,7 @@ def test_keep_last_counts_valid_checkpoints_only(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_saved_in_its_logical_order(tmp_path: Path) -> None:
-    full = torch.arange(3 * 5 * (CHUNK // 32), dtype=torch.float64).view(3, -1, 5)
+    full = torch.arange(3 * 5 * (CHUNK_BYTES // 32), dtype=torch.float64).view(3, -1, 5)
     tensors = {"columns": full[:, :, 1:3], "turned": full.permute(2, 1, 0), "row": full[1]}
 
     def main(world: World) -> None:

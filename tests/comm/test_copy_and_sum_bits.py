@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.flat_parts import copy, elements
+from meshwise.comm.api.private_buffers import PrivateBuffers
 from meshwise.comm.shared_memory.remote_span import MappedSpan, reduce_spans
-from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 
@@ -48,7 +48,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(dtype: torch.dtype, ranks: int
     wide = [x.float() if dtype in (torch.bfloat16, torch.float16) else x.clone() for x in xs]
     expected = reduce(torch.add, wide).to(dtype)
     spans = [MappedSpan(x) for x in xs]
-    reduce_spans(spans, into=xs[1], copies=[spans[0], *spans[2:]], op="sum", scratch=ScratchMemory())
+    reduce_spans(spans, into=xs[1], copies=[spans[0], *spans[2:]], op="sum", scratch=PrivateBuffers())
     assert all(torch.equal(x, expected) for x in xs)
 
 
@@ -59,7 +59,7 @@ def test_extremes_keep_what_is_not_a_number(op: str) -> None:
     xs[1][7] = torch.nan
     expected = reduce(torch.maximum if op == "max" else torch.minimum, [x.clone() for x in xs])
     spans = [MappedSpan(x) for x in xs]
-    reduce_spans(spans, into=xs[0], copies=spans[1:], op=op, scratch=ScratchMemory())
+    reduce_spans(spans, into=xs[0], copies=spans[1:], op=op, scratch=PrivateBuffers())
     assert all(x[7].isnan() for x in xs)
     assert all(torch.equal(x.nan_to_num(), expected.nan_to_num()) for x in xs)
 
@@ -70,7 +70,7 @@ def test_sums_that_overflow_give_no_warning() -> None:
     xs = [torch.full((200_000,), 3e38) for _ in range(2)]
     with np.errstate(all="raise"):
         reduce_spans(
-            [MappedSpan(x) for x in xs], into=xs[0], copies=[MappedSpan(xs[1])], op="sum", scratch=ScratchMemory()
+            [MappedSpan(x) for x in xs], into=xs[0], copies=[MappedSpan(xs[1])], op="sum", scratch=PrivateBuffers()
         )
     assert all(x.isinf().all() for x in xs)
 
@@ -80,7 +80,7 @@ def test_sums_are_made_where_the_ranks_tensors_are_whatever_is_the_default() -> 
     xs = [torch.ones(200_000) for _ in range(2)]
     with torch.device("meta"):
         reduce_spans(
-            [MappedSpan(x) for x in xs], into=xs[0], copies=[MappedSpan(xs[1])], op="sum", scratch=ScratchMemory()
+            [MappedSpan(x) for x in xs], into=xs[0], copies=[MappedSpan(xs[1])], op="sum", scratch=PrivateBuffers()
         )
     assert all(torch.equal(x, torch.full((200_000,), 2.0)) for x in xs)
 

@@ -29,7 +29,7 @@ from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.process_world import Comm, job_store, process_world
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.comm.shared_memory.queue_state import RING
+from meshwise.comm.shared_memory.queue_state import RECORDS_PER_QUEUE
 from meshwise.comm.shared_memory.segment import SharedSegment, TensorSlabs, open_segment
 from meshwise.testing import run
 from warm_processes import Processes
@@ -104,7 +104,7 @@ def one_runs_ahead(world: World) -> None:
     """Rank 0 starts more than anyone keeps in mind before the others begin; all get what they should."""
     if world.rank:
         time.sleep(0.3)
-    count = RING + 20
+    count = RECORDS_PER_QUEUE + 20
     sums = [torch.full((3,), float(world.rank + index)) for index in range(count)]
     works = [world.all_reduce(x, axes="rank") for x in sums]
     to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.queue_state import RING, QueueState
+from meshwise.comm.shared_memory.queue_state import RECORDS_PER_QUEUE, QueueState
 from meshwise.comm.shared_memory.segment import TensorSlabs, open_segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
@@ -89,7 +89,7 @@ def test_a_board_has_room_for_the_queues_of_many_groups() -> None:
     board = Board.make()
     other = Board.open(os.getpid(), place=board.place)
     for key in range(1900):
-        QueueState.make(board, key=key, ranks=2).write_record(RING - 1, tag=key, places=())
+        QueueState.make(board, key=key, ranks=2).write_record(RECORDS_PER_QUEUE - 1, tag=key, locations=())
         side = QueueState.find(other, key=key, ranks=2)
         assert side is not None
-        assert not side.has_posted(RING - 1, tag=key)
+        assert not side.has_posted(RECORDS_PER_QUEUE - 1, tag=key)

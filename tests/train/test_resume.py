@@ -278,7 +278,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(job: Job) -> None:
 
 def test_an_elastic_restart_finds_the_folder_of_its_own_job(job: Job, tmp_path: Path) -> None:
     def at(run: str, number: int) -> Path | None:
-        return find_run_start(job, attempt=JobAttempt(run, number, most=3)).folder
+        return find_run_start(job, attempt=JobAttempt(run, number, max_restarts=3)).folder
 
     for name, launch in (("run", "first"), ("run-2", "none"), ("run-3", "mine"), ("run-4", "none")):
         (tmp_path / name).mkdir()

@@ -41,7 +41,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
     partial = aside or target.with_name(f".partial-{secrets.token_hex(4)}")
     try:
         write(partial)
-        flush(partial)
+        sync_to_disk(partial)
         if target.exists():
             old = target.stat()
             with contextlib.suppress(PermissionError):
@@ -56,7 +56,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
         partial.unlink(missing_ok=True)
 
 
-def flush(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk (fsync). Raises OSError, as for a full disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

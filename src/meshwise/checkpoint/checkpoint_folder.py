@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.base.atomic_file import flush, write_whole
+from meshwise.base.atomic_file import sync_to_disk, write_whole
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import is_valid
@@ -89,15 +89,15 @@ def make_partial_folder(folder: Path) -> Path:
 
 def move_into_place(partial: Path, *, folder: Path) -> None:
     """Rename a partial folder to `folder`, in place of an old checkpoint, and write `latest`. Raises OSError."""
-    flush(partial)
+    sync_to_disk(partial)
     replaced = None
     if folder.exists():
         replaced = folder.with_name(f"{folder.name}{_REPLACED}{secrets.token_hex(4)}")
         folder.rename(replaced)
     partial.rename(folder)
-    flush(folder.parent)
+    sync_to_disk(folder.parent)
     write_whole(folder.with_name(LATEST), write=lambda path: path.write_text(f"{folder.name}\n", encoding="utf-8"))
-    flush(folder.parent)
+    sync_to_disk(folder.parent)
     if replaced is not None:
         remove(replaced)
 

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.base.atomic_file import write_whole
+from meshwise.checkpoint.buffered_write import CHUNK_BYTES, STAGING_BYTES, BufferedWriter
 from meshwise.checkpoint.checkpoint_errors import SaveError
 from meshwise.checkpoint.checkpoint_folder import make_partial_folder, move_into_place, next_sequence, prune
 from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, index_text, parse_index
 from meshwise.checkpoint.safetensors_format import TensorSpec, dtype_name, header
-from meshwise.checkpoint.staged_write import CHUNK, STAGING, StagedWriter
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
 
@@ -47,7 +47,7 @@ class SaveContent:
     holdings: Iterable[StoredSlice]
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    staging: int = STAGING
+    staging: int = STAGING_BYTES
 
 
 def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
@@ -103,8 +103,8 @@ class RankFile:
         written = sorted((part for part in parts if part.rectangle.numel), key=lambda part: -part.tensor.itemsize)
         unstable = sum(part.tensor.nbytes for part in written if not part.stable)
         specs = [TensorSpec(_entry(part), part.tensor.dtype, tuple(part.tensor.shape)) for part in written]
-        tensors = [part.tensor if part.stable or unstable > CHUNK else part.tensor.clone() for part in written]
-        return cls(name, header(specs, metadata={}), tensors, unstable > CHUNK, _rows(parts, name))
+        tensors = [part.tensor if part.stable or unstable > CHUNK_BYTES else part.tensor.clone() for part in written]
+        return cls(name, header(specs, metadata={}), tensors, unstable > CHUNK_BYTES, _rows(parts, name))
 
 
 class PendingSave:
@@ -137,7 +137,7 @@ class PendingSave:
         self._outcome: str | None = None
         self.finished = False
         path = partial / rank_file.name
-        self._writer = StagedWriter(path, head=rank_file.head, tensors=rank_file.tensors, staging=content.staging)
+        self._writer = BufferedWriter(path, head=rank_file.head, tensors=rank_file.tensors, staging=content.staging)
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
         if rank_file.blocking:

@@ -62,7 +62,7 @@ class ParameterGatherer:
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
 
     @property
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
+    def gather_on_use(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which a parameter that is used outside the modules of its unit is gathered at once."""
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 

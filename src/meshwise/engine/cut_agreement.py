@@ -84,7 +84,7 @@ def cut_source(
 
     request = CutRequest(by=plan.partition, where=example.options, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
     try:
-        return cut_for(source.module, stages=schedule.stages, micro=micro, run=run, request=request)
+        return cut_and_note_writes(source.module, stages=schedule.stages, micro=micro, run=run, request=request)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
 
@@ -107,7 +107,7 @@ class CopiedBatchRun:
             self.written |= [tensor._version for tensor in tree.tensors(given)] != before
 
 
-def cut_for(
+def cut_and_note_writes(
     model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], request: CutRequest
 ) -> ModelCut:
     """Return the cut of a model with its field `writes`; `run(model, micro)` returns the output or the loss."""
@@ -119,7 +119,7 @@ def cut_for(
 def finest_cut(
     model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
 ) -> ModelCut | None:
-    """Return the cut with a stage for each piece with parameters; None for one stage. Arguments as in `cut_for`."""
+    """Return the cut with a stage for each piece with parameters; None for one stage."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None

@@ -156,7 +156,7 @@ class WholeModelRunner:
 
     def predict(self, batch: Any) -> Any:
         """Return the output of the model for `batch`; afterwards free the gathered parameters."""
-        with self._engine.gatherer.guard:
+        with self._engine.gatherer.gather_on_use:
             output = self._task.forward(self._engine.module, self._begin_forward(batch))
         self._engine.gatherer.free_all()
         return output
@@ -174,7 +174,7 @@ class WholeModelRunner:
 
     def _run(self, rows: Any) -> Sums:
         """Run forward and loss of one micro-batch, and return (sum, count) of the loss, scalars on the device."""
-        with self._engine.gatherer.guard:
+        with self._engine.gatherer.gather_on_use:
             rows = self._begin_forward(rows)
             return call_loss(self._engine.module, rows, forward=self._task.forward, loss=self._task.loss)
 

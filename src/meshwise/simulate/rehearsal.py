@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.stopwatch import Activity, StepPhase
-from meshwise.engine.cut_agreement import cut_for, matrix_pairs, plan_schedule
+from meshwise.engine.cut_agreement import cut_and_note_writes, matrix_pairs, plan_schedule
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
@@ -211,7 +211,7 @@ def _kinds(
     options = dataclasses.replace(options, parts=parts)
     request = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=matrix_pairs(parts))  # type: ignore[arg-type]
     try:
-        cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, request=request)
+        cut = cut_and_note_writes(source.module, stages=schedule.stages, micro=micro, run=forward, request=request)
     except CutError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])

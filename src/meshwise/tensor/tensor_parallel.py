@@ -26,7 +26,7 @@ from meshwise.tensor.core.sharded_multihead import MultiheadSharding
 from meshwise.tensor.core.sharded_norm import ShardedBatchNorm, ShardedNorm, SplitNorm, SplitStatistics
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
-from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as
+from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")
@@ -154,7 +154,7 @@ class _Split:
         module = self._modules.get(name)
         if isinstance(module, nn.Embedding):
             _require_plain_embedding(module, name)
-        if isinstance(module, CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
+        if isinstance(module, PATCH_CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
             reshard.share_input_channels(module, context=context, axes=axes)
         elif part.role == "patches" and module is not None and context.degree(axes) > 1:
             reshard.sum_input_gradient(module, context=context, axes=axes)

@@ -175,7 +175,7 @@ class _Run:
         pace, busy_timer = RankPace(trainer.world), BusyTimer(trainer.world)
         before = progress.step
         timelines = StepTimelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
-        timelines.plan(before + 1, last=job.steps)
+        timelines.choose_steps(before + 1, last=job.steps)
         began = last = time.monotonic()
         batches = self._batches()
         budgeted = False
@@ -349,7 +349,7 @@ class StepTimelines:
         self._measuring: StepMeasurement | None = None
         self._steps = range(0)
 
-    def plan(self, first: int, *, last: int) -> None:
+    def choose_steps(self, first: int, *, last: int) -> None:
         """Choose the steps to measure between the run's first and last step."""
         begin = max(first, min(first + _WARM_UP_STEPS, last - self._count + 1))
         self._steps = range(begin, min(begin + self._count, last + 1))

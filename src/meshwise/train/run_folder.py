@@ -56,8 +56,8 @@ class RunFolder:
         """
         try:
             folder = cls(_new_folder(Path(job.train.output)) if path is None else path, job.train.tensorboard)
-            if attempt is not None and attempt.most:
-                (folder.path / LAUNCH).write_text(attempt.run, encoding="utf-8")
+            if attempt is not None and attempt.max_restarts:
+                (folder.path / LAUNCH).write_text(attempt.job_name, encoding="utf-8")
             folder.job.write_text(to_toml(job), encoding="utf-8")
         except OSError as error:
             raise JobError(f"train.output = {job.train.output!r}: {error.strerror}: {error.filename}") from error
@@ -155,9 +155,11 @@ def _resume_start(job: Job) -> RunStart:
 
 def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
     """Return the folder that an earlier start of this job has made; None if there is none."""
-    if not attempt.is_named and not attempt.number:
+    if not attempt.is_named and not attempt.restarts:
         return None
-    mine = [path for path in itertools.takewhile(Path.exists, _numbered(output)) if _launch_name(path) == attempt.run]
+    mine = [
+        path for path in itertools.takewhile(Path.exists, _numbered(output)) if _launch_name(path) == attempt.job_name
+    ]
     return mine[-1] if mine else None
 
 

@@ -27,11 +27,11 @@ _TIME = timedelta(minutes=10)
 class JobAttempt:
     """One start of a job's ranks, as the elastic launcher describes it in the environment."""
 
-    run: str
+    job_name: str
     """Name of the job, equal in all attempts."""
-    number: int = 0
+    restarts: int = 0
     """Number of restarts before this attempt: 0 for the first."""
-    most: int = 0
+    max_restarts: int = 0
     """Largest number of restarts that the launcher allows."""
 
     @classmethod
@@ -45,7 +45,7 @@ class JobAttempt:
     @property
     def is_named(self) -> bool:
         """True if the user named the job: torchrun calls every other job `none`."""
-        return self.run != "none"
+        return self.job_name != "none"
 
 
 def unused_store(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:

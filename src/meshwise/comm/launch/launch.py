@@ -61,7 +61,7 @@ def run(
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
-    |            (`JobAttempt.current()` tells the number of the start). Ignored under torchrun
+    |            (`JobAttempt.current().restarts` counts the restarts). Ignored under torchrun
     | comm       as in `connect`
 
     Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError

@@ -56,7 +56,7 @@ def rank_main(
     rank = int(os.environ["RANK"])
     attempt = JobAttempt.current()
     assert attempt is not None, "torch's launcher names the start"
-    starts, folder = folder, start_folder(folder, number=attempt.number)
+    starts, folder = folder, start_folder(folder, number=attempt.restarts)
 
     def take_report(report: str, *, final: bool) -> None:
         if final:
@@ -66,7 +66,7 @@ def rank_main(
 
     try:
         folder.mkdir(exist_ok=True)
-        if rank == 0 and attempt.number:
+        if rank == 0 and attempt.restarts:
             _print_restart_reason(starts, attempt)
         torch.set_num_threads(asked_threads() or torch.get_num_threads())
         world = connected_world(device, sink=take_report)
@@ -130,10 +130,10 @@ def asked_threads() -> int | None:
 
 def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
     """Print why the ranks were started again: the first error of the start before. folder: of the job."""
-    previous = start_folder(folder, number=attempt.number - 1)
+    previous = start_folder(folder, number=attempt.restarts - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
     why = f"{type(error).__name__}: {error}"
-    report_to_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
+    report_to_stderr(f"meshwise: restart {attempt.restarts} of {attempt.max_restarts}, because {why}", final=False)
 
 
 def _leave(status: int) -> None:

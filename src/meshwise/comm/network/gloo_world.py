@@ -28,11 +28,11 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put, reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
+from meshwise.comm.api.private_buffers import PrivateBuffers
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
 from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
-from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
 Steps: TypeAlias = Iterator[PendingMessages]
 """A collective that was started, as an iterator over its phases: each item is to be waited for before the next."""
@@ -49,7 +49,7 @@ class GlooTransport:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self.scratch = ScratchMemory()
+        self.scratch = PrivateBuffers()
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
 

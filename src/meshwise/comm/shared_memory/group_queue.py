@@ -29,7 +29,14 @@ from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.host_connection import HostConnection, Progress
-from meshwise.comm.shared_memory.queue_state import IN_JOINT, IN_PAYLOAD, IN_PRIVATE, RING, QueueState, TensorLocation
+from meshwise.comm.shared_memory.queue_state import (
+    IN_JOINT,
+    IN_PAYLOAD,
+    IN_PRIVATE,
+    RECORDS_PER_QUEUE,
+    QueueState,
+    TensorLocation,
+)
 from meshwise.comm.shared_memory.remote_span import MappedSpan, RemoteSpan, Span
 
 _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, and the largest number of a word
@@ -116,7 +123,7 @@ class GroupQueue:
         """Hash of all calls so far: ranks that made different calls before have different tags ever after."""
         self._posted = 0
         self._done = 0
-        self._free = RING
+        self._free = RECORDS_PER_QUEUE
         """Calls below this number have a free record: they overwrite no record that another rank may still read."""
         self._unposted: deque[QueuedCall] = deque()
         """Calls that are not posted yet."""
@@ -144,7 +151,7 @@ class GroupQueue:
     def _has_room(self, number: int) -> bool:
         """Return whether the record for call `number` is free: every rank has done the call that used this record."""
         if number >= self._free:
-            self._free = RING + min(self._done, *map(self._count_done, self.others))
+            self._free = RECORDS_PER_QUEUE + min(self._done, *map(self._count_done, self.others))
         return number < self._free
 
     def _write(self, call: QueuedCall) -> None:
@@ -154,7 +161,7 @@ class GroupQueue:
         else:
             places = [self._place(x) for x in call.gives]
             self._lent.append(call)
-        self._own.write_record(number, tag=call.tag, places=places)
+        self._own.write_record(number, tag=call.tag, locations=places)
         self._posted = number + 1
         self._due.append(call)
         self._own.publish_posted(number + 1)
@@ -227,7 +234,7 @@ class GroupQueue:
     def _make_room(self, call: QueuedCall) -> None:
         """Wait until the record for `call` is free on this rank's board, and post the call."""
         for index in self.others:
-            self._await_done(call, index, call.number - RING)
+            self._await_done(call, index, call.number - RECORDS_PER_QUEUE)
         self._publish()
 
     def _act(self, call: QueuedCall) -> None:
@@ -282,7 +289,7 @@ class GroupQueue:
         """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
-        found = side.location(call.number, which=which)
+        found = side.location_on_board(call.number, which=which)
         if found[0] == IN_JOINT:
             raise self._apart(index, self._host.rank, call)
         if found[2] != like.nbytes:
@@ -296,7 +303,7 @@ class GroupQueue:
         """Raise RanksDisagree unless every rank passed the joint tensor that this rank passed to the call."""
         for index in self.others:
             side = self._side(index)
-            if side is None or side.location(call.number, which=0)[:2] != (IN_JOINT, call.joint):
+            if side is None or side.location_on_board(call.number, which=0)[:2] != (IN_JOINT, call.joint):
                 raise self._apart(self.index, self.ranks[index], call)
 
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.private_buffers import PrivateBuffers
 from meshwise.comm.api.process_life import ProcessLife
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
-from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 from meshwise.comm.shared_memory.segment import JointTensors, PeerMappings, TensorSlabs
 
 _PROOF_WORD = 1
@@ -74,7 +74,7 @@ class HostConnection:
         self.slabs = TensorSlabs()
         self.joint_tensors = JointTensors()
         self.memory = memory
-        self.scratch = ScratchMemory()
+        self.scratch = PrivateBuffers()
         self._peers = {peer.rank: peer for peer in peers}
 
     @classmethod

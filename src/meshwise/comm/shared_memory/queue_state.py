@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES, PAYLOAD_WORDS, Board
 
-RING = 32
+RECORDS_PER_QUEUE = 32
 """Number of calls of a queue for which a board has records. A further call is posted when a record becomes free."""
 
 IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
@@ -57,7 +57,7 @@ class QueueState:
     @classmethod
     def make(cls, board: Board, *, key: int, ranks: int) -> "QueueState":
         """Add a queue to this rank's own `board`, and return its state. key: name of the queue, equal on all ranks."""
-        start = board.add_queue(key, words=_payload_words(ranks) + RING * PAYLOAD_WORDS)
+        start = board.add_queue(key, words=_payload_words(ranks) + RECORDS_PER_QUEUE * PAYLOAD_WORDS)
         return cls(board, start=start, ranks=ranks)
 
     @classmethod
@@ -82,7 +82,7 @@ class QueueState:
         """Return whether the rank has posted call `number` with this tag."""
         return self.posted > number and self.board.words[self._record(number)] == tag
 
-    def location(self, number: int, *, which: int) -> TensorLocation:
+    def location_on_board(self, number: int, *, which: int) -> TensorLocation:
         """Return the location of tensor `which` of call `number`, for a payload with the offset on the board."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
@@ -90,23 +90,23 @@ class QueueState:
 
     # ---- write, by the rank itself ---------------------------------------------------------------------------------
 
-    def write_record(self, number: int, *, tag: int, places: Sequence[TensorLocation]) -> None:
+    def write_record(self, number: int, *, tag: int, locations: Sequence[TensorLocation]) -> None:
         """Write the record of call `number`: its tag and the locations of its tensors."""
         words, at = self.board.words, self._record(number)
         words[at] = tag
-        for place, offset, size in places:
+        for place, offset, size in locations:
             words[at + 1], words[at + 2], words[at + 3] = place, offset, size
             at += _PART
 
     def write_payload(self, number: int, *, gives: Sequence[Tensor]) -> list[TensorLocation]:
         """Copy small tensors into the payload of call `number`, and return their locations."""
-        address, offset, places = self.board.address + self._payload(number), 0, []
+        address, offset, locations = self.board.address + self._payload(number), 0, []
         for x in gives:
             size = x.nbytes
             memmove(address + offset, x.data_ptr(), size)
-            places.append((IN_PAYLOAD, offset, size))
+            locations.append((IN_PAYLOAD, offset, size))
             offset += _aligned(size)
-        return places
+        return locations
 
     def publish_posted(self, count: int) -> None:
         """Publish the number of calls posted, and wake the ranks that sleep on the board."""
@@ -118,10 +118,10 @@ class QueueState:
         self.board.publish(self._done, value=count)
 
     def _record(self, number: int) -> int:
-        return self._records + number % RING * self._size
+        return self._records + number % RECORDS_PER_QUEUE * self._size
 
     def _payload(self, number: int) -> int:
-        return self._payloads + number % RING * PAYLOAD_BYTES
+        return self._payloads + number % RECORDS_PER_QUEUE * PAYLOAD_BYTES
 
 
 def _aligned(size: int) -> int:
@@ -134,4 +134,4 @@ def _record_words(ranks: int) -> int:
 
 def _payload_words(ranks: int) -> int:
     """Return the index, within the queue, of the first word of the payloads: a multiple of `PAYLOAD_WORDS`."""
-    return -(-(_RECORDS + RING * _record_words(ranks)) // PAYLOAD_WORDS) * PAYLOAD_WORDS
+    return -(-(_RECORDS + RECORDS_PER_QUEUE * _record_words(ranks)) // PAYLOAD_WORDS) * PAYLOAD_WORDS

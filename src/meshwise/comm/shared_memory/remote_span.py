@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.flat_parts import Elements, copy, elements, reduce_block
+from meshwise.comm.api.private_buffers import PrivateBuffers
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
-from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
 # Bytes of all ranks' blocks together: they fit the cache of a core. Least bytes of one block: fewer are not worth the
 # calls. Alignment of a block: aligned vectors are added faster.
@@ -91,7 +91,7 @@ _Writer: TypeAlias = Callable[[int, Tensor], object]
 
 
 def reduce_spans(
-    spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: ScratchMemory
+    spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: PrivateBuffers
 ) -> None:
     """Reduce two or more spans of equal size, in their order, into `into`, and copy the result to each of `copies`.
     `into` may be the tensor of one of the spans. op: sum, max or min. scratch: pool for intermediate blocks. Raises

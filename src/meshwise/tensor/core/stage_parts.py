@@ -15,7 +15,7 @@ from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
+from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 
@@ -46,7 +46,7 @@ def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str
         if part.role in ("embedding", "positions", "patches") and not part.whole_features:
             maker = module.get_submodule(name)
             found |= dict.fromkeys(enclosing(name)[:-1], -1)
-            found[name] = -1 - len(maker.kernel_size) if isinstance(maker, CONVOLUTIONS) else -1
+            found[name] = -1 - len(maker.kernel_size) if isinstance(maker, PATCH_CONVOLUTIONS) else -1
     return found
 
 

@@ -161,7 +161,7 @@ def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: st
         return None
     hidden = branches[0].rowwise.inputs
     all_matrices = [*(item.matrix for item in items), *branches[0].colwise, branches[0].rowwise]
-    if hidden == branches[0].rowwise.outputs or any(matrix.home != holder for matrix in all_matrices):
+    if hidden == branches[0].rowwise.outputs or any(matrix.parent_name != holder for matrix in all_matrices):
         return None
     if any(item.role != "colwise" or item.matrix.outputs != hidden for item in items):
         return None

@@ -96,7 +96,7 @@ class ColumnRowPairs:
 
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
         """Return the reason why no heads were found for a branch that looks like attention, with a rule that helps."""
-        home = branch.colwise[0].home
+        home = branch.colwise[0].parent_name
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.colwise) > 3 and counts_heads(self._modules[home]):
@@ -107,7 +107,7 @@ class ColumnRowPairs:
         )
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
-        homes = list(dict.fromkeys(matrix.home for matrix in (*branch.colwise, branch.rowwise)))
+        homes = list(dict.fromkeys(matrix.parent_name for matrix in (*branch.colwise, branch.rowwise)))
         around = [name for name in enclosing(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
         features = branch.rowwise.inputs
         for name in (*homes, *around):
@@ -132,7 +132,7 @@ class ColumnRowPairs:
         return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
-        home = branch.colwise[0].home
+        home = branch.colwise[0].parent_name
         owner = self._modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         kv_replicas = 1 if cut_as_one or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
@@ -140,7 +140,7 @@ class ColumnRowPairs:
         grain = group * heads.width
         # A single matrix gathers its input itself and keeps only a part, unless its module reads sizes of the input.
         alone = len(branch.colwise) == 1 and reads_no_sizes(owner)
-        outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.child.lower()]
+        outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.own_name.lower()]
         gathers = not alone and self._share_input(branch, outside)
         narrows = gathers and heads.features == branch.colwise[0].inputs and splits_by_width(owner)
         whole = gathers or reads_no_sizes(owner)
@@ -161,7 +161,7 @@ class ColumnRowPairs:
                 heads=heads.count,
                 grain=group,
             ),
-            branch.rowwise.name: Part("rowwise", grain=grain, transposed=branch.rowwise.flipped),
+            branch.rowwise.name: Part("rowwise", grain=grain, transposed=branch.rowwise.weight_is_transposed),
         }
         for matrix in branch.colwise:
             keys = len(branch.colwise) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
@@ -171,7 +171,7 @@ class ColumnRowPairs:
                     "colwise",
                     sections=cut[0],
                     grain=cut[1],
-                    transposed=matrix.flipped,
+                    transposed=matrix.weight_is_transposed,
                     whole_tokens=matrix in outside,
                     readers=len(outside) if matrix in outside else len(branch.colwise) - len(outside),
                     gathered=gathers and matrix not in outside,
@@ -185,14 +185,14 @@ class ColumnRowPairs:
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
         hidden = branch.rowwise.inputs
-        found = {branch.rowwise.name: Part("rowwise", transposed=branch.rowwise.flipped)}
+        found = {branch.rowwise.name: Part("rowwise", transposed=branch.rowwise.weight_is_transposed)}
         if hidden != branch.rowwise.outputs:
-            inside = self._modules[branch.rowwise.home].named_modules(prefix=branch.rowwise.home)
+            inside = self._modules[branch.rowwise.parent_name].named_modules(prefix=branch.rowwise.parent_name)
             norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
             found |= dict.fromkeys(norms, Part("inner"))
         gathers = len(branch.colwise) > 1 and self._share_input(branch)
         if gathers:
-            found[branch.colwise[0].home] = Part("pair", gathers=True, readers=len(branch.colwise))
+            found[branch.colwise[0].parent_name] = Part("pair", gathers=True, readers=len(branch.colwise))
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self._reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
@@ -200,7 +200,7 @@ class ColumnRowPairs:
                 found[matrix.name] = Part(
                     "colwise",
                     sections=cut[0],
-                    transposed=matrix.flipped,
+                    transposed=matrix.weight_is_transposed,
                     readers=len(branch.colwise),
                     gathered=gathers,
                 )
@@ -208,12 +208,12 @@ class ColumnRowPairs:
 
     def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule] = ()) -> bool:
         """Return whether all colwise matrices except `outside` read the input of the module that holds them."""
-        homes = {matrix.home for matrix in branch.colwise}
-        inside = [matrix.child for matrix in branch.colwise if matrix not in outside]
+        homes = {matrix.parent_name for matrix in branch.colwise}
+        inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]
         return (
             self._sharing.rows_stay
             and len(homes) == 1
-            and only_read_by(self._modules[homes.pop()], children=inside, others=[m.child for m in outside])
+            and only_read_by(self._modules[homes.pop()], children=inside, others=[m.own_name for m in outside])
         )
 
     def _cut(
@@ -226,7 +226,7 @@ class ColumnRowPairs:
         if len(sections) == 1:
             return (), grain
         width = heads.width if heads else 1
-        order = order_of_fused(self._modules[matrix.home], child=matrix.child, sizes=sections, width=width)
+        order = order_of_fused(self._modules[matrix.parent_name], child=matrix.own_name, sizes=sections, width=width)
         if order == "sections":
             return sections, width
         if order == "interleaved" and heads:

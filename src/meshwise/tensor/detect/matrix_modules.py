@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from meshwise.tensor.detect.known_names import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+PATCH_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Classes of convolutions that may make hidden states from an input, such as the patches of an image."""
 
 
@@ -28,16 +28,16 @@ class MatrixModule:
     inputs: int
     outputs: int
 
-    flipped: bool = False
+    weight_is_transposed: bool = False
     """True if the weight is stored as (inputs, outputs), where nn.Linear has (outputs, inputs)."""
 
     @property
-    def home(self) -> str:
+    def parent_name(self) -> str:
         """Name of the module that holds the matrix."""
         return self.name.rpartition(".")[0]
 
     @property
-    def child(self) -> str:
+    def own_name(self) -> str:
         """Name of the matrix in the module that holds it."""
         return self.name.rpartition(".")[2]
 
@@ -49,7 +49,7 @@ def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
     """Return a description of `module`, called `name`, if it is a matrix; else None."""
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
-        return MatrixModule(name, inputs, outputs, flipped=True)
+        return MatrixModule(name, inputs, outputs, weight_is_transposed=True)
     if isinstance(module, nn.Linear) and (computes_as(module, kind=nn.Linear) or _multiplies(module)):
         return MatrixModule(name, module.in_features, module.out_features)
     return None

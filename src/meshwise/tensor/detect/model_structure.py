@@ -22,7 +22,13 @@ from meshwise.tensor.detect.attention_heads import HeadSharing, cut_by_rule
 from meshwise.tensor.detect.block_branch import BranchFinder, hidden_width
 from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, matrices, returns_table_rows
+from meshwise.tensor.detect.matrix_modules import (
+    PATCH_CONVOLUTIONS,
+    as_matrix,
+    computes_as,
+    matrices,
+    returns_table_rows,
+)
 from meshwise.tensor.detect.norm_modules import as_norm, mixes_no_features
 
 _KNOWN = ("torch", "transformers", "meshwise")
@@ -115,7 +121,7 @@ class ModelStructure:
             self.parts[name] = Part("whole")
         elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
-            self.parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
+            self.parts[name] = Part(role, transposed=matrix is not None and matrix.weight_is_transposed)
         elif not any(True for _ in module.children()) and not mixes_no_features(module):
             self._reasons[name] = _why_unknown(module)
         elif around or type(module).__module__.partition(".")[0] != "torch":
@@ -148,7 +154,7 @@ class ModelStructure:
                     return "whole"  # as the embedding that it is tied to
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
-            if matrix.outputs != self.width or matrix.flipped:
+            if matrix.outputs != self.width or matrix.weight_is_transposed:
                 return "whole"
             return "single" if matrix.inputs == self.width else "patches"
         if isinstance(module, nn.Embedding):
@@ -157,7 +163,7 @@ class ModelStructure:
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
             shared = shared and returns_table_rows(module)
             return "embedding" if shared else "positions"
-        if isinstance(module, CONVOLUTIONS):
+        if isinstance(module, PATCH_CONVOLUTIONS):
             return "patches" if module.out_channels == self.width else "whole"
         return "whole" if as_norm(module) else None
 
@@ -201,14 +207,18 @@ class ModelStructure:
                 else ()
             )
             sections, grain = cut or ((), given.get("grain", 1))
-            self.parts[name] = Part(role, sections=sections, grain=grain, transposed=bool(matrix and matrix.flipped))
+            self.parts[name] = Part(
+                role, sections=sections, grain=grain, transposed=bool(matrix and matrix.weight_is_transposed)
+            )
         elif role == "norm":
             norm = as_norm(module) if module is not None else None
             if norm is None:
                 raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
             self.parts[name] = Part("norm", norm=norm[1])
         else:
-            self.parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
+            self.parts[name] = Part(
+                role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.weight_is_transposed)
+            )
 
     def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
         """Return whether a batch norm is as wide as the hidden states, or stands outside of the blocks."""

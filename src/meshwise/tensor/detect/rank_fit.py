@@ -11,7 +11,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import HeadSharing
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
 from meshwise.tensor.detect.known_names import enclosing, of_all_blocks
-from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
+from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS
 
 
 def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
@@ -119,7 +119,7 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         if reads_stream and not _reads_all(module, part, width):
             does = "makes" if looks_up else "reads"
             return f"{type(module).__name__} is kept whole, and it {does} hidden states, which are split by features"
-    if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.groups > 1:
+    if part.role == "patches" and isinstance(module, PATCH_CONVOLUTIONS) and module.groups > 1:
         return f"{type(module).__name__} has groups of channels, and they become features, which are split"
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None:

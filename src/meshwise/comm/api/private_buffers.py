@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class ScratchMemory:
+class PrivateBuffers:
     """Pool of CPU buffers that any thread may borrow from and give back to."""
 
     def __init__(self) -> None:

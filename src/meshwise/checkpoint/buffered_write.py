@@ -1,4 +1,4 @@
-"""Write live tensors to a file through a staging buffer of fixed size (`StagedWriter`).
+"""Write live tensors to a file through a staging buffer of fixed size (`BufferedWriter`).
 
     live tensors ──copy──► chunk chunk chunk … ──checksum, write──► file
                  thread 1           │          thread 2
@@ -22,30 +22,30 @@ from torch import Tensor
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
 from meshwise.comm.api.streams import streams_of
 
-CHUNK = 8 * BLOCK
+CHUNK_BYTES = 8 * BLOCK
 """Bytes of a chunk, in whole blocks, because each block has its own checksum."""
-STAGING = 8 * CHUNK
+STAGING_BYTES = 8 * CHUNK_BYTES
 """Bytes of the staging buffer by default."""
 
 
-class StagedWriter:
+class BufferedWriter:
     """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
     Its own thread copies tensors to chunks at once; the thread that calls `write` writes them. `staging`: bytes of the
     buffer; at least two chunks are used, and otherwise no more than the file needs.
     """
 
-    def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING) -> None:
+    def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING_BYTES) -> None:
         self._path = path
         self._head = head
         self._tensors = tensors
         size = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        count = max(2, min(staging // CHUNK, -(-size // CHUNK)))
+        count = max(2, min(staging // CHUNK_BYTES, -(-size // CHUNK_BYTES)))
         streams = streams_of(next((x.device for x in tensors if x.is_cuda), torch.device("cpu")))
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, int] | None] = queue.SimpleQueue()
         for _ in range(count):
-            self._free.put(streams.host_empty([min(CHUNK, -(-size // BLOCK) * BLOCK)], dtype=torch.uint8))
+            self._free.put(streams.host_empty([min(CHUNK_BYTES, -(-size // BLOCK) * BLOCK)], dtype=torch.uint8))
         self._staged = threading.Event()
         self._errors: list[Exception] = []
         self._copier = threading.Thread(target=self._copy, name=f"stage {path.name}")
