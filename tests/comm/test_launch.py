@@ -243,7 +243,7 @@ def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.Mon
         return made[-1]
 
     monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", full)
-    told = "No space left on device: to start ranks takes semaphores in /dev/shm, two for each and five, of a page each"
+    told = "No space left on device: starting ranks needs semaphores in /dev/shm: 2 per rank and 5 more, a page each"
     with pytest.raises(NoSemaphoresError, match=told):
         run(SIZE, total, args=(0.0,))
 

@@ -32,7 +32,7 @@ from meshwise.comm.shared_memory import host_connection
 
 pytestmark = pytest.mark.processes
 
-NO_RESULT = "of 2 ended with exit status 0 and no result; something calls os._exit there, or C's exit"
+NO_RESULT = "of 2 ended with exit status 0 and no result; code there calls os._exit, or C's exit"
 
 
 def full(*_: Any, **__: Any) -> None:

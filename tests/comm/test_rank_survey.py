@@ -63,7 +63,7 @@ LEFT = AbsentRank("has finished", finished=True, counts={CallLine((0, 1, 2)): 1}
         (("AB.", SILENT, "AB."), "rank 1 does not answer", True),
         (("AB.", LEFT, "AB."), "rank 1 has finished while others wait", True),
         (("AB.", "A", "AB."), "others have waited 12 s for rank 1", False),
-        (("AB.", "AB.", "AB."), "what ranks 0,1,2 have called does not end", False),
+        (("AB.", "AB.", "AB."), "the last call of ranks 0,1,2 does not end", False),
     ],
 )
 def test_the_reason_is_found(calls: Sequence[str | AbsentRank], headline: str, certain: bool) -> None:

@@ -8,10 +8,10 @@ A checkpoint holds logical tensors by name, each as rectangles. It is a folder o
     |     step-100/                          complete, with a checksum for every MiB
     |         checkpoint.json                the index
     |         rank-00000.safetensors …       the data
-    |     step-200.partial-3f2a…/            a save under way, or left by a failed save
+    |     step-200.partial-3f2a…/            a save in progress, or the rest of a failed save
 
-Every rank calls `save`, `PendingSave.wait`, `load`, and save, load and restore of `TrainingState`. Each of them
-succeeds on every rank, or raises an error on every rank. One process alone calls `newest_valid`, `read_index`,
+Every rank calls `save`, `PendingSave.wait`, `load`, and `save`, `load` and `restore` of `TrainingState`. Each of these
+calls succeeds on every rank, or raises an error on every rank. A single process calls `newest_valid`, `read_index`,
 `damages` (which compares every byte with its checksum), `differences` (of two checkpoints) and `prune`.
 """
 

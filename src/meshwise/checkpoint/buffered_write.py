@@ -4,9 +4,9 @@
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-Training may change the tensors when the last of them is in a chunk. That needs no wait for the disk if the file
-fits the buffer. Of a larger file, the part that exceeds the buffer is written first. A full copy would need twice the
-memory.
+Training may change the tensors as soon as all of them are copied to chunks. If the file fits into the buffer, training
+does not wait for the disk. If it is larger, training waits until all but the last buffer of the file is written. A full
+copy of the tensors would need twice the memory.
 """
 
 import os
@@ -31,8 +31,8 @@ STAGING_BYTES = 8 * CHUNK_BYTES
 class BufferedWriter:
     """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
-    Its own thread copies tensors to chunks at once; the thread that calls `write` writes them. `staging`: bytes of the
-    buffer; at least two chunks are used, and otherwise no more than the file needs.
+    A thread begins to copy the tensors to chunks when the writer is made. The thread that calls `write` writes the
+    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks.
     """
 
     def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING_BYTES) -> None:
@@ -68,7 +68,7 @@ class BufferedWriter:
                     file.write(data)
                     size += length
                     self._free.put(chunk)
-                self._full.put(None)  # for the loop below, when the flush fails
+                self._full.put(None)  # the end mark again: the loop in `except` stops at it if flush or fsync fails
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged place: the path of its file, the names of its tensors, and the expected and found content in words."""
+    """A damaged place: the path of its file, the names of its tensors, and the expected and found content, in words."""
 
     file: str
     expected: str
@@ -23,7 +23,7 @@ _SHOWN = 3
 
 
 class DamageError(RuntimeError):
-    """Error for a checkpoint that is cut off, altered or no checkpoint. Its `damages` are all damaged places."""
+    """Error for a folder that is a damaged checkpoint or none; `damages` lists all damaged places."""
 
     def __init__(self, damages: Sequence[Damage]) -> None:
         self.damages = tuple(damages)
@@ -36,4 +36,4 @@ class DamageError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """Error for a checkpoint that was not written; older ones are unchanged. It says which ranks failed, and why."""
+    """Error for a checkpoint that was not written; the message says which ranks failed, and why. Older ones stay."""

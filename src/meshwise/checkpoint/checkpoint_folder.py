@@ -1,12 +1,12 @@
-"""Find, replace and remove the folders of checkpoints; a new checkpoint appears whole or not at all.
+"""Find, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
 
     step-200.partial-3f2a9c01/     a save writes here, and flushes every file to the disk
             │  one rename (`move_into_place`)
             ▼
     step-200/                      only then `latest` names step-200
 
-A crash leaves the new checkpoint, or a folder whose name says that it is partial. If a checkpoint of the same name
-exists, it is renamed first, to `step-200.replaced-…`. It stays valid under that name, and is removed last.
+A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
+same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
 """
 
 import errno
@@ -34,7 +34,7 @@ class CheckpointSearch:
     """Result of a search in a root.
 
     | path      the newest checkpoint with a valid index, or None
-    | damaged   every checkpoint with a damaged index, and its damages; such a checkpoint may be newer or older
+    | damaged   every checkpoint with a damaged index, and its damages; it may be newer or older than `path`
     """
 
     path: Path | None
@@ -118,13 +118,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def next_sequence(root: Path) -> int:
-    """Return a number larger than the sequence number of every checkpoint in the root."""
+    """Return a number larger than every sequence number of a checkpoint in the root."""
     numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, CheckpointIndex)]
     return max(numbers, default=0) + 1
 
 
 def prune(root: Path, *, keep_last: int) -> list[Path]:
-    """Remove the checkpoints after the `keep_last` newest valid ones, and return the removed paths.
+    """Keep the `keep_last` newest valid checkpoints, remove all older ones, and return the removed paths.
 
     A checkpoint is valid if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a damaged
     index count as the oldest. Partial folders older than the newest valid checkpoint are removed too. Raises ValueError

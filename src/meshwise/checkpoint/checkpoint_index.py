@@ -10,8 +10,8 @@
      "extra": {…},                                       other saved values, as JSON
      "checksum": "5d41402a"}                             crc32 of the text before this key
 
-The index is the last file that a save writes: a folder with an index is complete. A crc32 finds torn and altered bytes;
-it does not protect against deliberate changes of data and checksum.
+The index is the last file that a save writes, so a folder with an index is complete. The crc32 finds torn and altered
+bytes; it does not protect against deliberate changes of both data and checksum.
 """
 
 import json
@@ -36,14 +36,14 @@ INDEX = "checkpoint.json"
 FORMAT = "meshwise checkpoint 1"
 """Value of the key `format`; an index with another value is refused."""
 BLOCK = 1 << 20
-"""Bytes of a file that have one checksum; the last block of a file may be shorter."""
+"""Bytes of a block, the part of a file that has one checksum; the last block of a file may be shorter."""
 _CHECKSUM = ', "checksum": "'
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class StoredRectangle:
-    """A rectangle of a logical tensor, and the place of its elements: the name of a file, and of an entry in it."""
+    """A rectangle of a logical tensor. Its elements are in the file `file`, under the entry `entry`."""
 
     file: str
     entry: str
@@ -66,7 +66,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A data file as it was written: its size in bytes, and the crc32 of every block (empty if not known)."""
+    """Size of a data file in bytes, and the crc32 of each block, as they were written (empty if not known)."""
 
     size: int
     checksums: tuple[int, ...]
@@ -76,7 +76,7 @@ class CheckpointFile:
 class CheckpointIndex:
     """Contents of a checkpoint.
 
-    | sequence   number of the save in its root; the newest checkpoint has the largest
+    | sequence   number of the save in its root; a later save has a larger number
     | files      data files by name
     | tensors    logical tensors by slot and name, as in `parameter/head.weight`
     | aliases    first name of a tied parameter, by each of its other names
@@ -105,7 +105,7 @@ def index_text(body: Mapping[str, Any]) -> str:
 def read_index(folder: Path) -> CheckpointIndex:
     """Read the index of a checkpoint, and compare it with its own checksum and with the sizes of the data files.
 
-    Raises DamageError, with the file, the expected and the found value.
+    Raises DamageError, with the file and the expected and found value.
     """
     path = folder / INDEX
     try:
@@ -138,7 +138,7 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
 
 
 def plain_name(name: str) -> str:
-    """Return `name`, a file name without a path. Raises ValueError if it could lead out of the folder."""
+    """Return `name` if it is a file name without a path. Raises ValueError if it could lead out of the folder."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name
@@ -178,7 +178,7 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
 
 
 def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
-    """Yield the damage of each file that is missing, is not a plain file, or does not have its written size."""
+    """Yield the damage of each file that is missing, is not a plain file, or has another size than was written."""
     for name, file in index.files.items():
         path = index.folder / name
         try:

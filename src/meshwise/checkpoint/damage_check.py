@@ -14,11 +14,11 @@ from meshwise.checkpoint.read_rectangles import SourceFile, read_blocks
 from meshwise.checkpoint.safetensors_format import TensorEntry, read_header
 
 _VERIFIED = "verified"
-"""Empty file in a checkpoint whose bytes have all been compared once."""
+"""Name of an empty file in a checkpoint; the file means that all bytes were compared with their checksums once."""
 
 
 def damages(folder: Path) -> Iterator[Damage]:
-    """Read a whole checkpoint and yield every damage; with a damaged index, only the damage of the index."""
+    """Read a whole checkpoint and yield every damage. If the index is damaged, yield only its damage."""
     try:
         index = read_index(folder)
     except DamageError as error:
@@ -68,7 +68,7 @@ class CheckpointDifference:
 
 
 def differences(first: CheckpointIndex, *, second: CheckpointIndex) -> Iterator[CheckpointDifference]:
-    """Yield a difference for each logical tensor that is not bit for bit equal in both; the plans may differ.
+    """Yield a difference for each logical tensor that is not bit for bit equal in both. The two may have other plans.
 
     Raises DamageError or OSError, as loading does.
     """

@@ -28,7 +28,7 @@ class CheckpointReader:
         self._sources: dict[str, SourceFile] = {}
 
     def fill(self, holdings: Iterable[StoredSlice]) -> None:
-        """Copy saved elements into the tensor of each slice. A tied parameter is found under any of its names.
+        """Copy saved elements into the tensor of each slice. Tied parameters may have any of their names.
 
         Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has in a dtype whose values
         the wanted dtype cannot hold. Raises DamageError for altered bytes. Raises OSError.
@@ -102,10 +102,10 @@ def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World)
 
 
 def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
-    """Return the result of `act` on this rank. Every rank calls it; if `act` fails on one rank, every rank raises.
+    """Return the result of `act` on this rank. Every rank calls it. If `act` fails on one rank, every rank raises.
 
-    Raises DamageError, with the damage of all ranks, for a DamageError or an OSError of `act`. Otherwise raises the
-    first rank's ValueError. Any other error is raised on its own rank alone.
+    If `act` raises DamageError or OSError on any rank, raises DamageError with the damage of all ranks. Otherwise
+    raises the first rank's ValueError. Any other error is raised on its own rank alone.
     """
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
@@ -127,7 +127,7 @@ def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
 
 
 def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
-    """Return whether a slice can take values of a dtype: without rounding, or fp32 masters for a narrower parameter."""
+    """Return whether a slice can take a dtype's values: without rounding, or from fp32 into a narrower parameter."""
     wanted = holding.tensor.dtype
     rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)
     return stored == wanted or rounded or torch.promote_types(stored, wanted) == wanted

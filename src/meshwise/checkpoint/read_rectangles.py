@@ -1,12 +1,12 @@
 """Read rectangles of logical tensors from safetensors files, in whole blocks, and compare each block's checksum.
 
     wanted rectangles ∩ stored rectangles ──► spans of bytes, in the order of the files
-                                                  │  adjacent spans together, in whole blocks, at most a window
+                                                  │  join adjacent spans, in whole blocks, up to a window
                                                   ▼
          pread into the window ──► crc32 of every block ──► elements copied to their tensors
 
-The window is the only buffer; data is copied once more only if it is misaligned. Files of other programs have no
-checksums and are not compared. Files are read with pread: a process that reads a truncated mapped file is killed.
+The window is the only buffer; data is copied a second time only if it is misaligned. Files of other programs have no
+checksums to compare. Files are read with pread, because the system kills a process that reads past a truncated mmap.
 """
 
 import itertools
@@ -27,12 +27,12 @@ from meshwise.layout.rectangles import Rectangle
 WINDOW_BYTES = 8 * BLOCK
 """Bytes of the buffer, and the most bytes that are read together."""
 _SPAN = WINDOW_BYTES - 2 * BLOCK
-"""Most bytes of a span. With the rest of its first and last block, such a span fits the window."""
+"""Most bytes of a span. Such a span fits into the window even when its first and last block are read whole."""
 
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A safetensors file to read: its entries by name, and its size and checksums (None for a file without these)."""
+    """A safetensors file to read: its entries by name, and its expected size and checksums (None if it has none)."""
 
     path: Path
     expected: CheckpointFile | None
@@ -41,7 +41,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ByteSpan:
-    """A rectangle of an entry that is read at once: its bytes in the file, and its target.
+    """A rectangle of an entry that is read in one piece: its bytes in the file, and the tensor to fill.
 
     | start, stop   bytes of the file from the first element to the end of the last; other elements may lie between
     | sizes         sizes of the rectangle
@@ -57,7 +57,10 @@ class ByteSpan:
 
 
 def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
-    """Yield spans that copy `rectangle`, whose offsets count from the entry's first element; each fits the window."""
+    """Yield spans that read `rectangle` of an entry into `target`; each span fits into the window.
+
+    The rectangle's offsets count from the first element of the entry.
+    """
     found = source.entries[entry]
     strides = _strides(found.shape)
     first = sum(map(int.__mul__, rectangle.offsets, strides))
@@ -94,7 +97,7 @@ def read_spans(wanted: Iterable[ByteSpan]) -> None:
 
 
 def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
-    """Fill `into` (bytes) from byte `start` of an open file, and compare each block with its checksum, if known.
+    """Fill `into` (bytes) from byte `start` of an open file. Compare each block with its checksum, if that is known.
 
     `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Without checksums
     (`source.expected` is None) the bytes are not checked. Raises DamageError for missing or altered bytes.
@@ -123,7 +126,7 @@ def _damage(source: SourceFile, at: tuple[int, int], expected: str, found: str) 
 
 
 def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, int, list[ByteSpan]]]:
-    """Yield (start, stop, spans) of each group of spans that is read at once: bytes `start` to `stop`, whole blocks."""
+    """Yield (start, stop, spans) for each group of spans to read together: bytes `start` to `stop`, in whole blocks."""
     group: list[ByteSpan] = []
     start = stop = 0
     for span in ordered:

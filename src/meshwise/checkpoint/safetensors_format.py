@@ -1,9 +1,9 @@
-"""Write (`header`) and read (`read_header`) the headers of safetensors files; names of dtypes (`DTYPES`, `dtype_name`).
+"""Write (`header`) and read (`read_header`) headers of safetensors files; convert dtypes (`DTYPES`, `dtype_name`).
 
 The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the length of the header, a JSON table
 of dtypes, shapes and offsets, then the bytes of the tensors. The safetensors library writes all tensors of a file at
-once, which doubles the memory of a rank's share, and does not give their offsets in a file. So headers are made here,
-before any tensor is available. The library only checks the headers of files that are read.
+once, which doubles the memory of a rank's share; and it does not tell the offset of a tensor in the file. So headers
+are written here, before any tensor is there. For files that are read, the library only checks the header.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 
 LENGTH_BYTES = 8
-"""Bytes at the beginning of a file that hold the length of its header; the header's size is a multiple of it."""
+"""Bytes at the start of a file that hold the length of its header. The length is a multiple of this number."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TensorSpec:
 def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a file before its first tensor. The tensors follow in the order of `specs`, without gaps.
 
-    `metadata`: further texts for the header's key `__metadata__`. Raises ValueError for a dtype without a name.
+    `metadata`: more texts for the header's key `__metadata__`. Raises ValueError for a dtype that the format lacks.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -67,7 +67,7 @@ def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the entries of a safetensors file, by the name of the tensor.
 
-    Raises DamageError for a file that is not safetensors or contradicts its header. Raises OSError.
+    Raises DamageError if the file is not safetensors or differs from its header. Raises OSError.
     """
     with path.open("rb") as file:
         try:

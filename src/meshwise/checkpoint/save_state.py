@@ -1,10 +1,10 @@
 """Save a checkpoint in the background: every rank writes its own file, then rank 0 moves the folder into place.
 
-    | every rank   stages and writes rank-N.safetensors, flushes it, then writes rank-N.json: its rows of the index
-    | rank 0       when all rank-N.json exist: writes checkpoint.json, flushes, renames the folder, writes `latest`
+    | every rank   stages and flushes rank-N.safetensors, then writes rank-N.json, its rows of the index
+    | rank 0       when every rank-N.json exists: writes checkpoint.json, renames the folder, writes `latest`
 
-Training continues meanwhile, and only training may use collectives then. So rank 0 waits until the other ranks' files
-appear in the folder. `save` and `PendingSave.wait` use collectives, so that every rank learns the result.
+Training continues meanwhile, and the background thread may use no collectives. So rank 0 waits until the files of the
+other ranks appear in the folder. `save` and `wait` use collectives, so that every rank learns the result.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from meshwise.data_parallel.stored_slices import StoredSlice
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.001, 0.05
 _GRACE_SECONDS = 20.0
-"""Seconds that rank 0 waits for the other ranks' files after `detach`, or after the end of its main thread."""
+"""Seconds that rank 0 still waits for the other ranks' files after `detach` or the end of the main thread."""
 
 
 @dataclass(frozen=True)
 class SaveContent:
     """Content of a checkpoint that this rank gives to `save`.
 
-    | holdings   this rank's slices; the slices of all ranks have every element of every logical tensor once
-    | aliases    first name of a tied parameter, by each of its other names; those of the first rank are saved
-    | extra      JSON values; those of the first rank are saved
+    | holdings   this rank's slices; all ranks together have each element of every logical tensor once
+    | aliases    first name of a tied parameter, by each of its other names; the first rank's are saved
+    | extra      values as JSON; the first rank's are saved
     | staging    bytes of the staging buffer
     """
 
@@ -53,9 +53,9 @@ class SaveContent:
 def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
     """Begin to save a checkpoint in the background. Every rank calls it.
 
-    Returns when all tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
-    checkpoints that stay in the root after this save, see `prune`; None removes none. Raises SaveError on every rank if
-    one rank cannot begin: the folder cannot be created, or content has a value that a checkpoint cannot store.
+    Returns when the tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
+    checkpoints to keep in the root after this save (`prune`); None removes none. Raises SaveError on every rank if one
+    rank cannot begin: the folder cannot be created, or the content has a value that a checkpoint cannot store.
     """
     partial, rank_file, problem = "", None, None
     try:
@@ -77,7 +77,7 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
 
 @dataclass(frozen=True)
 class RankFile:
-    """The data file that this rank writes, described before it is written.
+    """The data file that this rank is going to write.
 
     | head       bytes of the header
     | tensors    the tensors in the order of the file
@@ -93,7 +93,7 @@ class RankFile:
 
     @classmethod
     def of(cls, content: SaveContent, *, name: str) -> "RankFile":
-        """Return the file; small unstable tensors are cloned. Raises ValueError for what the formats cannot store."""
+        """Return the file; small unstable tensors are cloned. Raises ValueError for values that cannot be stored."""
         try:
             json.dumps(content.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -149,7 +149,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """True if this rank's work has ended or failed, so that `wait` only waits for other ranks."""
+        """True if this rank's part has ended, also by an error; `wait` then only waits for other ranks."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -175,11 +175,11 @@ class PendingSave:
         return self.folder
 
     def detach(self) -> None:
-        """Let the save end without `wait`. Rank 0 waits 20 s more for other ranks' files. One rank can call it."""
+        """Let the save end without `wait`; rank 0 then waits at most 20 s for other ranks' files. Not collective."""
         self._detached.set()
 
     def cancel(self) -> None:
-        """Stop waiting for other ranks' files, so that an incomplete save fails. It waits for the thread to end."""
+        """Stop waiting for other ranks' files, so that an incomplete save fails; then wait for the thread to end."""
         self._cancelled.set()
         self._thread.join()
 
@@ -221,7 +221,7 @@ class PendingSave:
             "aliases": dict(self._content.aliases),
             "extra": dict(self._content.extra),
         }
-        parse_index(self._partial, body=body)  # raises where the parts of the ranks do not make up the tensors
+        parse_index(self._partial, body=body)  # raises if the parts of the ranks do not make up the tensors
         _write(self._partial / INDEX, index_text(body))
         for row in rows:
             row.unlink()
@@ -232,7 +232,7 @@ class PendingSave:
                 prune(self.folder.parent, keep_last=self._keep_last)
 
     def _all_written(self, rows: Sequence[Path]) -> bool:
-        """Wait for the files of all ranks. Return False after `cancel`, or after the time that follows `detach`."""
+        """Wait for the files of all ranks. Return False after `cancel`, or when the time after `detach` is over."""
         left = [row for row in rows if not row.exists()]
         nap, deadline = _SHORTEST_NAP, math.inf
         while left:
@@ -249,7 +249,7 @@ class PendingSave:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that appears only when all of it is on the disk. Raises OSError."""
+    """Write a file that becomes visible only when it is completely on the disk. Raises OSError."""
     write_whole(path, write=lambda place: place.write_text(text, encoding="utf-8"))
 
 

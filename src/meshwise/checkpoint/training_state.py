@@ -1,4 +1,4 @@
-"""Save and load the state of a training (`TrainingState`): everything that the next step depends on, except the batch.
+"""Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
 parameter, optimizer, scalar, number, reduction, buffer     slots of logical tensors (data_parallel.stored_slices)
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
@@ -42,7 +42,7 @@ class RestoredState:
 
 
 class TrainingState:
-    """Saved and loaded state of an engine and its optimizer (in `update`). At most one save is under way at a time."""
+    """Saves and loads the state of an engine and its optimizer (in `update`). One save at a time is in progress."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
@@ -53,14 +53,14 @@ class TrainingState:
         self._hook: RemovableHandle | None = None
 
     def wait_staged(self) -> None:
-        """Wait until the save under way, if any, has copied its tensors, so that they may change."""
+        """Wait until the save in progress, if any, has copied its tensors; then they may change."""
         if self._saving is not None:
             self._saving.wait_staged()
 
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
         """Wait for the previous save, then begin to save in the background. Every rank calls it.
 
-        `extra`: JSON values, saved beside the values of this class. `keep_last` is as in `save_state.save`.
+        `extra`: JSON values to store with the state. `keep_last` is as in `save_state.save`.
         Raises SaveError if the previous save failed or this one cannot begin. Raises TierError after a failed update.
         """
         if self._saving is not None:
@@ -87,10 +87,10 @@ class TrainingState:
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Load the state of a checkpoint and return its `extra`. Every rank calls it.
 
-        From a Hugging Face folder it loads the parameters and resets the optimizer's state. It then returns steps and
-        skips of 0, and the names of unused tensors at `["user"]["unused"]`. Raises ValueError, before any change, for a
+        For a Hugging Face folder, load the parameters and reset the optimizer's state; the result then has 0 steps and
+        skips, and at `["user"]["unused"]` the names of unused tensors. Raises ValueError, before any change, for a
         checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
-        may then be partly overwritten until another load succeeds.
+        may then be partly overwritten, until another load succeeds.
         """
         self.wait_staged()
         self._update.abandon()
@@ -118,7 +118,7 @@ class TrainingState:
     def restore(self, root: Path) -> RestoredState | None:
         """Load the newest valid checkpoint of a root. Return None, and change nothing, if the root has no checkpoint.
 
-        Every rank calls it. If a checkpoint turns out to be damaged, the checkpoint before it is loaded. Raises
+        Every rank calls it. If a checkpoint turns out to be damaged on loading, the next older one is loaded. Raises
         DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does.
         """
         passed: list[Damage] = []
@@ -216,7 +216,7 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
-    """Return the slots to load, by the names of this model's parameters; other parameters may be tied in the file."""
+    """Return the slots to load, by this model's parameter names. The file may store a tied one under another name."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
