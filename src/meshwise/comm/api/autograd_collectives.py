@@ -1,7 +1,7 @@
 """Collectives with a backward: in the backward of a collective its conjugate collective runs on the gradient.
 
 c10d's collectives have no backward. The right gradient of a sum depends on its later use: all ranks may compute the
-same from the sum, or each rank something different. So a tensor here is of one of four kinds. Each collective takes
+same from it, or each rank something different. So a tensor here is of one of four kinds, and each collective takes
 a tensor of one kind and returns a tensor of another kind:
 
     | split        every rank has its part along a dim
@@ -37,14 +37,14 @@ from meshwise.base.mesh import even_split
 from meshwise.comm.api.world import Axes, Work, World
 
 Finish: TypeAlias = Callable[[], Tensor]
-"""Function that waits for a collective that was started and returns this rank's result."""
+"""Function that waits for a collective in progress and returns this rank's result."""
 
 Sizes: TypeAlias = Sequence[int] | None
 """Size of each rank's part along a dim, in group order. None stands for the default of the collective."""
 
 
 class PendingResult:
-    """Result of a collective that was started; `wait` returns the tensor."""
+    """Result of a collective in progress; `wait` returns the tensor."""
 
     def __init__(self, passage: "_Passage", *, token: Tensor) -> None:
         self._passage = passage
@@ -87,12 +87,12 @@ def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = No
 
 
 def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """Return the sum of all ranks' `x`, of the shape of `x`. Backward: return the gradient unchanged."""
+    """Return the sum of all ranks' `x`, in the shape of `x`. Backward: pass the gradient on unchanged."""
     return _start(x, _AllReduce(world, axes))
 
 
 def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """Return `x`, equal on all ranks, for each rank to compute something different from it. Backward: all_reduce."""
+    """Return `x`, equal on all ranks, from which each rank computes something different. Backward: all_reduce."""
     return _start(x, _Copy(world, axes))
 
 
@@ -108,7 +108,7 @@ def all_to_all(
     """Cut `x` along `split_dim`, send each rank its part, and concatenate the received parts along `cat_dim`.
 
     `sizes`: sizes of the sent parts along `split_dim` and of the received parts along `cat_dim`, each in group order.
-    By default the cut is even, and received parts are as large along `cat_dim` as this rank's own part.
+    By default `x` is cut evenly, and every received part is as large along `cat_dim` as this rank's own part.
 
         | two dims         (…, sum(split), …, cat[i], …) → (…, split[i], …, sum(cat), …)
         | one dim for both (…, sum(split), …) → (…, sum(cat), …)
@@ -127,8 +127,8 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class CollectiveSource:
-    """Kind of a collective's output (see the first table of this file), and the axes of the collective. One field holds
-    the axes, the others are empty. No collective has a partial output.
+    """Kind of a collective's output (see the first table of this file), and the axes of the collective. The field of
+    that kind holds the axes; the other two are empty. No collective has a partial output.
     """
 
     whole: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class CollectiveSource:
 
 
 def source_of_output(node: Node) -> CollectiveSource | None:
-    """Return the axes over which a node's output is whole, replicated or split; None for a node of other code."""
+    """Return the axes over which a node's output is whole, replicated or split; None if another code made the node."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
@@ -289,7 +289,7 @@ class _Along:
 
     @classmethod
     def of(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """Return the parts of a full `x` along `dim`: of the given `sizes`, else equal (the first larger by one)."""
+        """Return the parts of a full `x` along `dim`, of the given `sizes`. None: equal, or the first ones 1 larger."""
         size, ranks = x.size(dim), world.group(axes).size
         even = [stop - start for start, stop in even_split(size, ranks)]
         along = cls(world, axes, dim % x.dim(), tuple(even if sizes is None else sizes))
@@ -299,7 +299,7 @@ class _Along:
 
     @classmethod
     def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> "_Along":
-        """Return the parts along `dim`, with `x` as this rank's part; without `sizes` all are as large as `x`."""
+        """Return the parts along `dim` if `x` is this rank's part. Without `sizes`, all parts are as large as `x`."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
         if len(along.sizes) != group.size or along.sizes[group.index] != size:
@@ -317,7 +317,7 @@ def _resized(x: Tensor | Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _copied(x: Tensor, world: World) -> Tensor:
-    """Return a contiguous copy, on the world's device in the memory that other ranks read fastest."""
+    """Return a contiguous copy; on the world's device, in memory that other ranks read fast."""
     if x.device != world.device:
         return x.clone(memory_format=torch.contiguous_format)
     return world.empty_for_reduce(x.shape, dtype=x.dtype).copy_(x)

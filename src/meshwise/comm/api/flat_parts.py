@@ -13,9 +13,9 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
-    """Return a 1-D view of `x`, outside autograd as in c10d, or a copy if `x` has torch's conjugate or negative bit.
-    read_only: True if the collective only reads `x`. Raises ValueError for a tensor that is not contiguous, and for one
-    with such a bit unless `read_only`.
+    """Return a 1-D view of `x`, without autograd as in c10d; a copy if `x` has torch's conjugate or negative bit.
+    read_only: True if the collective only reads `x`. Raises ValueError if `x` is not contiguous, or if it has such a
+    bit and the collective writes to it.
     """
     if x.is_conj() or x.is_neg():
         if not read_only:
@@ -33,7 +33,7 @@ def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
 def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
     """Return `x` as `size` parts in one dim: equal slices of one tensor, or a view of each tensor of the sequence.
     read_only: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
-    divide into equal parts, when the number of tensors is wrong, and in the cases of `flat`.
+    divide equally, when the number of tensors is not `size`, and when `flat` does.
     """
     if isinstance(x, Tensor):
         if x.numel() % size:
@@ -53,7 +53,7 @@ def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
 
 
 def require_passed(x: Parts | None, *, who: str, name: str) -> Parts:
-    """Return `x`. Raises ValueError if it is None. who, name: the rank that has to pass it, and its name."""
+    """Return `x`. Raises ValueError if it is None. who: the rank that must pass it. name: name of the argument."""
     if x is None:
         raise ValueError(f"{who} passes `{name}`; here it is None")
     return x
@@ -74,7 +74,7 @@ def put(x: Tensor, *, into: Tensor) -> None:
 
 
 Elements: TypeAlias = Any
-"""A tensor, or a numpy array over its memory. All operands of one sum are tensors, or all are arrays."""
+"""A tensor, or a numpy array over its memory. The operands of one sum are all tensors or all arrays."""
 
 _ADDED = (torch.float32, torch.float64)
 
@@ -97,14 +97,14 @@ _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _ORDERED = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SUMMED = _ORDERED | {torch.complex32, torch.complex64, torch.complex128}
 _NARROW = (torch.float16, torch.bfloat16)
-# Elements of a block: few enough to stay in the cache while all parts are added, and enough to outweigh the calls.
+# Elements of a block: it stays in the cache while all parts are added, but is large enough to outweigh the calls.
 _BLOCK = 128 << 10
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
     """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min. `into`
-    may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results: a separate tensor, or one
-    of the first two parts if that part may be overwritten. fp16 and bf16 values are summed in fp32 and rounded once.
+    may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results. It is a separate tensor, or
+    one of the first two parts, which is then overwritten. fp16 and bf16 are summed in fp32 and rounded once.
     """
     require_op(op)
     for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
@@ -112,7 +112,7 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
 
 
 def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
-    """Reduce `parts`, in their order, into `into`, without cutting them into blocks. op: sum, max or min. All arguments
+    """Reduce `parts` into `into`, in their order and as one block. op: sum, max or min. All arguments
     are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums.
     """
     if op == "sum" and is_narrow(into.dtype):

@@ -4,8 +4,8 @@ Ranks hang when their calls differ: in the kind, in the size, or in the number o
 Each rank keeps its records in one flight recorder, which all views of its world share. Hang reports, tests and
 simulations read the flight recorder.
 
-A small collective takes little longer than making its records. So the records are named tuples: to make one takes a
-third of the time of a frozen dataclass.
+A small collective takes little longer than its record. So records are named tuples, which are made in a third of the
+time of a frozen dataclass.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 
 class CallRecord(NamedTuple):
-    """Record of one collective as one rank called it. The calls of two ranks agree when their `agreed` is equal.
+    """Record of one collective as one rank called it. The calls of two ranks match if their `agreed` are equal.
 
     | sequence     number of calls that the rank had made before
-    | kind         name of the method of `World`: `all_reduce`
+    | kind         name of the method of `World`, such as `all_reduce`
     | axes         axes of the group that have more than one rank
     | shape        shape of the tensor, or `(elements,)` of a list of parts
     | dtype        torch's name without `torch.`; "" for a call without tensors
-    | bytes        of that tensor: the gathered one of an all-gather, the full input of a reduce-scatter or all-to-all,
+    | bytes        of the tensor of `shape`: of the gathered tensor, the full input of a reduce-scatter or all-to-all,
     |              this rank's part in a gather or scatter
     | site         file, line and function of the caller
-    | how          operation, and group index of the root: `sum`, `max to 1`, `from 0`
+    | how          operation and group index of the root, such as `sum`, `max to 1`, `from 0`
     """
 
     sequence: int
@@ -62,8 +62,8 @@ class CallRecord(NamedTuple):
 
     @property
     def agreed(self) -> str:
-        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. For a
-        send and its recv: number of elements and dtype. All-to-all, gather and scatter leave the elements out.
+        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. A send
+        and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the elements.
         """
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
@@ -107,8 +107,8 @@ class PlacedCall(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Collective that a rank waits for, or else the last collective that the rank called. record: None before the first
-    call. waiting_since: start of the wait by `time.monotonic`; None without a wait.
+    """Collective that a rank waits for now, or else the last collective that it called. record: None before the first
+    call. waiting_since: start of the wait by `time.monotonic`; None if the rank does not wait.
     """
 
     record: CallRecord | None = None
@@ -208,7 +208,7 @@ class FlightRecorder:
             self._recordings = [kept for kept in self._recordings if kept is not records]
 
     def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
-        """Add activities of other threads of this rank to the times of the `timed` block; do nothing outside of one.
+        """Add activities of this rank's other threads to the times of the `timed` block; outside a block, do nothing.
         events: (activity, start, stop), with times of `time.monotonic`.
         """
         if self._stopwatch is not None:
@@ -228,7 +228,7 @@ class FlightRecorder:
 
 
 class _Waiting:
-    """Block in which a rank waits. A class, because a generator as context manager takes as long as a small call."""
+    """Block in which a rank waits. It is a class: a context manager from a generator takes as long as a small call."""
 
     def __init__(self, flight_recorder: FlightRecorder, record: CallRecord) -> None:
         self._flight_recorder = flight_recorder
@@ -253,8 +253,8 @@ class _Waiting:
 
 
 def disagreement(records: Mapping[int, CallRecord]) -> str | None:
-    """Return a text with a line for each set of ranks that made the same call, largest set first. Return None when the
-    calls agree. `records`: by rank, the call that should be the same on all ranks.
+    """Return a text with one line for each group of ranks that made the same call, largest group first. Return None if
+    all calls match. `records`: by rank, the call that should be the same on all ranks.
     """
     parties: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(records.items()):

@@ -1,7 +1,7 @@
-"""Tell the starts of a job apart: a launcher starts all ranks again after a failure, and each start is an attempt.
+"""Distinguish the attempts of a job: after a failure a launcher starts all ranks again, and each start is an attempt.
 
 `JobAttempt` is what the launcher says about the attempt. `unused_store` gives the ranks of an attempt an empty part of
-the store. The launcher may keep its store over a restart, with all keys of the ranks before. The launchers of several
+the store. After a restart the store may still have all keys of earlier attempts. The launchers of several
 machines may also number the restarts differently. So the ranks of an attempt agree on a new prefix for their keys:
 
     | every rank      takes a ticket, a number that no rank has had, and writes its rank under this number
@@ -50,7 +50,8 @@ class JobAttempt:
 
 def unused_store(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
     """Return `store` with a prefix that no earlier attempt has used. Every rank of the attempt calls this function.
-    When ranks are missing for `timeout`: raises TimeoutError with their numbers on rank 0, torch's DistError on others.
+    When ranks are missing for `timeout`, rank 0 raises TimeoutError with their numbers. Another rank raises torch's
+    DistError if rank 0 offers it no prefix within `timeout`.
     """
     desk = c10d.PrefixStore("meshwise/attempts", store)
     ticket = desk.add("tickets", 1)

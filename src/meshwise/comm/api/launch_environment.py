@@ -1,6 +1,6 @@
 """Read and check the launcher's environment variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-torchrun sets all four. An incomplete set is an error: else each process would run alone, as a world of one rank.
+torchrun sets all four. An incomplete set is an error: each process would otherwise run alone, as a world of one rank.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a rank needs. MASTER_ADDR and MASTER_PORT are ignored when WORLD_SIZE is 1, and without a rank."""
+"""Variables that a rank needs. If WORLD_SIZE is 1, or if no rank is set, MASTER_ADDR and MASTER_PORT are not used."""
 
 _OF_A_RANK = REQUIRED[:2]
 
@@ -46,7 +46,7 @@ def is_rank() -> bool:
 
 
 def prints_for_job() -> bool:
-    """Return whether this process prints the messages of the job: rank 0 does, and a process that is no rank."""
+    """Return whether this process prints the messages of the job: True on rank 0, and in a process without a rank."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 

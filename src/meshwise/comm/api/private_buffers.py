@@ -1,4 +1,4 @@
-"""Lend reusable CPU buffers to collectives, for received parts and intermediate sums.
+"""Lend reusable private CPU buffers to collectives, for received parts and intermediate sums.
 
 The operating system zeroes every page of a new buffer when it is first touched. For a received part this costs about
 as much as adding the part. So buffers are reused. Their number is the largest number that was in use at one time.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PrivateBuffers:
-    """Pool of CPU buffers that any thread may borrow from and give back to."""
+    """Pool of CPU buffers in private memory, which any thread may borrow from and give back to."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []

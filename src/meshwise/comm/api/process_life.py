@@ -1,8 +1,8 @@
 """Find out whether another process of this machine has ended.
 
 A file descriptor of a process (pidfd) is reliable. Linux before 5.3 has no pidfd, and Python builds for such
-systems (conda's, uv's) cannot open one. There the PID is checked. If another process has taken the PID, the end stays
-unnoticed here, and the watchdog finds it later.
+systems (conda's, uv's) cannot open one. Then the PID is checked. If another process has taken over the PID, this check
+does not see the end; the watchdog finds it later.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ class ProcessLife:
     """Watch over another process of this machine: `ended` is True after its end."""
 
     def __init__(self, process: int) -> None:
-        """Open a pidfd where the system has them. process: PID."""
+        """Open a pidfd if the system has them. process: PID of the watched process."""
         self._process = process
         self._file: int | None = None
         with contextlib.suppress(AttributeError, OSError):
@@ -49,7 +49,7 @@ def has_ended(pid: int) -> bool:
 
 
 class LauncherProcess:
-    """Process that started this rank: torchrun, or the process that called `run`. Made in the process of the rank."""
+    """Process that started this rank: torchrun, or the caller of `run`. Make the object in the process of the rank."""
 
     def __init__(self) -> None:
         self._starter = os.getppid()
@@ -59,5 +59,5 @@ class LauncherProcess:
         return f"process {self._starter if self._parent is None else self._parent.pid}"
 
     def is_gone(self) -> bool:
-        """Return whether the launcher has ended, or the fork server that forked this process for the launcher."""
+        """Return whether the launcher has ended, or the fork server has that forked this process for the launcher."""
         return os.getppid() != self._starter or (self._parent is not None and not self._parent.is_alive())

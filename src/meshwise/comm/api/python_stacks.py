@@ -1,4 +1,4 @@
-"""Return Python stacks as text for reports: at most 12 frames, without the frames of comm and of threads."""
+"""Return Python stacks as text for reports: at most 12 frames, without frames of the folder comm and of threading."""
 
 import gc
 import multiprocessing
@@ -41,8 +41,8 @@ def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return `file:line function` of the innermost frame of an exception that is in the user's own code. Without such a
-    frame: of the innermost frame outside torch, else of the innermost frame.
+    """Return `file:line function` of the innermost frame of an exception in the user's own code. If there is none: of
+    the innermost frame outside torch, or else of the innermost frame.
     """
     entries = traceback.extract_tb(error.__traceback__)
     others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
@@ -57,10 +57,10 @@ def _is_pythons_or_ours(file: str) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """Return the current stack of the thread with this identifier (None: of none); "" when the thread has ended.
-    Garbage collection is off while the frames are read. Python makes a frame object only when code asks for it, and may
-    then collect garbage and switch threads. The other thread may return from that frame, and the frame's memory is
-    reused. Reading this memory ended ranks with SIGSEGV.
+    """Return the current stack of the thread with this identifier; "" if it has ended or the identifier is None.
+    Garbage collection is off while the frames are read. Otherwise Python might collect garbage while it makes a frame
+    object, and switch threads; the other thread could return from the frame, and its memory would be reused. Reading
+    such memory ended ranks with SIGSEGV.
     """
     collects = gc.isenabled()
     gc.disable()

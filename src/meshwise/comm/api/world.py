@@ -5,7 +5,7 @@
     | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
 
 The public methods are implemented in this file only. They find the group of the axes, return at once for a group of
-one rank, check sizes and record the call. Then they call the method of the implementation that has the same name with
+one rank, check sizes and record the call. Then they call the implementation's method of the same name with
 a leading underscore. So records, counts and hang reports mean the same in every implementation.
 """
 
@@ -59,7 +59,7 @@ class Group:
     index: int
     """Position of this rank in `ranks`."""
     purpose: str = ""
-    """Name of a separate sequence of calls (`messages`). Calls of different purpose are never matched to each other."""
+    """Name of a separate sequence of calls, such as `messages`. Calls with different purposes never match."""
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ Axes: TypeAlias = str | Sequence[str]
 
 
 class Work:
-    """A collective that was started. Its tensors must not be used until `wait` returns; `wait` may be called again."""
+    """A collective in progress. Its tensors must not be used until `wait` returns; `wait` may be called again."""
 
     def __init__(self, world: "World | None" = None, *, record: CallRecord | None = None) -> None:
         self._world = world
@@ -99,7 +99,7 @@ class Work:
 
     @property
     def ready(self) -> bool:
-        """True if `wait` is known to return at once. In some worlds True only after `wait`."""
+        """True if `wait` is known to return at once. In some worlds it is True only after `wait`."""
         return self._done
 
     def wait(self) -> None:
@@ -122,9 +122,9 @@ class Work:
 
 class World(abc.ABC):
     """Collectives, send and recv along the axes of a mesh. Every tensor must be contiguous and on `device`. Each method
-    starts a collective and returns a `Work`; call `.wait()` at once for the blocking form. `axes` is one name or
-    several; the group is ordered row-major by the axes in mesh order. `source`, `target` and `to` are indices of the
-    group. `Parts` are one tensor that is cut into equal parts, or a list with one part per group index, of any sizes.
+    starts a collective and returns a `Work`; to block, call `.wait()` on it at once. `axes` is one name or several; the
+    group is ordered row-major by the axes in mesh order. `source`, `target` and `to` are indices of the group.
+    `Parts` is one tensor that is cut into equal parts, or a list with one part per group index, of any sizes.
     Only one thread of a rank at a time may call and wait. Several `World` objects may be views of one world.
     """
 
@@ -147,11 +147,11 @@ class World(abc.ABC):
 
     @property
     def position(self) -> Position:
-        """Collective that this rank waits for or called last, on any view of this world."""
+        """Collective that this rank waits for or called last, through any view of this world."""
         return self.flight_recorder.position
 
     def over(self, mesh: Mesh) -> Self:
-        """Return a view of this world over another mesh. Raises ValueError unless both have as many ranks."""
+        """Return a view of this world over another mesh. Raises ValueError if the mesh has another number of ranks."""
         if mesh.size != self.size:
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
         view = copy.copy(self)
@@ -159,7 +159,7 @@ class World(abc.ABC):
         return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D tensor in memory that other ranks read fast, for use in many collectives."""
+        """Return an uninitialized 1-D tensor that many collectives use, in memory that other ranks read fast."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -167,25 +167,25 @@ class World(abc.ABC):
         return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
-        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None where they share none.
+        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None if they share none.
         Every rank of the group calls this method. An all-gather of the tensor's equal parts into the tensor copies
         nothing: each rank only waits until every rank has written its part.
         """
         return None
 
     def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
-        """Do this rank's part of collectives for which other ranks wait by now, without blocking. Call this method now
-        and then during a long computation between a collective and its `wait`.
+        """Do this rank's part of collectives for which other ranks wait now, without blocking. Call it now and then
+        if a long computation lies between a collective and its `wait`.
         """
 
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
-        """Release the connections between the ranks. Every rank calls `close`; a second call does nothing. Needed for a
-        world of processes only. Raises RanksDisagree when the ranks called different collectives.
+        """Release the connections between the ranks. Every rank calls `close`; a second call does nothing. Only a world
+        of processes needs it. Raises RanksDisagree when the ranks called different collectives.
         """
 
     def group(self, axes: Axes) -> Group:
         """Return this rank's group along `axes`, in any order of the names. The `axes` of the group are in mesh order,
-        without axes of one rank (unless all have one rank). Raises ValueError for a name that the mesh lacks.
+        without axes of one rank (unless all are). Raises ValueError for a name that the mesh does not have.
         """
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
@@ -208,7 +208,7 @@ class World(abc.ABC):
 
     @property
     def rank_mismatch(self) -> int:
-        """Number whose sum over all ranks is 0 when in every group all ranks have called the same collectives."""
+        """Number whose sum over all ranks is 0 if the ranks of every group have called the same collectives."""
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
             for ranks, digest in self.flight_recorder.digests.items()
@@ -225,7 +225,7 @@ class World(abc.ABC):
         return self._broadcast(self._new_record("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
-        """Reduce into the `x` of group index `target`; other ranks' `x` is unspecified then. op: sum, max or min."""
+        """Reduce into the `x` of group index `target`; the `x` of other ranks is undefined then. op: sum, max, min."""
         require_op(op, dtype=x.dtype)
         group = require_root(self.group(axes), root=target)
         if group.size == 1:
@@ -254,7 +254,7 @@ class World(abc.ABC):
         return self._all_gather(self._new_record("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
-        """Reduce the parts of all ranks' `x`, and put this rank's part into `into`, which may be that slice of `x`."""
+        """Reduce the parts of all ranks' `x`; put this rank's part into `into`, which may be its own part of `x`."""
         require_op(op, dtype=into.dtype)
         group = self.group(axes)
         if group.size == 1:
@@ -309,7 +309,7 @@ class World(abc.ABC):
         return self._recv(self._new_record("recv", ends, x, how=f"from {source}"), group, data, source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
-        """Return when every rank of the group (all ranks by default) has called it."""
+        """Return when every rank of the group (by default, all ranks) has called this method."""
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size > 1:
             record = self._new_record("barrier", group, ())
@@ -330,8 +330,8 @@ class World(abc.ABC):
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
     def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
-        """Return the sums over all ranks of `x`, an fp64 vector, and of `rank_mismatch`, by one blocking all-reduce.
-        digest: 32 bits that have to be equal on all ranks. If they differ, the second result is not 0.
+        """Return the sums over all ranks of `x` (an fp64 vector) and of `rank_mismatch`, by one blocking all-reduce.
+        digest: 32 bits that must be equal on all ranks; if the ranks' digests differ, the second result is not 0.
         """
         whole = self.rank_mismatch + digest * (self.size - 1 if self.rank == 0 else -1)
         mismatch = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)

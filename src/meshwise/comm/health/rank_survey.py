@@ -1,15 +1,15 @@
-"""Find out why ranks wait, from the answers of all ranks to a survey of the watchdog.
+"""Find out why ranks wait, from the answers of all ranks to a survey by the watchdog.
 
-One waiting rank proves nothing: another rank may compile, load data or write a checkpoint. So the answers of all ranks
-are compared. The causes are tried in this order:
+From one waiting rank the cause cannot be told: another rank may just compile, load data or write a checkpoint. So the
+answers of all ranks are compared. The causes are tried in this order:
 
     | disagreement      ranks made different calls where they have to make the same call
     | lost rank         a rank does not answer: it was stopped or killed, or its machine failed
     | finished rank     a rank has finished, and other ranks wait for it
-    | circle            each of some ranks waits for another of them
+    | circle            ranks wait for each other in a circle
     | slow rank         a rank answers, and computes: waiting may help
 
-The cause is certain in all but the last case: waiting longer cannot help.
+In the last case waiting may help. In every other case the cause is certain, and waiting longer cannot help.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ class RankAnswer:
     """Answer of one rank to a survey.
 
     | process   `process PID on HOST`
-    | waiting   call in which the rank is blocked; None if there is none, and on a GPU, where waiting does not block
-    | waited    seconds in that call, on a GPU since the last call; 0 if the rank does not wait
+    | waiting   call in which the rank is blocked; None if it is not blocked, and on a GPU, where no wait blocks it
+    | waited    seconds in that call; on a GPU, seconds since the last call; 0 if the rank does not wait
     | recent    last calls of the rank, oldest first; on a GPU any of them may be the call that does not complete
-    | counts    number of calls so far on each line
+    | counts    number of calls so far on each line (`CallLine`)
     | stack     Python stacks of the rank as text
     | lost      message of the RankLostError that the rank raised; "" if none
     """
@@ -66,7 +66,7 @@ class AbsentRank:
 
 @dataclass(frozen=True)
 class HangFinding:
-    """Cause for which ranks wait."""
+    """Cause of the wait of some ranks."""
 
     headline: str
     ranks: tuple[int, ...]
@@ -84,7 +84,7 @@ class RankSurvey:
     absent: Mapping[int, AbsentRank]
 
     def finding(self) -> HangFinding | None:
-        """Return the cause for which ranks wait, or None if no rank waits."""
+        """Return the cause of the wait, or None if no rank waits."""
         return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
 
     def report(self, finding: HangFinding) -> str:
@@ -111,7 +111,7 @@ class RankSurvey:
         if missed:
             return HangFinding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
         if reported and not self.absent:
-            return HangFinding(f"ranks have lost each other though all are alive: {reported[0]}", (), certain=False)
+            return HangFinding(f"connections broke, but all ranks are alive: {reported[0]}", (), certain=False)
         return None
 
     def _finished(self) -> HangFinding | None:
@@ -143,13 +143,13 @@ class RankSurvey:
                 f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False
             )
         if blocked:
-            headline = f"what {ranks_text(blocked)} {_verb(blocked, 'has', 'have')} called does not end"
+            headline = f"the last call of {ranks_text(blocked)} does not end"
             return HangFinding(headline, tuple(blocked), certain=False)
         return None
 
     @cached_property
     def _waits(self) -> list[tuple[int, int]]:
-        """Pairs (waiting rank, rank that it waits for): the second has not made a call in which the first waits."""
+        """Pairs (waiting rank, other rank) in which the other rank has not made the call that the first waits in."""
         waits: dict[tuple[int, int], None] = {}
         for rank, answer in sorted(self.answers.items()):
             for call in answer.pending():

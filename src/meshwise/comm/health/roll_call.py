@@ -2,7 +2,7 @@
 
 Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
 fails with an unclear error. A roll call only needs the store of the job. Each rank writes its entry. Rank 0 waits for
-all entries or the end of the time, and writes a list of them, which all ranks read.
+all entries, but not longer than a limit. It then writes a list of the entries, which all ranks read.
 """
 
 import json
@@ -43,8 +43,8 @@ class RollCall:
 
 def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks. Every
-    rank calls this function. It returns when the last rank has come, after at most `seconds` and a few more. Without
-    torchrun rank 0 opens the store. Raises torch's DistError or OSError when the store cannot be reached or opened.
+    rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at the latest. Rank
+    0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached or opened.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store_of(
@@ -67,7 +67,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
 
 
 def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
-    """Return the entries on rank 0, when there are as many as the largest world size, or at the time `until`."""
+    """Return the entries as soon as there are as many as the largest world size, but at the latest at time `until`."""
 
     def complete() -> bool:
         entries = _present(roll)
@@ -78,7 +78,7 @@ def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
 
 
 def _await_list(roll: Store, *, until: float) -> list[RollCallEntry]:
-    """Return rank 0's list of entries; if it does not come until the time `until`, the entries in the store."""
+    """Return rank 0's list of entries, or the entries in the store if the list does not come until time `until`."""
     if _await(lambda: roll.check(["all"]), until=until):
         return [RollCallEntry(**entry) for entry in json.loads(roll.get("all"))]
     return _present(roll)

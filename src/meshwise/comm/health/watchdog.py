@@ -4,15 +4,16 @@ The thread of each rank reads the rank's flight recorder. The threads exchange m
 works when collectives do not. They need no help from the main thread, which may be blocked for good in C++.
 
     | event                                 action of the watchdog
-    | every beat (about 1 s)                store that this rank is alive; look for a survey, or the declared end
+    | every beat (about 1 s)                store that this rank lives; answer a new survey; look for the declared end
     | the rank waits for 10 s               start a survey: every rank answers with its position, last calls and stack
     | waiting is certainly in vain          the lowest rank that answered prints the report, and all ranks end
     | a rank may only be slow               print one warning at half of `stall_seconds`, end at `stall_seconds`
     | an exception ends the main thread     its traceback is the report, and all ranks end
-    | the launcher is gone                  end this rank alone; if the store is gone, only when the rank waits
+    | the launcher is gone                  end this rank alone
+    | the store is gone                     end this rank alone when it waits
 
-Times for `stall_seconds` = 300. Ranks that disagree, finished early or wait in a circle are reported after 10 s of
-waiting. A rank that does not answer is reported after another 30 s, or after 6 s when its connection broke.
+Times are for `stall_seconds` = 300. Ranks that disagree, finished early or wait in a circle are reported after 10 s of
+waiting. A rank that does not answer is reported 30 s later, or 6 s later when its connection broke.
 """
 
 import contextlib
@@ -49,8 +50,8 @@ _FLUSH_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Pace:
-    """Times of a watchdog, in seconds. beat: between two beats. suspect: from the start of a wait to a survey. silent:
-    from a survey until a silent rank counts as lost. stall: from the start of a wait to the end of the job.
+    """Times of a watchdog, in seconds. beat: between two beats. suspect: how long a rank waits before it starts a
+    survey. silent: how long a survey waits for answers. stall: how long a rank may wait before the job ends.
     """
 
     beat: float
@@ -79,8 +80,8 @@ def report_to_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - war
 class Watchdog:
     """Thread that watches over one rank, started by `start`. Every rank of the job has one, over the same store.
 
-    | stall_seconds   how long a rank may wait in one collective while the other ranks live; None for the value of the
-    |                 environment variable MESHWISE_STALL_SECONDS, or 300 without the variable
+    | stall_seconds   how long a rank may wait in one collective while the other ranks live; None for the value of
+    |                 MESHWISE_STALL_SECONDS, or 300 without this environment variable
     | sink            receiver of reports, called on the one rank that reports
     | launcher        process that started this rank: when it ends, this rank ends; None to watch no launcher
 
@@ -145,7 +146,7 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> NoReturn:
         """Report `error`, and end all ranks. Call it in the main thread; it does not return. The report is the
-        traceback. For a RankLostError there is a survey first: other ranks may know the cause.
+        traceback. After a RankLostError it first waits for a survey, because other ranks may know the cause.
         """
         if isinstance(error, RankLostError):
             self._lost = str(error)
@@ -197,7 +198,7 @@ class Watchdog:
         return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
 
     def _waited(self) -> float:
-        """Return the seconds for which this rank has waited: 0 if it does not; on a GPU, those since its last call."""
+        """Return the seconds for which this rank has waited, or 0; on a GPU, the seconds since its last call."""
         flight_recorder = self._world.flight_recorder
         since = flight_recorder.position.waiting_since
         if since is None and self._world.device.type == "cuda" and flight_recorder.calls:
@@ -248,8 +249,8 @@ class Watchdog:
             )
 
     def _survey(self, number: int) -> RankSurvey | None:
-        """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile. The wait ends
-        after `silent` seconds. After a broken connection it ends after six beats.
+        """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile. Waits for
+        answers up to `silent` seconds; if a connection of this rank broke, up to six beats.
         """
         patience = min(self._pace.silent, 6 * self._pace.beat) if self._lost else self._pace.silent
         ends = time.monotonic() + patience
@@ -293,7 +294,7 @@ class Watchdog:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _declare(self, reporter: int, report: str) -> NoReturn:
-        """Declare the end of the job, unless that was done before, and end this rank. `reporter` prints the report."""
+        """Declare the end of the job, unless it was declared before; end this rank. `reporter` prints the report."""
         try:
             if self._store.add("declared", 1) == 1:
                 self._store.set("end", pickle.dumps((reporter, report)))  # type: ignore[arg-type]
@@ -318,7 +319,7 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """Watch this rank alone: a rank that computes may still finish, a rank that waits in a collective is ended."""
+        """Watch this rank without the store: end it when it waits in a collective; while it computes, let it go on."""
         while not self._stopped:
             self._require_launcher()
             since = self._world.position.waiting_since
@@ -345,7 +346,7 @@ def _flush() -> None:
 
 
 def _state(process: str) -> str:
-    """Return the state of the process `process PID on HOST` as a clause of a report; "" for another machine."""
+    """Return the state of a process as a clause of a report; "" on another machine. process: `process PID on HOST`."""
     _, pid, _, host = process.split(maxsplit=3)
     if host != socket.gethostname():
         return ""

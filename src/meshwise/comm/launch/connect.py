@@ -1,6 +1,6 @@
 """Connect this process, a rank that torchrun or `run` has started, with the other ranks: `connect` returns its World.
 
-A process has one world for each device, with a watchdog, and closes it at exit.
+A process has one world for each device. Each world has a watchdog, and is closed when the process exits.
 """
 
 import atexit
@@ -33,7 +33,7 @@ def connect(
 
     | device          device of this rank's tensors; None for GPU number LOCAL_RANK, or the CPU without GPUs. A second
     |                 call for the same device returns the same world, even if it was closed
-    | stall_seconds   as of `Watchdog`, which watches over the world
+    | stall_seconds   as in `Watchdog`
     | comm            how CPU ranks of one host communicate: `local` (shared memory), `gloo`, or `auto`; None for the
     |                 value of MESHWISE_COMM, or `auto` without this variable
 
@@ -85,13 +85,13 @@ def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -
 
 
 def leave_undone() -> None:
-    """Do not close the worlds at exit: this rank ends at once, and the launcher ends the other ranks."""
+    """Do not close the worlds at exit. The rank then ends at once, and the launcher ends the other ranks."""
     atexit.unregister(_close)
 
 
 def _close(world: World, watch: Watchdog | None) -> None:
-    """Close the world at exit. The loss of a rank is ignored: it has been reported, or does not matter any more. A
-    disagreement is reported here, with exit status 1: after an exception at exit the process would end with status 0.
+    """Close the world at exit. The loss of a rank is ignored, because it was reported or does not matter any more. A
+    disagreement is reported here, with exit status 1; an exception at exit would give exit status 0.
     """
     try:
         with contextlib.suppress(RankLostError):
@@ -131,7 +131,7 @@ def comm_setting(comm: Comm | None) -> Iterator[None]:
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Wait on rank 0, which has opened the store, until all ranks exit: their last requests need the store."""
+    """Wait on rank 0, which has opened the store, until all ranks exit: other ranks use the store until then."""
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == size:
             store.set("all left", "")

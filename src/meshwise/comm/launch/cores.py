@@ -8,7 +8,7 @@ _SHARE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
-    """Return the number of cores in this process's affinity, at most its cgroup's CPU limit, at least 1."""
+    """Return the number of cores of the process's affinity, limited by the CPU quota of its cgroup; at least 1."""
     own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         share = _SHARE.read_text("utf-8").split()

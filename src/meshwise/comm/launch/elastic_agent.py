@@ -1,10 +1,10 @@
 """Run the ranks of one machine with torch's elastic launcher, with three changes.
 
 1. A rank that ends with status 0 and without a result counts as failed. torch's launcher waits until every rank has
-   returned a result or one rank has failed. After `os._exit(0)`, or C's `exit` in a library, it would wait for ever.
-   torch learns the exit status of a process a moment after its end. So ranks that ended a second ago, and have not
-   failed for torch, ended with status 0.
-2. When a rank ends without an outcome, the other ranks get 2 s to report in which collective they lost this rank.
+   returned a result or one rank has failed. So it would wait for ever after `os._exit(0)`, or `exit` in a C library.
+   torch learns of a failed process only a moment after its end. So if a rank ended a second ago and torch does not
+   report it as failed, its status was 0.
+2. When a rank ends without an outcome, the other ranks get 2 s to report the collective in which they lost it.
    torch's launcher would end them at once.
 3. Ranks need semaphores. If a container has no room for them, the error says what to change.
 """
@@ -33,9 +33,9 @@ _CERTAIN_SECONDS = 1.0
 _WORDS_SECONDS = 2.0
 _REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
 _NO_ROOM = (
-    "to start ranks takes semaphores in /dev/shm, two for each and five, of a page each; give it room "
+    "starting ranks needs semaphores in /dev/shm: 2 per rank and 5 more, a page each; give /dev/shm room "
     "(mount -o remount,rw,size=64m /dev/shm, or docker run --shm-size=64m), or start the ranks with torchrun, which "
-    "needs none"
+    "needs no semaphores"
 )
 
 
@@ -48,13 +48,13 @@ def launch(
 ) -> Mapping[int, int]:
     """Call `main(*args)` in `size` processes, wait until all have ended, and return the exit statuses of failed ranks.
 
-    The statuses are by rank, minus the signal's number for a rank that a signal ended.
+    The statuses are by rank; if a signal ended a rank, its status is minus the number of the signal.
 
     | restarts   how many times all ranks are started again after one failed
     | method     start method of multiprocessing
     | folder     folder of the job, in which the ranks save their outcomes
 
-    Raises NoSemaphoresError, and torch's SignalException after a signal, when all ranks have ended.
+    Raises NoSemaphoresError. After a signal, raises torch's SignalException when all ranks have ended.
     """
     rendezvous = LoopbackRendezvous(uuid.uuid4().hex)
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
@@ -67,7 +67,7 @@ def launch(
         max_restarts=restarts,
         monitor_interval=POLL_SECONDS,
         local_addr=LOOPBACK,
-        # torch's choice of the cores that are near each GPU.
+        # torch chooses the cores that are near each GPU.
         numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size, logs_specs=logs).numa_options,
     )
     try:
@@ -89,7 +89,7 @@ class _Agent(LocalElasticAgent):
         self._silent_since = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._pcontext = None  # free the semaphores of the last start before those of the next are made
+        self._pcontext = None  # frees the semaphores of the last start before the next start makes new ones
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
         except OSError as error:

@@ -1,8 +1,8 @@
 """Fork the ranks of a machine from a server process that has imported torch, because to import torch takes seconds.
 
-The server is multiprocessing's fork server. It imports torch once and does nothing else, so none of its threads holds a
-lock, and restarted ranks start at once. On a machine with a GPU every rank is a new process (spawn): forks of a process
-that has counted the GPUs cannot use them. On macOS too, where system libraries may run threads after their import.
+The server is multiprocessing's fork server. It imports torch once and does nothing else. So no thread of it holds a
+lock when it forks, and restarted ranks start at once. On a machine with a GPU every rank is a new process (spawn),
+because a fork of a process that has counted the GPUs cannot use them. macOS uses spawn too: its libraries run threads.
 
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not the launcher
 
@@ -10,8 +10,8 @@ A forked rank inherits the environment that the server had at its start. So the 
 to each rank (`LauncherEnvironment`). Since the launcher is not the parent of a rank, `LauncherProcess` asks
 multiprocessing whether the launcher runs.
 
-The server is a new process. If the launcher has only imported modules so far, the server can instead be a fork of it
-(`fork_server_from_here`), which saves the import of torch.
+The server is a new process. If the launcher has only imported modules so far, the server can instead be a fork of the
+launcher (`fork_server_from_here`), which saves the import of torch.
 """
 
 import atexit
@@ -41,8 +41,8 @@ _SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"
 
 def start_context() -> ForkServerContext | SpawnContext:
     """Return the multiprocessing context for ranks: forkserver, or spawn on macOS and on machines with a GPU. Starts
-    the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal: an
-    interrupted import would print a useless traceback.
+    the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal, so that
+    an interrupted import prints no traceback.
     """
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if gpu_count() or not forks:
@@ -59,8 +59,8 @@ def start_context() -> ForkServerContext | SpawnContext:
 
 
 def fork_server_from_here() -> None:
-    """Start the server of `start_context` as a fork of this process, whose modules are imported already. This process
-    must only have imported modules so far: each rank inherits all of its state.
+    """Start the server of `start_context` as a fork of this process, which has imported the modules already. Call it
+    when this process has done nothing but import modules: each rank inherits all of its state.
     """
     with _terminal_signals_blocked():
         resource_tracker.ensure_running()
@@ -114,7 +114,7 @@ def _serve(line: str, kept: Sequence[int]) -> NoReturn:
 
 
 def _end_server() -> None:
-    """End the server at once; else it would end with this process too, but only after all its imports."""
+    """End the server at once. Without this, it would end after this process, but only when its imports are done."""
     pid = vars(forkserver._forkserver).get("_forkserver_pid")
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -131,14 +131,14 @@ class LauncherEnvironment:
         self._streams: Sequence[Any] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, with file descriptors if the fork server starts a process just now."""
+        """Return the state for pickle. If the fork server starts a process just now, it has file descriptors too."""
         popen = context.get_spawning_popen()
         forked = popen is not None and popen.method == "forkserver"
         return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}
 
     def enter(self) -> None:
-        """Apply the launcher's settings to this process, a rank, where it has not inherited them."""
-        # With the launcher's method: else data workers would come from a fork server, and outlive the rank.
+        """Apply to this process, a rank, the launcher's settings that the rank has not inherited."""
+        # The launcher's start method: with `forkserver`, data workers would come from a server and outlive the rank.
         multiprocessing.set_start_method(self._method, force=True)
         util.register_after_fork(LauncherEnvironment, _end_workers_with_job)
         if not self._streams:
@@ -162,7 +162,7 @@ def _end_workers_with_job(_: object) -> None:
 
 
 def _end_if_job_is_over() -> None:
-    """End this process silently if the job is over: else a data worker reports each file that it cannot remove."""
+    """End this process without output if the job is over. A data worker would report each file it cannot remove."""
     folder = vars(process.current_process())["_config"].get("tempdir")
     if folder is not None and not Path(folder).exists():
         os._exit(0)

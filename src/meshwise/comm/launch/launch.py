@@ -54,10 +54,10 @@ def run(
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
-    Starts `size` processes on this machine, and ends them again. Under torchrun, where every rank runs the script, the
-    function connects this process instead and returns the results of all ranks. `main`, `args` and results are pickled.
-    `main` is a function at the top of a module or script, and `run` is called under `if __name__ == "__main__":`. In a
-    notebook any function works. A rank has its share of the cores as threads unless OMP_NUM_THREADS is set.
+    Starts `size` processes on this machine, and ends them again. Under torchrun, which runs the script on every rank,
+    it only connects this process, and returns the results of all ranks. `main`, `args` and results are pickled, so
+    `main` is a function at the top of a module or script; call `run` under `if __name__ == "__main__":`. In a notebook
+    any function works. Each rank gets an equal share of the cores as threads, unless OMP_NUM_THREADS is set.
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
@@ -96,8 +96,8 @@ def run(
         ended = received.sigval
     if isinstance(ended, BaseException):
         raise ended
-    # torch's handler has received the signal. Now that all ranks have ended, the signal is raised again for the handler
-    # of this program. For Ctrl-C a plain message replaces the traceback, which would only show the wait for the ranks.
+    # torch's handler has received the signal. Now that all ranks have ended, raise it again for this program's own
+    # handler. For Ctrl-C, print a plain message: the traceback would only show the wait for the ranks.
     if signal.getsignal(ended) == signal.SIG_DFL:
         util._exit_function()  # type: ignore[attr-defined] # not in the stubs; multiprocessing's own exit function
     sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
@@ -106,8 +106,8 @@ def run(
 
 
 def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
-    """Return the torchrun command that starts `size` ranks on this machine, quoted for the shell. argv: the script, or
-    `-m` and the module, and then its arguments. restarts: as in `run`.
+    """Return the torchrun command that starts `size` ranks on this machine, quoted for the shell. argv: the script (or
+    `-m` and the module), followed by its arguments. restarts: as in `run`.
     """
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
@@ -121,7 +121,7 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 
 
 def _start_method(main: Callable[..., Any]) -> str:
-    """Return the start method of multiprocessing for `main`: `fork` if a notebook defines it, else as `start_context`.
+    """Return the start method of multiprocessing: `fork` if a notebook defines `main`, else that of `start_context`.
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
     pickled, RuntimeError for a notebook's function where a fork is impossible.
     """
@@ -129,7 +129,7 @@ def _start_method(main: Callable[..., Any]) -> str:
     if sys.modules.get("__mp_main__", script) is not script:
         # A forked process does not print why it exits.
         sys.stderr.write(
-            'a rank came to run() while it imported the script: put the call under `if __name__ == "__main__":`\n'
+            'a rank reached run() while it imported the script: put the call under `if __name__ == "__main__":`\n'
         )
         sys.stderr.flush()
         raise SystemExit(1)

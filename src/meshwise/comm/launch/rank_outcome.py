@@ -1,11 +1,11 @@
-"""Store the result or exception of each rank in a file, from which the launcher makes its result or its error.
+"""Store the result or exception of each rank in a file, from which `run` makes its result or raises its error.
 
     | meshwise-job-x1y2/         folder of the job, in the system's temporary folder
     |   start-0/  0  1  …        a pickled `RankOutcome` of each rank, for each start of the ranks
     |   logs/                    log files of torch's launcher
 
-A file, unlike an exit status or a pipe, is complete even if the process dies right afterwards. By the time in it the
-first of several errors is found.
+Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. It holds the time of the
+error, which tells the first of several errors.
 """
 
 import contextlib
@@ -51,11 +51,11 @@ class RankOutcome:
     trace: str = ""
     """Traceback of `error` as text, without its message."""
     seconds: float = 0.0
-    """Time of the exception, by `time.time`."""
+    """Time when the exception was raised, by `time.time`; 0 for a result."""
 
     @classmethod
     def of(cls, error: BaseException) -> "RankOutcome":
-        """Return the outcome of a rank that the exception `error` ends now."""
+        """Return the outcome of a rank that ends now with the exception `error`."""
         text, message = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
         return cls(error=_picklable(error), trace=text.removesuffix(message), seconds=time.time())
 
@@ -70,8 +70,8 @@ class RankOutcome:
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle. An outcome
-        that is a consequence does not replace another: the watchdog may have written a better report before.
+        """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle. If this
+        outcome is a consequence and another is stored, keep the other: the watchdog may have written a better report.
         """
         if self.is_consequence and self.exists(folder, rank=rank):
             return
@@ -124,9 +124,9 @@ def load_statuses(folder: Path) -> Mapping[int, int]:
 
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
-    """Return the exception for the caller of `run`: the first one in `folder` that no other rank caused. If only such
-    consequences are there, the exception is a RankLostError for the rank that ended without an outcome. statuses: exit
-    status of each failed process, by rank; minus the signal's number for a process that a signal ended.
+    """Return the exception that `run` raises: the first one in `folder` that is no consequence of another rank's end.
+    If all are consequences, it is a RankLostError for the rank that ended without an outcome. statuses: exit status of
+    each failed process, by rank; minus the signal's number for a process that a signal ended.
     """
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
@@ -141,7 +141,7 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
         if first.exited_cleanly and not all(
             outcome is not None and outcome.exited_cleanly for outcome in outcomes.values()
         ):
-            error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, and others did not")
+            error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, but other ranks did not")
             return _with_notes(error, {other: each for other, each in raised.items() if other != rank})
         if first.trace:
             first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace.rstrip()}")
@@ -162,7 +162,7 @@ def _ended(ranks: Sequence[int], *, size: int, status: int) -> str:
     if not status:
         *first, last = map(str, ranks)
         who = f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
-        return f"{who} of {size} ended with exit status 0 and no result; something calls os._exit there, or C's exit"
+        return f"{who} of {size} ended with exit status 0 and no result; code there calls os._exit, or C's exit"
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
     return f"rank {ranks[0]} of {size} ended without an exception, {how}"
 

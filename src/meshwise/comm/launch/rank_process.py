@@ -1,7 +1,7 @@
 """Run one rank from start to end in a process that `run` has started, and save its `RankOutcome`.
 
-A rank that blocks in a collective cannot run Python signal handlers. So Ctrl-C and the launcher's signals end the rank
-by their default action. A rank ends by `os._exit`: at interpreter exit threads of torch may abort the process.
+A rank that blocks in a collective cannot run Python signal handlers. So signals (Ctrl-C, or from the launcher) end it
+by their default action. A rank ends by `os._exit`, because torch's threads may abort an interpreter that exits.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from meshwise.comm.launch.fork_server import ENDING, LauncherEnvironment
 from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, load_statuses, start_folder
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks of the launcher at its ranks."""
+"""Seconds between two checks of the ranks by the launcher."""
 
 SIGNALS = (signal.SIGINT, *ENDING)
 """Signals on which a launcher ends its ranks, and which end a rank."""
@@ -37,7 +37,7 @@ SIGNALS = (signal.SIGINT, *ENDING)
 CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
 """Seconds that a rank stays alive after it failed because another rank was lost.
 
-By then the launcher has noticed the rank that ended first, even on an overloaded machine, and has ended this rank.
+In this time, even an overloaded machine's launcher notices the rank that ended first, and ends this rank.
 """
 
 
@@ -78,11 +78,11 @@ def rank_main(
             outcome = RankOutcome.of(error)
             try:
                 outcome.save(folder, rank=rank)
-            except OSError:  # a full disk, for example: then the exception is printed here
+            except OSError:  # for example a full disk; then this process prints the exception itself
                 traceback.print_exc()
             if outcome.is_consequence:
                 time.sleep(CONSEQUENCE_SECONDS)
-        finally:  # after an exception here the process would end with status 0, and the launcher wait for a result
+        finally:  # an exception here would give status 0, and the launcher would wait for a result
             _leave(1)
 
 
@@ -94,15 +94,15 @@ def _end_workers() -> None:
 
 
 def _die_of(numbers: Collection[signal.Signals]) -> None:
-    """Let these signals end the process by their default action, except signals that the process ignores already."""
+    """Let these signals end the process by their default action; a signal that is ignored now stays ignored."""
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _keep_lines_whole() -> None:
-    """Write output one whole line at a time. All ranks write to the same terminal or file. Without this, parts of lines
-    would mix when a buffer is full, or with PYTHONUNBUFFERED. Lines are also printed before a rank is killed.
+    """Write output one whole line at a time, because all ranks write to the same terminal or file. Otherwise parts of
+    lines would mix when a buffer is full, or with PYTHONUNBUFFERED. Each line is out before a rank can be killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -121,15 +121,15 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 
 def asked_threads() -> int | None:
-    """Return the number of threads in OMP_NUM_THREADS, of a list `4,2` the first number. Return None without the
-    variable, and for values other than numbers above 0, which OpenMP ignores too.
+    """Return the number of threads in OMP_NUM_THREADS; of a list such as `4,2`, the first number. Return None without
+    the variable, and for a value that is no number above 0, which OpenMP ignores too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
 
 
 def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
-    """Print why the ranks were started again: the first error of the start before. folder: of the job."""
+    """Print why the ranks were started again: the first error of the previous start. folder: folder of the job."""
     previous = start_folder(folder, number=attempt.restarts - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
     why = f"{type(error).__name__}: {error}"

@@ -1,16 +1,16 @@
 """Publish the counters of one rank in shared memory that only this rank writes and all ranks of its host read.
 
-A word is an integer of 8 bytes, written in one piece. So a rank counts its finished calls up without a lock:
+A word is an integer of 8 bytes, read and written in one piece. So a rank counts its finished calls without a lock:
 
-    | word    0     the bell, a futex: other ranks sleep until this rank changes its value
+    | word    0     the bell: other ranks sleep on it (as on a futex) until this rank changes its value
     |         8     number of queues
-    |         16…   for each queue: its key, and the word at which it begins
+    |         16…   for each queue: its key, and the index of its first word
     |         …     the queues, each at a multiple of `PAYLOAD_WORDS` (`queue_state` describes their contents)
 
-A waiting rank first polls a few times: the other rank may be about to arrive. Then the waiting rank yields the core
-between polls: the other rank may need this core. Then the waiting rank sleeps until the other rank's bell rings. So no
-core is kept busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us.
-With polling alone it takes 1 ms and 3 ms.
+A waiting rank first polls a few times, because the other rank may be about to post. Next it yields the core between
+polls, because the other rank may need this core. Last it sleeps until the other rank's bell rings. So the wait keeps no
+core busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us. With
+polling alone the barriers take 1 ms and 3 ms.
 
 A rank that has read a counter must see everything that was written before the counter. x86 always keeps this order.
 On other processors a lock is taken and released in between, because reads and writes are never moved across a lock.
@@ -34,7 +34,7 @@ PAYLOAD_BYTES = 64 << 10
 PAYLOAD_WORDS = PAYLOAD_BYTES // 8
 """Words of one payload. Queues and payloads begin at multiples of this number."""
 
-# Bytes of address space of a board: about 2 MB for each queue. The system supplies the memory as queues are used. Every
+# Bytes of address space of a board. A queue uses about 2 MB of memory, supplied by the system at its first use. Every
 # rank maps the board of every other rank, so boards are smaller where address space is limited (`ulimit -v`).
 _BYTES, _BYTES_OF_FEW = 1 << 32, 1 << 30
 _NUM_QUEUES, _TABLE, _MOST_QUEUES = 8, 16, 2000
@@ -56,7 +56,7 @@ class _Span(ctypes.Structure):
 
 
 class Board:
-    """Shared memory with the counters, queues and small tensors of one rank, its owner, which alone writes there."""
+    """Shared memory with the counters, queues and small tensors of one rank, its owner. Only the owner writes there."""
 
     def __init__(self, memory: Tensor, *, place: int, segment: SharedSegment | None = None) -> None:
         """Use the bytes `memory`. place: `SharedSegment.place`. segment: None in processes other than the owner's."""
@@ -66,7 +66,7 @@ class Board:
         self.words = words_of(memory)
         self.address = memory.data_ptr()
         self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
-        """Function (offset, bytes, dtype) → tensor over these bytes. Cached: payloads often have the same offsets."""
+        """Function (offset, bytes, dtype) → tensor over these bytes. Cached, because payloads often repeat offsets."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
         self._queues: dict[int, int] = {}
@@ -81,8 +81,8 @@ class Board:
 
     @classmethod
     def open(cls, process: int, *, place: int) -> "Board":
-        """Map the board of another rank, and return it. Raises OSError when the board cannot be mapped. process: PID of
-        that rank. place: `Board.place` of the board in that rank's process.
+        """Map the board of another rank, and return it. process: PID of the other rank. place: `Board.place` of the
+        board in that process. Raises OSError when the board cannot be mapped.
         """
         return cls(open_segment(process, place=place), place=place)
 
@@ -116,13 +116,13 @@ class Board:
     # ---- counters ----------------------------------------------------------------------------------------------
 
     def publish(self, word: int, *, value: int) -> None:
-        """Write a counter. A rank that reads the new value also sees everything that was written before it."""
+        """Write a counter. A rank that reads the new value also sees everything that this rank wrote before."""
         if not _KEEPS_ORDER:
             self._order()
         self.words[word] = value
 
     def read(self, word: int) -> int:
-        """Return a counter. Everything that its owner wrote before it is visible afterwards."""
+        """Return a counter. Afterwards this rank sees everything that the owner wrote before the counter."""
         value = self.words[word]
         if not _KEEPS_ORDER:
             self._order()

@@ -1,18 +1,18 @@
 """Queue the collectives of one group of ranks in shared memory, and do this rank's part of each.
 
-A rank that makes a call posts it on its board: the locations of its tensors, or the contents of small tensors. Its part
+To post a call, a rank writes on its board the locations of its tensors, or the contents of small tensors. Its part
 of the call is to read the tensors of other ranks and add them up. There is no background thread, which would compete
-with the computation. A rank does its part when the other ranks have posted, at one of three moments: it waits for this
+with the computation. When the other ranks have posted, a rank does its part at one of three moments: it waits for the
 call, it makes another call, or it calls `World.progress`:
 
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-A rank does its parts of a queue's calls in the order of the calls; different queues do not wait for each other. Some
-errors are found late: a rank that called another collective is found at the next call that needs tensors of this rank.
+A rank does its parts of a queue's calls in the order of the calls; different queues do not wait for each other. If
+a rank called another collective, this rank may find out only at its next call that needs a tensor of that rank.
 
-A board has records for 32 calls of a queue. A further call is posted when every rank has done its part of the oldest
-call. Until then the call stays in this process and the rank does not block: other ranks may wait for its next call.
+A board has records for 32 calls of a queue. The next call is posted when every rank has done its part of the oldest
+call. Until then the call stays in this process. The rank does not block: other ranks may wait for its next call.
 """
 
 import os
@@ -46,7 +46,7 @@ class QueuedCall(Work):
     """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
     | gives       tensors of this rank that other ranks read, and in some collectives write
-    | in_payload  True if the board has a copy of their contents; then the tensors may be reused once the call is posted
+    | in_payload  True if the board has a copy of the contents of `gives`; the tensors are then free once it is posted
     | needs       group indices of the ranks that must have posted before `act` can run
     | users       group indices of the ranks that use this rank's tensors in their `act`
     | joint       name of the joint tensor that this rank has written to (`JointTensors.name`), instead of `gives`; or 0
@@ -65,7 +65,7 @@ class QueuedCall(Work):
     after: Callable[[], None] | None = None
     number = -1
     acted = False
-    adds = False  # True when `act` has begun to overwrite its inputs: a second `act` would add them twice
+    adds = False  # True when `act` has begun to overwrite its inputs; a second `act` would add overwritten values
 
     def __init__(self, world: World, *, record: CallRecord, queue: "GroupQueue") -> None:
         super().__init__(world, record=record)
@@ -80,11 +80,11 @@ class QueuedCall(Work):
         return self._done or self.queue.is_over(self)
 
     def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
-        """Copy tensor `which` of the tensors that group index `index` gave into `into`."""
+        """Copy into `into` tensor `which` of the tensors that group index `index` gave."""
         self.queue.take(self, index=index, into=into, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
-        """Return tensor `which` of every rank, in group order; `own` is this rank's, and all are as large as `own`."""
+        """Return tensor `which` of every rank, in group order. `own` is this rank's; the others must be as large."""
         queue = self.queue
         return [
             MappedSpan(own) if index == queue.index else queue.span(self, index=index, like=own, which=which)
@@ -107,24 +107,24 @@ class GroupQueue:
     def __init__(
         self, host: HostConnection, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
-        """Add the queue `key` to this rank's board. meanwhile: called with the rank that this rank waits for."""
+        """Add the queue `key` to this rank's board. meanwhile: does other work during a wait for the given rank."""
         self.ranks = ranks
         self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
-        """Group indices of the other ranks, from the next index around: so ranks do not all begin with the same one."""
+        """Group indices of the other ranks, starting after this rank's, so that ranks begin with different ones."""
         self.lacks: int | None = None
-        """Rank that had not posted this rank's next call at the last `advance`; None if there was no such rank."""
+        """First rank that `advance` found without this rank's next call at the last time; None if there was none."""
         self._host = host
         self._meanwhile = meanwhile
         self._key = key
         self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
         self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
         self._digest = 0
-        """Hash of all calls so far: ranks that made different calls before have different tags ever after."""
+        """Hash of all calls so far. After a different call, the tags of two ranks differ in all later calls too."""
         self._posted = 0
         self._done = 0
         self._free = RECORDS_PER_QUEUE
-        """Calls below this number have a free record: they overwrite no record that another rank may still read."""
+        """Calls below this number have a free record, which no other rank can still need to read."""
         self._unposted: deque[QueuedCall] = deque()
         """Calls that are not posted yet."""
         self._due: deque[QueuedCall] = deque()
@@ -167,8 +167,8 @@ class GroupQueue:
         self._own.publish_posted(number + 1)
 
     def advance(self) -> bool:
-        """Do this rank's part of every call that its ranks have posted; return whether a call was posted or done. Stops
-        at the first call that a rank has not posted, and stores this rank in `lacks`.
+        """Do this rank's part of every call that all needed ranks have posted; return whether a call was posted or
+        done. Stops at the first call that a rank has not posted, and stores that rank in `lacks`.
         """
         self.lacks = None
         acted = self._publish()
@@ -210,7 +210,7 @@ class GroupQueue:
 
     @property
     def busy(self) -> bool:
-        """True if this rank has not posted a call yet, or not done its part of one."""
+        """True if a call of this rank is not posted yet, or this rank has not done its part of a call."""
         return bool(self._due or self._unposted)
 
     def _place(self, x: Tensor) -> TensorLocation:
@@ -258,7 +258,7 @@ class GroupQueue:
         self._due.popleft()
         self._done += 1
         self._own.publish_done(self._done)
-        if self._is_awaited:  # the owner of a tensor that this rank read may sleep until the reading is done
+        if self._is_awaited:  # a rank whose tensor this rank has read may sleep until the reading is done
             self._is_awaited = False
             self._own.board.ring()
         if call.in_payload:
@@ -329,8 +329,8 @@ class GroupQueue:
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether this rank has done its part of the call, or group index `index` has posted the call. After
-        this rank's part, the other rank's record may belong to a later call.
+        """Return whether this rank has done its part of the call, or group index `index` has posted the call. Once
+        this rank has done its part, the other rank may reuse the record for a later call.
         """
         return call.acted or self._is_there(index, call)
 
@@ -377,8 +377,8 @@ class GroupQueues:
 
     def progress(self, bell: int | None = None) -> Progress:
         """Do this rank's part of the calls of all queues, as far as the other ranks have posted. Return `DID` if
-        anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: rank whose bell wakes the
-        caller; calls that only lack this rank do not count as `LATER`. A fork of the rank's process does nothing.
+        anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: the rank whose bell wakes
+        the caller; a call that lacks only that rank does not count as `LATER`. In a fork of the process, do nothing.
         """
         outlook = Progress.NOTHING
         if os.getpid() != self._process:

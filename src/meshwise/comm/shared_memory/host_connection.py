@@ -20,19 +20,19 @@ from meshwise.comm.shared_memory.process_memory import ProcessMemory
 from meshwise.comm.shared_memory.segment import JointTensors, PeerMappings, TensorSlabs
 
 _PROOF_WORD = 1
-# Number of polls of a condition, then number of polls with a yield before each: another rank may need this core.
+# Number of polls of a condition, then number of polls after a yield each, because another rank may need this core.
 _LOOKS = 10
 _YIELDS = 30
-# How long to sleep before this rank checks for ended ranks: a launcher that notices an ended rank soon ends the others,
-# and each should report the loss before. A shorter sleep when other calls of this rank may become due.
+# How long to sleep before this rank looks for ended ranks. It must be short: a launcher that notices an ended rank soon
+# ends all ranks, and each should report the loss first. The nap is for ranks with other calls that may become due.
 _SLEEP_SECONDS = 0.005
 _NAP_SECONDS = 0.001
-# A rank rings at every call and wakes all ranks that sleep on its board, even if they wait for another call. After so
-# many wakes in vain a waiting rank sleeps for a fixed time instead, which costs the ringing rank nothing.
+# A rank that makes a call wakes all ranks that sleep on its board, even if they wait for another call. After this
+# number of wakes in vain, a waiting rank sleeps for a fixed time instead, which costs the calling rank nothing.
 _MOST_VAIN_WAKES = 16
 _BACK_OFF_SECONDS = 0.0002
-# How long a process may take to end after its memory is freed, and errors that other ranks get meanwhile: no such
-# process, no such file, or (None) an error of this package: another process has the PID.
+# How long a process may take to end after its memory is freed; and the errors that other ranks get meanwhile: no such
+# process, no such file, or None (an OSError of this package: another process has the PID).
 _ENDING_SECONDS = 10.0
 _OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
 
@@ -43,7 +43,7 @@ class Progress(enum.IntEnum):
     NOTHING = 0
     """This rank has no part left to do."""
     LATER = 1
-    """This rank has a part left, which needs a rank that has not posted yet."""
+    """This rank has a part left, but another rank has not posted the call yet."""
     DID = 2
     """This rank did a part of a call."""
 
@@ -81,7 +81,7 @@ class HostConnection:
     def enter(
         cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None
     ) -> "HostConnection":
-        """Return this rank's connection with `ranks`, the ranks of one host. All of them call it, over the same store.
+        """Return this rank's connection with `ranks`, the ranks of one host; each of them calls this over one store.
         Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one.
         """
         board, own = None, ""
@@ -147,7 +147,7 @@ class HostConnection:
 
     def leave(self) -> None:
         """Close this rank's file descriptors for shared memory and for the other processes. Call it when no rank waits
-        any more. Afterwards no rank can connect with this one or wait for it.
+        any more, because afterwards no rank can map this rank's board or notice the end of another rank.
         """
         self.board.hide()
         self.slabs.keep_none()
@@ -160,8 +160,8 @@ class HostConnection:
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
-        system frees the memory of an ending process before its end is visible; for large memory it is seconds. If
-        `error` may be due to this, the method waits up to 10 s for the end.
+        system frees the memory of an ending process first; for large memory the end is visible only seconds later. So
+        if `error` may be due to an end, the method waits for it up to 10 s.
         """
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
@@ -170,7 +170,7 @@ class HostConnection:
 
 
 def _peer(rank: int, text: str) -> HostPeer:
-    """Return the peer with number `rank` from the text that it stored: PID, place of its board and proof number. Raises
+    """Return the peer `rank`, from the text in which it stored its PID, place of board and proof number. Raises
     OSError when that rank has no board, or when this rank cannot map the board.
     """
     entry = json.loads(text)

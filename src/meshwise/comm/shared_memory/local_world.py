@@ -6,14 +6,14 @@ Every rank posts the locations of its tensors (see `group_queue`), and reads the
     | reduce-scatter                         every rank adds up its part, straight from the other ranks' tensors
     | all-reduce                             every rank adds up its slice, block by block, and writes each block of the
     |                                        sum into all ranks' tensors, without intermediate copies
-    | tensors of up to 64 KB in total        the board has a copy of the contents: no rank waits until they were read
+    | tensors of up to 64 KB in total        the board has a copy of the contents: the rank need not wait for readers
 
     | tensors                access by other ranks
     | from `World.empty`     shared memory, mapped once, read and written in place
-    | all other tensors      process_vm_readv and process_vm_writev copy from one process to another; where the system
+    | all other tensors      copied between the processes by process_vm_readv and process_vm_writev; where the system
     |                        forbids this, a copy in shared memory that is lent for the call
 
-Ranks are added up in group order, so sums have the same bits wherever the tensors are and whichever rank adds them.
+Ranks are added up in group order. So sums have the same bits wherever the tensors are, and on whichever rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ _ALIGNED = 64
 
 
 class LocalWorld(World):
-    """World of the CPU ranks of one host. Its collectives do their work when a rank waits, calls or makes progress."""
+    """World of the CPU ranks of one host. A rank works on collectives when it waits, calls one or makes progress."""
 
     medium = "shared memory"
 

@@ -1,9 +1,9 @@
 """Read and write the memory of other processes of this host with Linux' process_vm_readv and process_vm_writev.
 
-A message through a socket is copied twice, into the kernel and out again, packet by packet. These system calls copy it
-once, from one process's memory straight into another's, as MPI libraries do. This takes less than half the processor
-time. The permission depends on the kernel, the container and the user, so each rank tries to read from every other
-rank. Tensors of a rank whose memory cannot be read are copied through shared memory instead.
+A message through a socket is copied twice, into the kernel and out again, packet by packet. These system calls copy
+once, straight from one process's memory into another's, as MPI libraries do. This takes less than half the processor
+time. Whether it is permitted depends on the kernel, the container and the user, so each rank tries to read from every
+other rank. Tensors of a rank whose memory cannot be read are copied through shared memory instead.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ class _Span(ctypes.Structure):
 
 class ProcessMemory:
     """Access of this rank to the memory of other ranks of its host, where the system permits it. Every rank makes one
-    over the same store; each tries to read a number from the memory of every other rank.
+    over the same store, and tries to read a number from the memory of every other rank.
     """
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
@@ -99,7 +99,7 @@ def _machine() -> str:
 
 
 def _let_others_read() -> None:
-    """Allow the other ranks to read this process where Yama permits it to ancestors only, as MPI libraries do."""
+    """Let the other ranks read this process, where Linux' Yama allows only ancestors to read; MPI does the same."""
     _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
 
 

@@ -1,11 +1,14 @@
-"""Read and write the state of one rank in a queue, on the rank's board: its calls, and how many of them are done.
+"""Read and write the state of one rank in a queue of collectives: the calls that it has posted, and how many are done.
+
+The state lies on the board of the rank, in words of 8 bytes:
 
     | word    +0    number of calls posted
-    |         +8    number of calls done
-    |         +16…  ring of records: tag of the call, then place, offset and bytes of each tensor that the rank gives
+    |         +8    number of calls of which the rank has done its part
+    |         +16…  ring of 32 records: tag of the call, then place, offset and size of each tensor that the rank gives
     |         …     ring of payloads, one for each record: contents of small tensors
 
-`group_queue` explains queues. Only the rank itself writes its state; the other ranks read it.
+The tag is a hash of all calls so far, equal on ranks that made the same calls. `group_queue` explains queues. Only the
+rank itself writes its state; the other ranks read it.
 """
 
 from collections.abc import Sequence
@@ -17,18 +20,18 @@ from torch import Tensor
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES, PAYLOAD_WORDS, Board
 
 RECORDS_PER_QUEUE = 32
-"""Number of calls of a queue for which a board has records. A further call is posted when a record becomes free."""
+"""Number of calls of a queue for which a board has records. The next call is posted when a record becomes free."""
 
 IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
-"""Places of a tensor outside shared segments: the payload of the call on the board, private memory of the rank, and a
-joint tensor, which all ranks of the queue have mapped (`World.shared_empty`).
+"""Places of a tensor that is not in a `SharedSegment`. IN_PAYLOAD: in the payload of its call, on the board.
+IN_PRIVATE: in private memory of the rank. IN_JOINT: in memory that all ranks have mapped (`World.shared_empty`).
 """
 
 TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
-The place is one of the constants above or `SharedSegment.place`. The offset counts from the start of the payload or
-segment; for private memory it is the address. For a joint tensor the second number is `JointTensors.name`, the third 0.
+The place is a constant above or `SharedSegment.place`. The offset counts from the start of the payload or segment. For
+private memory it is the address. For a joint tensor the second number is `JointTensors.name`, and the third is 0.
 """
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
@@ -79,11 +82,11 @@ class QueueState:
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
-        """Return whether the rank has posted call `number` with this tag."""
+        """Return whether the rank has posted call `number`, after the same calls as this rank, which has this tag."""
         return self.posted > number and self.board.words[self._record(number)] == tag
 
     def location_on_board(self, number: int, *, which: int) -> TensorLocation:
-        """Return the location of tensor `which` of call `number`, for a payload with the offset on the board."""
+        """Return the location of tensor `which` of call `number`; an IN_PAYLOAD offset is from the board's start."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
         return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)

@@ -1,9 +1,9 @@
 """Reduce tensors of several ranks block by block, wherever each tensor is.
 
 A span is a run of elements of one rank's tensor. A `MappedSpan` is in memory that this process maps, and is used like
-any tensor. A `RemoteSpan` is in another process's private memory; the system copies it from there and back. A sum
-handles one block at a time: it reads the block of every span, adds them in the cache, and writes the result to every
-rank that needs it. So an all-reduce reads each tensor once and writes it once.
+any tensor. A `RemoteSpan` is in another process's private memory; the system copies to and from it. A sum is made block
+by block: read the block of every span, add them in the cache, and write the result to every rank that needs it. So an
+all-reduce reads each tensor once and writes it once.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from meshwise.comm.api.flat_parts import Elements, copy, elements, reduce_block
 from meshwise.comm.api.private_buffers import PrivateBuffers
 from meshwise.comm.shared_memory.process_memory import ProcessMemory
 
-# Bytes of all ranks' blocks together: they fit the cache of a core. Least bytes of one block: fewer are not worth the
-# calls. Alignment of a block: aligned vectors are added faster.
+# Bytes of the blocks of all ranks together, which fit the cache of a core. Least bytes of one block: a smaller one does
+# not pay for its calls. Bytes at which blocks are aligned, because aligned vectors are added faster.
 _CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
 
 
@@ -37,7 +37,7 @@ class MappedSpan(NamedTuple):
         copy(self.tensor, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
-        """Return a function from a block's number to this block of `step` elements, without a copy; ignores `block`."""
+        """Return a function from a block's number to a view of this block of `step` elements; `block` is not used."""
         whole = elements(self.tensor, op=op)
         return lambda number: whole[number * step : (number + 1) * step]
 
@@ -67,8 +67,8 @@ class RemoteSpan:
         self.memory.read(self.rank, address=self.address, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
-        """Return a function from the number of a block of `step` elements to a copy of the block in `block`. op: as in
-        `MappedSpan.reader`. The function raises OSError when the memory cannot be read.
+        """Return a function from the number of a block of `step` elements to a copy of it, made in `block`. op: as in
+        `elements`. The function raises OSError when the memory cannot be read.
         """
 
         def read(number: int) -> Elements:
@@ -79,7 +79,7 @@ class RemoteSpan:
         return read
 
     def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites the block with a given number, of `step` elements, or raises OSError."""
+        """Return a function that overwrites the block of `step` elements with a given number; it may raise OSError."""
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 

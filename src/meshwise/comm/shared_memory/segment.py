@@ -7,8 +7,8 @@ open a memfd through /proc/PID/fd, and check its label.
     owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
-A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of about
-equal size; two unused slabs are kept for this.
+A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of
+similar size; two unused slabs are kept for this.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ class SharedSegment:
     memory: Tensor
     """The bytes of the segment, as a uint8 tensor."""
     place: int
-    """Number by which other processes find the segment: its label and its file descriptor in this process."""
+    """Number by which other processes find the segment; it combines its label and its file descriptor."""
     lease: weakref.ref[memoryview] | None = None
-    """Weak reference to the buffer of the tensors that use the segment; it dies with the last of them."""
+    """Weak reference to the memory view behind the tensors that use the segment; it dies with the last tensor."""
 
     @classmethod
     def make(cls, number: int, *, size: int) -> "SharedSegment":
@@ -73,7 +73,7 @@ class SharedSegment:
 
 
 def _memfd(label: str) -> int:
-    """Return a file descriptor of os.memfd_create, also for Python builds that lack it (conda's, uv's)."""
+    """Return a file descriptor of the C function memfd_create; builds of conda and uv lack os.memfd_create."""
     create = getattr(_C, "memfd_create", None)
     if sys.platform != "linux" or create is None:
         raise OSError(f"{sys.platform} has no memfd")
@@ -128,8 +128,8 @@ class TensorSlabs:
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized 1-D tensor in shared memory; the slab is reused after the tensor's last view.
-        The tensor is in ordinary memory when 256 slabs are in use, because each needs one of the process's file
-        descriptors. Likewise when the system refuses shared memory, and in a fork of the rank's process.
+        The tensor is in ordinary memory when 256 slabs are in use (each needs a file descriptor), when the system
+        refuses shared memory, and in a fork of the rank's process.
         """
         if len(self._lent) < _MOST and os.getpid() == self._process:
             with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a number for the place of `tensors` in joint tensors, equal on all `ranks`; 0 if one is elsewhere."""
+        """Return a number for the place of `tensors` in joint tensors, equal on all `ranks`; 0 if any is not in one."""
         if not self._known:
             return 0
         where: list[int] = []
@@ -228,7 +228,7 @@ class PeerMappings:
         self._mapped: dict[int, Tensor] = {}
 
     def at(self, place: int) -> Tensor:
-        """Return the bytes of the slab `place` of that process; map the slab at the first call. Also unmaps slabs that
+        """Return the bytes of the slab `place` of that process; the first call maps the slab. Also unmaps slabs that
         the process has closed. Raises OSError when the slab cannot be mapped.
         """
         if place not in self._mapped:
@@ -238,10 +238,10 @@ class PeerMappings:
         return self._mapped[place]
 
     def map(self, place: int) -> Tensor:
-        """Map the segment `place` anew, and return its bytes, which the caller keeps. Raises OSError if it fails."""
+        """Map the segment `place` again, and return its bytes, which the caller owns. Raises OSError if it fails."""
         return open_segment(self._process, place=place)
 
 
 def _advise(memory: Tensor, how: int) -> None:
-    """Call madvise for `memory`. Kernels that do not know the advice `how` ignore it (populate: before Linux 5.14)."""
+    """Call madvise for `memory`. A kernel without the advice `how` ignores the call (populate: before Linux 5.14)."""
     _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)
