@@ -1,14 +1,14 @@
 """Call the backward hooks of modules in a model that is cut into stages.
 
-Torch puts two marks (`BackwardHook`) in the graph around a module's forward. A gradient that passes both marks is shown
-to the module's backward hooks. A stage sends the output of a piece's forward, which lies between the marks:
+Torch puts two marks (`BackwardHook`) in the graph around a module's forward. The module's backward hooks see a gradient
+that passes both marks. But a stage sends the output of a piece's forward from between the marks:
 
     stage 1     mark ── forward ──┬── mark      never passed: the gradient arrives between them
                                   └── sent ──►  received ── mark      stage 2
 
-So a stage takes the backward hooks off its pieces. Where a piece computes, the stage puts the marks inside of the
-forward, so that the output that it sends is outside of both. Backward hooks on a module that contains pieces of several
-stages are refused: no stage sees all its gradients.
+So a stage removes the backward hooks from its pieces. If it computes a piece, it puts both marks inside the forward, so
+that the output that it sends lies outside of them. Backward hooks on a module that contains pieces of several
+stages are refused, because no stage sees all gradients of the module.
 
 Forward hooks run on every stage, on received values and on computed values.
 """
@@ -31,7 +31,7 @@ class PieceBackwardHooks:
         self._before = list(module._backward_pre_hooks.values())
         module._backward_pre_hooks.clear()
         self._after: list[Callable[..., Any]] = []
-        if module._is_full_backward_hook or not computes:  # other hooks are on the graph node of the output
+        if module._is_full_backward_hook or not computes:  # old-style hooks are on the graph node of the output
             self._after = list(module._backward_hooks.values())
             module._backward_hooks.clear()
 
@@ -50,7 +50,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def refuse_hooks(model: nn.Module, *, pieces: Collection[str]) -> None:
-    """Raise CutError for backward hooks on a module that contains one of `pieces`, except on the model itself."""
+    """Raise CutError if a module that contains one of `pieces` has backward hooks; the model itself may have them."""
     paths = (piece.split(".") for piece in pieces)
     shared = {".".join(path[:end]) for path in paths for end in range(1, len(path))}.difference(pieces)
     for name in sorted(shared):

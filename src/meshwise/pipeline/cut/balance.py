@@ -1,7 +1,7 @@
-"""Choose where stages begin, so that a training step is short or the largest stage is small.
+"""Choose where stages begin, to make a training step short or the largest stage small.
 
-Boundaries between pieces are tried first. A boundary inside of a block (`split_blocks.py`) is taken if it gains enough.
-Its cost counts the values that are sent there, and the computation that runs on both sides.
+Boundaries between pieces are tried first. A boundary inside a block (`split_blocks.py`) is used if it gains enough. Its
+cost includes the values that are sent there, and the code that runs on both sides.
 """
 
 import difflib
@@ -25,19 +25,19 @@ STATE_COPIES = 4
 """Memory of a trained parameter, in multiples of its bytes: the parameter, its gradient, two moments of Adam."""
 
 MIN_GAIN = 0.02
-"""Least gain, as a fraction, for which a boundary inside of a block is taken; also the `slack` (see `divide`) there."""
+"""Least gain (a fraction) for which a boundary inside a block is used; also the `slack` of `divide` in its search."""
 
 MIN_DISTANCE = 0.02
-"""Least load between two boundaries that are both tried inside of blocks, as a fraction of a mean stage's load."""
+"""Least load between two boundaries inside blocks that are both tried, as a fraction of a mean stage's load."""
 
 MAX_EVENTS = 4_000_000
-"""Most events that `StepClock` may compute in the search for the best bounds: some seconds."""
+"""Most events that `StepClock` computes in the search for the best bounds; this takes some seconds."""
 
 COPIED_BYTES = 2**22
 """Size of the copy that measures how long it takes to send a byte."""
 
 OPERATIONS_PER_BYTE = 10.0
-"""Cost of a sent byte in operations, where operations are counted: a CPU computes so many while it copies a byte."""
+"""Cost of a sent byte, if costs are counted in operations: a CPU computes as many while it copies a byte."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StageBounds:
     """Bounds of the stages in the list of a model's calls."""
 
     seen: ProbeResult
-    """Calls of the model's pieces; a block with a stage boundary inside is replaced by calls of its modules."""
+    """Calls of the model's pieces. A block with a stage boundary inside is replaced by the calls of its modules."""
     bounds: tuple[int, ...]
     """Stage k runs `seen.calls[bounds[k]:bounds[k + 1]]`."""
     split_blocks: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class StageBounds:
 def bounds_by_name(
     seen: ProbeResult, *, at: Sequence[str], stages: int, splittable: Collection[str] = ()
 ) -> StageBounds:
-    """Return the bounds of stages that begin at the keys `at`: pieces, or modules inside of the blocks `splittable`.
+    """Return the bounds of stages that begin at the keys `at`: pieces, or modules inside the blocks `splittable`.
 
     Raises CutError for a wrong number of keys, for a key at which no stage can begin, and for keys out of order.
     """
@@ -86,7 +86,7 @@ def bounds_by_name(
 
 
 def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, splittable: Collection[str]) -> StageBounds:
-    """Return the best bounds between pieces or, where that gains at least MIN_GAIN, inside of the blocks `splittable`.
+    """Return the best bounds between pieces, or inside the blocks `splittable` if that gains at least MIN_GAIN.
 
     Raises CutError when fewer stages fit than `aim` asks for.
     """
@@ -105,7 +105,7 @@ def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, splittable:
 
 
 def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: Sequence[int]) -> StageBounds:
-    """Return `bounds`, given with all blocks of `splittable` split, with only those split that contain a boundary."""
+    """Convert bounds for the case that all of `splittable` are split: split only the blocks with a boundary inside."""
     named = {place: name for name, place in reversed(seen.begins(splittable).items())}
     names = [named[bound] for bound in bounds[:-1]]
     needed = [called.key for called in seen.calls if {part.key for part in called.inside[:-1]}.intersection(names)]
@@ -122,7 +122,7 @@ class _Row:
         self._all = items
 
     def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
-        """Return the calls with fewer places: those worth trying or, if these are too few, all except `never`."""
+        """Return the calls with fewer places: those that are worth a try, or if too few, all except `never`."""
         apart = MIN_DISTANCE * sum(self._all.loads[0]) / aim.stages
         row = _Row(self._all, places_to_try(self._all, apart=apart, always=always, never=never))
         if sum(row.items.solid) >= aim.stages:
@@ -132,9 +132,9 @@ class _Row:
     def best(
         self, clock: StepClock | None, *, also: Sequence[int] = (), slack: float = 0.0
     ) -> tuple[tuple[int, ...], float]:
-        """Return the best bounds among all calls, and the training step's time or, without a clock, the largest load.
+        """Return the best bounds among all calls, and the price: the step's time; without a clock, the largest load.
 
-        `slack` is as in `divide`. With a clock, the bounds of `divide` and `also` are the starts of a search.
+        `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`.
         """
         even = divide(self.items, slack=slack)
         if clock is None:
@@ -147,7 +147,7 @@ class _Row:
         return self.places_of(bounds), price
 
     def places_of(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Return bounds among all calls for bounds among the places."""
+        """Convert bounds among the places to bounds among all calls."""
         return tuple((*self.places, len(self._all.solid))[bound] for bound in bounds)
 
 
@@ -162,7 +162,7 @@ def _items(model: nn.Module, seen: ProbeResult, aim: BalanceAim) -> PartitionIte
 
 
 def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[list[float]]:
-    """Return one list for each stage: the load of every call if that stage runs it (`CutRequest.by` has the units)."""
+    """Return a list for each stage: what each call would add to the stage's load (units: `CutRequest.by`)."""
     if aim.by == "time":
         work = [called.cost.work for called in seen.calls]
         return [[*work[:-1], work[-1] + seen.tail]] * aim.stages
@@ -176,7 +176,7 @@ def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[li
 
 
 def _clock(model: nn.Module, aim: BalanceAim) -> StepClock | None:
-    """Return the clock that times a training step of the schedule, or None if the step's time is not minimized."""
+    """Return the clock that times a step of the schedule; None if another quantity than the step's time is balanced."""
     if aim.by != "time" or aim.schedule is None:
         return None
     byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(next(model.parameters()).device)

@@ -1,16 +1,16 @@
-"""Trace on which pieces of a model each tensor of a run depends, by outputs and by side effects of the pieces.
+"""Find out on which pieces of a model each tensor of a run depends, through their outputs and their side effects.
 
 Autograd's graph is not enough: it ends at `detach`, under `no_grad`, and at integers and booleans. So a dispatch mode
-records every operation: its results depend on its arguments. Dependencies belong to memory, so they include views and
-changes in place. After Python reads a number from a tensor, every later result depends on that tensor.
+records for every operation that its results depend on its arguments. Dependencies are stored by memory, so that views
+and in-place changes share them. After Python reads a number from a tensor, all later results depend on that tensor.
 
     | h = embedding(tokens)          h        needs embedding
     | wide = h.argmax(-1) > 3        wide     needs embedding
     | y = block(h, wide, losses)     y        needs block
     |                                losses   has an effect of block, which appended a tensor to it
-    |                                h        has one as well, if block changes it in place
+    |                                h        has the effect too, if block changes h in place
 
-Numbers and other plain values are not followed through Python.
+Plain Python values, such as numbers, are not followed further.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Dependencies:
     effects: frozenset[str] = frozenset()
     """Keys of the pieces that changed the value by a side effect: in place, in a list, or in an attribute."""
     parameters: frozenset[str] = frozenset()
-    """Names of parameters of pieces with which code between the pieces computed the value."""
+    """Names of parameters of pieces that code between the pieces used to compute the value."""
 
     def __or__(self, other: "Dependencies") -> "Dependencies":
         return Dependencies(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
@@ -58,11 +58,11 @@ class _Writer:
     dependencies: Dependencies
     """Dependencies of the stored values."""
     stand_in: Callable[[Any], Any]
-    """Maps a stored value to its replacement outside of the piece, such as zeros for a meta tensor."""
+    """Function from a stored value to its replacement outside the piece, such as zeros for a meta tensor."""
 
 
 class DataflowTracer(TorchDispatchMode):
-    """Dispatch mode that records the dependencies of the tensors that are made inside; other tensors have none."""
+    """Dispatch mode that records the dependencies of the tensors that are made while it is on; others have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ class DataflowTracer(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def of(self, values: Any) -> Dependencies:
-        """Return the dependencies of a tree of tensors, and the dependencies of all numbers that the model has read."""
+        """Return the dependencies of a tree of tensors, together with those of all numbers that the model has read."""
         return self._of(values) | self._read
 
     def register_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Register parameters of pieces, to notice where code between the pieces computes with them."""
+        """Register parameters of pieces, so that the mode notices when code between pieces computes with them."""
         self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
 
     def depends_on_pieces(self, tensor: Tensor) -> bool:
@@ -98,7 +98,7 @@ class DataflowTracer(TorchDispatchMode):
         return self._of(tensor) != _NOTHING
 
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
-        """Return an output of the piece `key`, detached; a copy, unless the piece `made` it in memory of its own."""
+        """Return an output of the piece `key`, detached; a copy, unless the piece has `made` it in new memory."""
         own = tensor.detach() if made else tensor.detach().clone()
         self._dependencies[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
@@ -106,7 +106,7 @@ class DataflowTracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside(self, key: str) -> Iterator[None]:
-        """Attribute the operations inside to the piece `key`."""
+        """Attribute the operations in this block to the piece `key`."""
         before, self._piece = (self._piece, self._used), key
         self._used = _NOTHING
         try:
@@ -125,7 +125,7 @@ class DataflowTracer(TorchDispatchMode):
     def replacing(
         self, values: Any, *, by: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
     ) -> Iterator[None]:
-        """Run a piece on `by` in place of `values` inside the block; then copy its changes of `by` to `values`."""
+        """Inside the block, the piece runs on `by` instead of `values`; then copy its changes of `by` to `values`."""
         before = map_tensors(unchanged, by)
         yield
         if by is not values:
@@ -135,7 +135,7 @@ class DataflowTracer(TorchDispatchMode):
     def replacing_module(
         self, module: nn.Module, *, by: nn.Module, key: str, stand_in: Callable[[Any], Any]
     ) -> Iterator[None]:
-        """Run the copy `by` of a piece inside the block; afterwards set on the piece the attributes that `by` set."""
+        """Inside the block, the copy `by` of a piece runs; then set on the piece the attributes that `by` has set."""
         before = [dict(vars(one)) for one in by.modules()]
         yield
         writer = _Writer(Dependencies(effects=frozenset((key,))), stand_in)
@@ -145,18 +145,18 @@ class DataflowTracer(TorchDispatchMode):
 
     @property
     def used(self) -> Dependencies:
-        """Dependencies of all values that the running piece has used so far, without its own side effects."""
+        """Dependencies of all values that the running piece has used so far, except its own side effects."""
         return Dependencies(self._used.needs, self._used.effects - {self._piece})
 
     def record_change(self, tensor: Tensor, *, dependencies: Dependencies) -> None:
-        """Record an in-place change of a tensor; its memory from now on has these dependencies too."""
+        """Record an in-place change of a tensor: from now on its memory also has these dependencies."""
         memory = tensor.untyped_storage()
         self._dependencies[memory] = self._dependencies.get(memory, _NOTHING) | dependencies
         if memory in self._outputs:
             self.changed.add(self._outputs[memory])
 
     def _write_back(self, old: Any, was: Any, now: Any, writer: _Writer) -> Any:
-        """Return the new value outside of a piece for `old`, whose copy inside changed from `was` to `now`."""
+        """Return the new value for `old` outside a piece; inside, the copy of `old` changed from `was` to `now`."""
         if isinstance(old, list) and isinstance(now, list):
             pairs = itertools.zip_longest(old, was, now[: len(old)])
             old[:] = [self._write_back(*three, writer) for three in pairs][: len(now)]
@@ -223,7 +223,7 @@ class DataflowTracer(TorchDispatchMode):
 def _in_one_place(given: Any) -> Any:
     """Return the arguments of an operation, all on the meta device if one of them is; 0-dim tensors stay.
 
-    A piece that runs on meta tensors may create a mask or positions without naming a device, so on the CPU.
+    A piece on meta tensors may create a mask or positions without naming a device; these would be on the CPU.
     """
     if not any(tensor.is_meta for tensor in tensors(given)):
         return given

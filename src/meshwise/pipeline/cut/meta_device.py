@@ -1,4 +1,4 @@
-"""Run pieces of a model on the meta device, where tensors have shapes and no values."""
+"""Run pieces of a model on the meta device, where tensors have a shape but no values."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,6 +29,6 @@ def device_of(inputs: Any) -> torch.device:
 
 @contextlib.contextmanager
 def sizes_known() -> Iterator[ShapeConstants]:
-    """Run pieces on meta tensors inside the block; values that follow from sizes alone (positions) are known."""
+    """Inside the block, run pieces on meta tensors. Values that follow from sizes alone, as positions, are known."""
     with MetaKernels(), ShapeConstants() as constants, constants.forward():
         yield constants

@@ -1,7 +1,7 @@
-"""Cut a model into pipeline stages; a `ModelCut` records which modules each stage runs, holds and sends.
+"""Cut a model into pipeline stages; a `ModelCut` says which modules each stage runs, and what it holds and sends.
 
-One rank makes the cut from one example, and sends it to the other ranks: it consists of names and numbers only.
-`build_stage.py` makes a stage from it.
+One rank makes the cut from one example, and sends it to the other ranks as names and numbers. `build_stage.py` makes
+a stage from it.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ class CutOptions:
     """Options of a user for cutting a model: `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
-    """The piece, or the module inside of a block, at which each stage except the first begins. Empty: most even."""
+    """Where each stage except the first begins: a piece, or a module inside a block. Empty: the most even stages."""
     pieces: Patterns = ()
-    """Patterns over module names that override what the pieces are (see `meshwise.model.parameter_units`)."""
+    """Patterns over module names that replace the automatic choice of pieces (see `meshwise.model.parameter_units`)."""
     how: Literal["auto", "blocks"] = "auto"
     """`blocks`: stages begin at pieces. `auto`: stages also begin inside of blocks if that makes them more even."""
     made: "ModelCut | None" = field(default=None, compare=False, repr=False)
-    """An earlier cut of the same model, used again if it has the number of stages that is asked for."""
+    """An earlier cut of the same model; it is used again if it has as many stages as this request."""
 
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks"):
@@ -45,7 +45,7 @@ class CutOptions:
 
 @dataclass(frozen=True)
 class MatrixPairs:
-    """Names of the matrices that tensor parallelism splits in pairs; no stage begins between the two of a pair."""
+    """Names of the matrices that tensor parallelism splits in pairs; no stage begins inside a pair."""
 
     colwise: frozenset[str] = frozenset()
     """The first matrix of each pair."""
@@ -73,7 +73,7 @@ class CutRequest:
     """Schedule of the stages. With it, `memory` counts the micro-batches that each stage holds, and `time` minimizes
     the training step instead of the largest stage."""
     pairs: MatrixPairs = MatrixPairs()
-    """Pairs of matrices that tensor parallelism splits; no stage begins inside of a pair."""
+    """Pairs of matrices that tensor parallelism splits; no stage begins inside a pair."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class StageContents:
     """Calls of the whole model as one stage sees them, and the range of calls that it computes."""
 
     keys: tuple[str, ...]
-    """Key of each call in running order; a block of `split_blocks` has a key for each of its modules, then its own."""
+    """Keys of the calls in running order. A block of `split_blocks` has the keys of its modules, then its own key."""
     modules: tuple[str, ...]
     """Name of the module of each call."""
     start: int
@@ -98,7 +98,7 @@ class ModelCut:
 
     keys: tuple[str, ...]
     """Calls of the model's pieces in running order; the second call of a piece is `name:2`. A split block has the keys
-    of its modules and then its own name, which is the key of the rest of its code."""
+    of its modules, and last its own name, which is the key for the rest of the block's code."""
     modules: tuple[str, ...]
     """Name of the module of each call."""
     bounds: tuple[int, ...]
@@ -133,7 +133,7 @@ class ModelCut:
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
 
     def contents(self, stage: int) -> StageContents:
-        """Return the calls as a stage sees them: only a block with a boundary of this stage inside is split."""
+        """Return the calls as a stage sees them. A block is split only if this stage has a boundary inside it."""
         start, stop = self.bounds[stage : stage + 2]
         kept, split_blocks = list(range(len(self.keys))), []
         for name in self.split_blocks:
@@ -152,7 +152,7 @@ class ModelCut:
         )
 
     def coarser(self, at: Sequence[str], *, model: nn.Module) -> "ModelCut":
-        """Return a cut with fewer stages: they begin at the first call and at the keys `at`; loads are added up.
+        """Return a cut whose stages begin at the first call and at the keys `at`; it adds up the loads of this cut.
 
         Raises ValueError for a key at which no stage of this cut begins.
         """
@@ -200,10 +200,10 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     """Return a cut of a model into stages, as even as possible, or the cut by hand that `request` asks for.
 
     `call(model)` runs an example micro-batch on the device of the model's parameters, and returns the output or the
-    loss. The model, torch's generators and the gradients stay as they were.
+    loss. The model, torch's generators and the gradients do not change.
 
-    Raises CutError when fewer stages fit than are asked for, and when the schedule has another number of stages. Raises
-    it also when `at` has a name at which no stage can begin, or names out of order.
+    Raises CutError when not so many stages fit, when the schedule has another number of stages, and when `at` has a
+    name at which no stage can begin or names in the wrong order.
     """
     if request.schedule is not None and request.schedule.stages != stages:
         raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")
@@ -228,14 +228,14 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
 
 
 def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
-    """Return a cut with one stage for each piece that has parameters; arguments and errors as of `cut_model`."""
+    """Return a cut with one stage for each piece that has parameters. Arguments and errors are as in `cut_model`."""
     seen = probe(model, call=call, pieces=pieces)
     begins = [place for place, called in enumerate(seen.calls) if called.parameters]
     return _cut(model, StageBounds(seen, (0, *begins[1:], len(seen.calls))), CutRequest(by="params"))
 
 
 def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
-    """Return whether all these keys are calls of pieces, so that none is of a module inside of a block."""
+    """Return whether all these keys are calls of pieces, and none is of a module inside a block."""
     pieces = {piece.module for unit in partition(model) for piece in unit}
     return all(name.partition(":")[0] in pieces for name in names)
 
@@ -269,11 +269,11 @@ def _cut(model: nn.Module, balanced: StageBounds, request: CutRequest) -> ModelC
 
 
 def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
-    """Raise CutError for a buffer that several stages would change, and for a side effect that a later stage needs."""
+    """Raise CutError if several stages would change one buffer, or if a later stage needs a side effect."""
     if seen.changed_buffers and len(bounds) > 2:
         raise CutError(
-            f"the model changes its buffer {min(seen.changed_buffers)} outside of its pieces, so that each stage would "
-            "change its own copy. Put the buffer, and the code that changes it, into a module of their own"
+            f"the model changes its buffer {min(seen.changed_buffers)} outside of its pieces, so each stage would "
+            "change its own copy. Put the buffer, and the code that changes it, into one separate module"
         )
     for bound in bounds[1:-1]:
         if found := seen.effect(bound):
@@ -287,7 +287,7 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
 
 
 def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
-    """Raise CutError where code between pieces computes with a parameter that its stage does not hold."""
+    """Raise CutError if code between pieces computes with a parameter that its own stage does not hold."""
     users = [
         (called.key, bisect_right(bounds, place) - 1, called.dependencies) for place, called in enumerate(seen.calls)
     ]
@@ -301,7 +301,7 @@ def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[s
 
 
 def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each parameter: those that use it; the last stage for an unused parameter."""
+    """Return the stages that hold each parameter: the stages that use it, or the last stage if none does."""
     last = len(bounds) - 2
     stages: dict[str, set[int]] = {name: set(range(last + 1)) for name in seen.everywhere}
     for stage, (start, stop) in enumerate(pairwise(bounds)):

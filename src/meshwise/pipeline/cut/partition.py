@@ -1,7 +1,7 @@
 """Partition a list of items into contiguous stages whose largest load is as small as possible.
 
-An item is one call of a piece of the model. Most pipelines round a running sum, whose error is up to the largest item,
-and the embedding and the head of a language model are large. The lists are short, so the best bounds are found exactly.
+An item is one call of a piece of the model. Most pipelines round a running sum instead. Its error is up to the largest
+item, and a language model's embedding and head are large. The lists are short, so the best bounds are found exactly.
 """
 
 import itertools
@@ -29,16 +29,16 @@ class PartitionItems:
     sent_bytes: Sequence[float]
     """Bytes that are sent per micro-batch if a stage begins at the item."""
     before: Sequence[float] = ()
-    """Load that is added to the stage before if a stage begins at the item; empty for none."""
+    """Load that is added to the preceding stage if a stage begins at the item; empty: nothing is added."""
     after: Sequence[float] = ()
-    """Load that is added to the stage that begins at the item; empty for none."""
+    """Load that is added to the stage that begins at the item; empty: nothing is added."""
 
     def largest(self, bounds: Sequence[int]) -> float:
         """Return the load of the largest stage; stage k has the items from bounds[k] to bounds[k + 1]."""
         return max(_Table(self).loads(bounds))
 
     def merged(self, places: Sequence[int]) -> "PartitionItems":
-        """Return one item for all items between two neighbouring `places`; the first place is 0."""
+        """Merge all items between two neighbouring `places` into one item each; the first place is 0."""
         parts = list(pairwise((*places, len(self.solid))))
         return PartitionItems(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
@@ -51,9 +51,9 @@ class PartitionItems:
 
 
 def places_to_try(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
-    """Return the items at which it is worth trying to begin a stage: all of `always`, none of `never`, and some others.
+    """Return the items at which it is worth a try to begin a stage: all of `always`, none of `never`, and others.
 
-    The others are at least `apart` in load from each other and from `always`; where few bytes are sent comes first.
+    The others are at least `apart` in load from each other and from `always`; items with few sent bytes come first.
     """
     sums = [0.0, *accumulate(max(items.loads, key=sum))]
     kept = sorted(always)
@@ -70,8 +70,8 @@ def places_to_try(items: PartitionItems, *, apart: float, always: Collection[int
 def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
     """Return the bounds of the stages: stage k has items[bounds[k]:bounds[k + 1]].
 
-    Among all bounds whose largest load is at most `slack`, a fraction, above the least possible, these send the fewest
-    bytes. Among equals, their loads are the most even. By dynamic programming over (stage, end), O(stages · items²).
+    Take all bounds whose largest load exceeds the least possible by at most the fraction `slack`. Of these, return the
+    bounds that send the fewest bytes; if several do, the most even. Dynamic programming, O(stages · items²).
 
     Raises CutError, with the number of stages that fit, when there are fewer solid items than stages.
     """
@@ -98,11 +98,11 @@ def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
 def improve_bounds(
     items: PartitionItems, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
-    """Return bounds that no move improves, and the time of a training step with them, by a local search.
+    """Improve bounds by a local search; return bounds that no move improves, and the time of a step with them.
 
-    The search moves `bounds` until no move shortens the training step, or `tries` moves were timed. It tries first the
-    moves whose largest stage is smallest. A move shifts several neighbouring bounds by one: one item moves from stage i
-    to stage j. Or it shifts one bound by up to REACH items, to an equal item beyond items of other kinds.
+    The search ends when no move shortens the training step, or when `tries` moves were timed. Moves whose largest stage
+    is smallest come first. One kind of move shifts several neighbouring bounds by one, so one item moves from stage i
+    to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item.
     """
     table = _Table(items)
     best = clock(loads=table.loads(bounds), sent_bytes=table.sent(bounds), limit=math.inf)
@@ -136,7 +136,7 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
-    """Return the bounds with no load above `limit`, the fewest sent bytes, then the least sum of squared loads."""
+    """Return the bounds without a load above `limit` that send the fewest bytes; then, with the least squared loads."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     for stage in range(table.stages):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
@@ -179,5 +179,5 @@ class _Table:
         return self.alone(stage, start, end) + self._after[start] + self._before[end]
 
     def alone(self, stage: int, start: int, end: int) -> float:
-        """Return the load without the added loads at both ends; it never falls as the range grows."""
+        """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
         return self._sums[stage][end] - self._sums[stage][start]

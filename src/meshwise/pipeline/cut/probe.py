@@ -1,11 +1,11 @@
 """Run a model on an example, and record the order of its pieces, their dependencies and their costs.
 
 A value may reach a later piece through sums, residual connections or any other code between pieces. `dataflow.py`
-follows it back to the outputs that it depends on; a stage would have to send these outputs. Tracing slows a run down,
-so time is measured in separate runs.
+finds the outputs on which the value depends; a stage would have to send these outputs. Tracing slows a run down, so
+time is measured in separate runs.
 
 If the model is on the meta device, its pieces run there, and operations are counted in place of time. The code between
-the pieces runs on zeros, on the example's device, because models read values of masks and positions there.
+the pieces runs on zeros on the example's device, because models read the values of masks and positions.
 
 Blocks that can be split (`split_blocks.py`) are traced in another run, in which their modules are the pieces.
 """
@@ -52,16 +52,16 @@ Call = Callable[[nn.Module], Any]
 """Function that runs a model on an example, and returns the output or the loss."""
 
 ROUNDS = 3
-"""Number of runs in which time is measured; the median over equal calls is taken. Operations are counted once."""
+"""Number of timed runs; the median over equal calls counts. Operations are counted in one run."""
 
 
 def probe(
     model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, splits: bool = False
 ) -> ProbeResult:
-    """Return the calls of pieces in `call(model)`, which runs on a copy of the model that shares only its parameters.
+    """Run `call` on a copy of the model that shares only its parameters, and return the calls of the pieces.
 
-    `pieces` are patterns over module names that override how the model is divided (see `model.parameter_units`).
-    With `opens`, blocks that can be opened have steps inside.
+    `pieces`: patterns over module names that replace the automatic choice of pieces (see `model.parameter_units`).
+    `timed`: also measure costs. `splits`: also record the calls inside of the blocks that can be split.
 
     Raises CutError for patterns that match no module, and for a piece inside of a reentrant checkpoint of torch.
     """
@@ -92,13 +92,13 @@ def _owner(buffer: str) -> str:
 
 
 def _has_no_parameters(model: nn.Module, name: str) -> bool:
-    """Return whether module `name` has no parameters, as some batch norms; it can then be a piece of its own."""
+    """Return whether module `name` has no parameters, as some batch norms; such a module can be a separate piece."""
     return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
 @dataclass(frozen=True)
 class _Modes:
-    """Dispatch modes of a run: values of meta tensors that follow from sizes, and dependencies of tensors."""
+    """Modes of a run: one knows the values of meta tensors that follow from sizes, one records dependencies."""
 
     known: ShapeConstants = field(default_factory=ShapeConstants)
     tracer: DataflowTracer = field(default_factory=DataflowTracer)
@@ -158,9 +158,7 @@ def _run(
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
         return dataclasses.replace(watch.seen(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
-        for (
-            module
-        ) in pieces.values():  # otherwise it keeps the tensors of this run alive until the next garbage collection
+        for module in pieces.values():  # else it would keep this run's tensors alive until the next garbage collection
             del module.forward
 
 
@@ -169,7 +167,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str]) -> None:
-    """Replace parameters that the model uses outside of its pieces by zeros on the device of the example."""
+    """Replace the parameters that the model uses outside its pieces by zeros, on the example's device."""
     device = device_of((args, kwargs))
     for name in names:
         path, _, key = name.rpartition(".")
@@ -185,7 +183,7 @@ class _Watch:
         self.timed = timed
         self.calls: list[PieceCall] = []
         self.counted: dict[Hashable, CallCost] = {}
-        """Costs of modules on the meta device by `operations_key`, so that equal modules are counted once."""
+        """Costs of modules on the meta device by `operations_key`, so that equal modules are counted only once."""
         self.parameters = parameters
         self.tracer, self.known = modes.tracer, modes.known
         self.since = LossTail(())
@@ -210,7 +208,7 @@ class _Watch:
         return self.tracer.of(values)
 
     def output(self, values: Any, *, key: str, made: bool = False) -> Any:
-        """Return the output of a call as the beginning of a new graph. `made`: no other object uses its memory."""
+        """Return the output of a call as the start of a new graph. `made`: no other object uses its memory."""
         return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
     def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
@@ -221,7 +219,7 @@ class _Watch:
         return entered
 
     def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
-        """Return the run's record. A block can be split if it is called once and only its output is used outside."""
+        """Return the record of the run. A block can be split if it is called once, and only its output is used."""
         needed = self.dependencies(result)
         everything = {
             called.key: [called.dependencies, *(part.dependencies for part in called.inside)] for called in self.calls
@@ -301,7 +299,7 @@ def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
 
 
 _WITH_BACKWARD = 3.0
-"""Cost of forward and backward as a multiple of the forward: the backward computes two products, the forward one."""
+"""Cost of forward and backward, as a multiple of the forward: the backward computes two products per product."""
 
 
 class _Inside:
@@ -319,7 +317,7 @@ class _Inside:
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output, and set `calls`, unless a module does not run once or would run again later."""
+        """Return the block's output, and set `calls`; without `calls` if a module runs other than once, or repeats."""
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
         keep = saved_bytes_hook(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
@@ -368,7 +366,7 @@ class _Inside:
 def _own_forward(
     module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
 ) -> tuple[Any, CallCost, Dependencies]:
-    """Return the result of the class's own `forward`, its cost, and the dependencies of the values that it used."""
+    """Run the class's own `forward`; return its result, its cost, and the dependencies of the values it used."""
     run, parameters, separate = (
         partial(type(module).forward, module),
         list(module.parameters()),
@@ -398,7 +396,7 @@ def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, 
 
 
 def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:
-    """Return the names of the buffers that were written to or replaced. A new buffer is no state: each run makes it."""
+    """Return the names of the buffers that were written to or replaced. A buffer that is new is no state."""
     return frozenset(
         name
         for name, (tensor, version) in before.items()

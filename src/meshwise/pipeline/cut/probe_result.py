@@ -20,7 +20,7 @@ class CallCost:
     activations: float
     """Bytes that the forward keeps for the backward."""
     work: float
-    """Forward and backward, in seconds, or on the meta device in floating-point operations; 0 if not measured."""
+    """Forward and backward, in seconds (on the meta device, in floating-point operations); 0 if not measured."""
     between: float = 0.0
     """For a module in a block: forward of the block's own code since the previous module; `work` includes it."""
     earlier: float = 0.0
@@ -32,7 +32,7 @@ class PieceCall:
     """One call of one piece of the model."""
 
     key: str
-    """Name of the piece; from its second call on with a number, `name:2`."""
+    """Name of the piece; for its second call `name:2`, and so on."""
     module: str
     """Name of the piece in the model."""
     parameters: tuple[str, ...]
@@ -43,12 +43,12 @@ class PieceCall:
     """Bytes of the output."""
     cost: CallCost
     same_shape: bool = False
-    """True if the output is one tensor with the shape and dtype of the first input, as of a block."""
+    """True if the output is one tensor with the shape and dtype of the first input, as for a block."""
     inside: "tuple[PieceCall, ...]" = ()
-    """For a block that can be split: calls of its modules; last, under the block's own key, the rest of its code."""
+    """For a block that can be split: the calls of its modules, then (under the block's key) the rest of its code."""
 
     def parts(self) -> "Iterator[PieceCall]":
-        """Yield the calls inside of this block, their costs scaled so that they add up to the cost of the block."""
+        """Yield the calls inside this block, with costs scaled so that their sum is the cost of the block."""
         kept = self.cost.activations / (sum(called.cost.activations for called in self.inside) or 1.0)
         worked = self.cost.work / (sum(called.cost.work for called in self.inside) or 1.0)
         earlier = 0.0
@@ -77,7 +77,7 @@ class ProbeResult:
     """Seconds of forward and backward after the last call, such as of the loss; 0 if not measured."""
 
     def with_split_blocks(self, keys: Collection[str]) -> "ProbeResult":
-        """Return the result with these blocks replaced by the calls inside of them, if they can be split."""
+        """Return the result in which those of these blocks that can be split are replaced by the calls inside."""
         calls = (
             part
             for called in self.calls
@@ -86,7 +86,7 @@ class ProbeResult:
         return dataclasses.replace(self, calls=tuple(calls))
 
     def begins(self, keys: Collection[str]) -> dict[str, int]:
-        """Return the place of each key at which a stage can begin, in the calls `with_split_blocks(keys)`."""
+        """Return each key at which a stage can begin, with its place in the calls of `with_split_blocks(keys)`."""
         found: dict[str, int] = {}
         place = 0
         for called in self.calls:
@@ -97,7 +97,7 @@ class ProbeResult:
         return found
 
     def ends(self, keys: Collection[str]) -> frozenset[int]:
-        """Return the places, in the calls `with_split_blocks(keys)`, of the rest of these blocks' own code."""
+        """Return the places of these blocks' own remaining code, in the calls of `with_split_blocks(keys)`."""
         calls = self.with_split_blocks(keys).calls
         return frozenset(place for place, called in enumerate(calls) if called.key in keys)
 
@@ -108,7 +108,7 @@ class ProbeResult:
         )
 
     def effect(self, position: int) -> tuple[str, str] | None:
-        """Return keys of a call before `position` with a side effect and of a later user of the effect, or None."""
+        """Return (key of a call before `position` with a side effect, key of a later user of the effect), or None."""
         before = [called.key for called in self.calls[:position]]
         after = [(called.key, called.dependencies) for called in self.calls[position:]]
         for name, past in (*after, ("the result", self.result)):
@@ -129,7 +129,7 @@ class ProbeResult:
 
     @cached_property
     def _last(self) -> tuple[int, ...]:
-        """For each call, the place of the last call that needs its output; the number of calls if the result does."""
+        """For each call, the place of the last call that needs its output; number of calls if the result needs it."""
         places = {called.key: place for place, called in enumerate(self.calls)}
         last = list(range(len(self.calls)))
         for place, called in enumerate(self.calls):
@@ -141,10 +141,10 @@ class ProbeResult:
 
 
 def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
-    """Return the first of several runs of one model, each call with the median work of all equal calls in all runs.
+    """Return the first of several runs of one model; each call gets the median work of its equal calls in all runs.
 
-    Equal calls (blocks of one kind) do the same work; their times differ because the machine was disturbed. A minimum
-    would underestimate kinds with many calls: the more measurements, the smaller their minimum.
+    Equal calls (blocks of one kind) do the same work; their times differ only by disturbances of the machine. A minimum
+    would be unfair: the more calls of a kind are measured, the smaller is their minimum.
     """
     found: dict[Any, list[CallCost]] = {}
     for run in runs:

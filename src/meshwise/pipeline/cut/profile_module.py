@@ -1,4 +1,4 @@
-"""Run a module on given inputs, and measure its forward and backward: time or operations, and saved bytes."""
+"""Run a module on given inputs, and measure its forward and backward: time (or operations) and saved bytes."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ from meshwise.pipeline.run.packed_tree import StageEntrance
 def profile_module(
     run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
 ) -> tuple[Any, CallCost]:
-    """Return the output of `run` on `inputs` (args, kwargs), and its cost; `timed` runs a backward to measure work."""
+    """Run `run` on `inputs` (args, kwargs); return its output and cost. `timed`: run a backward too, to time it."""
     args, kwargs = inputs
     kept: dict[int, int] = {}
     keep = saved_bytes_hook(kept, parameters=parameters)
@@ -38,7 +38,7 @@ def profile_module(
 
 
 def detached_inputs(inputs: Any) -> Any:
-    """Return the inputs in the same memory, without their graph; tensors that require gradients still do."""
+    """Return the inputs in the same memory without their graph; `requires_grad` stays as it was."""
 
     def own(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -50,7 +50,7 @@ def detached_inputs(inputs: Any) -> Any:
 
 
 class LossTail:
-    """Stopwatch for the computation after a piece, such as the loss: forward, and backward to the piece's output."""
+    """Stopwatch for the computation after a piece, such as the loss: its forward, and its backward to the piece."""
 
     def __init__(self, output: Any) -> None:
         """Start the stopwatch. `output`: the output of the piece."""
@@ -83,7 +83,7 @@ def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
 
 
 class _NoModuleTracker(contextlib.AbstractContextManager[None]):
-    """Replacement for the module tracker of torch's flop counter, which fails if a forward computes gradients."""
+    """Replacement for the module tracker of torch's FLOP counter; torch's fails if a forward computes gradients."""
 
     parents = frozenset({"Global"})
 
@@ -105,7 +105,7 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
 def read_clock(*, cuda: bool) -> float:
     """Return the seconds of a clock; with `cuda`, wait until the GPU has finished its queue.
 
-    If torch computes on the CPU with one thread, the clock is this thread's processor time: other load does not count.
+    On the CPU with one thread of torch, the clock is this thread's processor time, so other load does not count.
     """
     if cuda:
         streams_of(torch.device("cuda")).synchronize()
@@ -115,7 +115,7 @@ def read_clock(*, cuda: bool) -> float:
 def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a pack hook that writes the bytes of each saved storage to `kept`, by the storage's address.
 
-    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not keep the graph alive.
+    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not hold the graph.
     """
     stored = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -123,7 +123,7 @@ def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> C
         storage = tensor.untyped_storage()
         if storage._cdata not in stored:
             kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()  # the result itself would keep the operation alive that saved it: a cycle
+        return tensor.detach()  # `tensor` itself would keep alive the operation that saved it: a cycle
 
     return keep
 

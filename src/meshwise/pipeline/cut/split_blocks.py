@@ -1,4 +1,4 @@
-"""Find the blocks that two stages can share, and the modules inside of them at which a stage can begin.
+"""Find the blocks that can be divided between two stages, and the modules in them at which a stage can begin.
 
     Block                  a stage can begin at
     ├── attention_norm
@@ -6,13 +6,13 @@
     ├── mlp_norm           mlp_norm       received: the block's input, and the attention's output
     └── mlp                mlp
 
-Such a block is a split block. Its own code between its modules, such as residual sums, runs on both stages. So its
-modules have to hold all its parameters and to run once each, in one order. A block cannot be split if it
+Such a block is a split block. The block's own code between the modules, such as residual sums, runs on both stages. So
+its modules must hold all its parameters, and each must run once, in a fixed order. A block cannot be split if it
 
 - holds parameters itself, or reads parameters of its modules without calling the modules;
 - has backward hooks, which see the gradients of the whole block;
-- has a list of equal modules, such as experts, among which the data may choose;
-- is called more than once, or again in the backward by torch's checkpoint, which would lack the received values.
+- has a list of equal modules, such as experts, from which the data may choose;
+- is called more than once, or again in the backward (torch's checkpoint), where the received values are missing.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from meshwise.pipeline.cut.backward_hooks import has_backward_hooks
 
 
 def inner_modules(block: nn.Module) -> tuple[str, ...]:
-    """Return the names, relative to the block, of the modules at which a stage may begin; empty if none may."""
+    """Return the names (relative to the block) of the modules at which a stage may begin; empty if there is none."""
     names = tuple(_modules_with_forward(block, ""))
     theirs = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
     if has_backward_hooks(block):
@@ -36,7 +36,7 @@ def inner_modules(block: nn.Module) -> tuple[str, ...]:
 
 
 def is_repeated() -> bool:
-    """Return whether the code that runs now is inside of torch's checkpoint and so runs again in the backward."""
+    """Return whether the running code is inside torch's checkpoint, and so will run again in the backward."""
     if not torch.is_grad_enabled():
         return True
     one = torch.ones((), requires_grad=True)
@@ -46,7 +46,7 @@ def is_repeated() -> bool:
 
 
 def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield the names of the modules with parameters and a forward of their own, also from inside of ModuleLists."""
+    """Yield the names of the modules that have parameters and a forward; a ModuleList yields its inner modules."""
     for name, child in module.named_children():
         if any(True for _ in child.parameters()):
             if _has_no_forward(child):

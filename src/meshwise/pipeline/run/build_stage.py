@@ -19,7 +19,7 @@ def model_without_values(model: nn.Module) -> nn.Module:
 
 
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
-    """Return stage `index` of a model. `like`: the model without values in the run's dtypes; None: it is made here.
+    """Return stage `index` of a model. `like`: the model on meta, in the run's dtypes; None: it is made from `model`.
 
     The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
     parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is.
@@ -33,7 +33,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
 
 
 def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardState, like: nn.Module) -> nn.Module:
-    """Return a copy of the model in which every piece has the forward of a stage, and other stages' are released."""
+    """Return a copy of the model in which every piece has a stage's forward; other stages' tensors are released."""
     contents = cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
@@ -58,9 +58,9 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardStat
 def _release(
     owner: nn.Module, tensors: MutableMapping[str, Any], kept: set[int], like: Mapping[str, Any], *, path: str
 ) -> None:
-    """Replace `tensors` of the module at `path`, parameters or buffers, by `RemoteParameter`s, except for `kept` ids.
+    """Replace parameters or buffers (`tensors`) of the module at `path` by `RemoteParameter`s, except the `kept` ids.
 
-    A model can still read the dtype or shape of such a tensor; to compute with it is an error.
+    A model can still read the dtype or shape of a released tensor; computing with it is an error.
     """
     for name, tensor in list(tensors.items()):
         bare = like[name]

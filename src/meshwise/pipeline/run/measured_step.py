@@ -1,12 +1,12 @@
-"""Measure a training step: the actions of each rank with their times, and the causes of the time without computation.
+"""Measure a training step: the actions of each rank with their times, and the causes of time without computation.
 
 The time of a step in which a rank does not compute is split by cause:
 
-    | ideal        bubble of the schedule if all stages are equal and only computations take time
-    | imbalance    additional bubble because stages differ, if every computation takes the mean time of its stage
-    | receives     additional waits for messages and for the last rank: transfers, and computations of varying length
-    | collectives  waits inside computations (split layers, gathered units) and for reductions. If the rank would have
-    |              idled meanwhile by the schedule, this part counts as ideal or imbalance
+    | ideal        bubble of the schedule if all stages were equal and only computations took time
+    | imbalance    more bubble because stages differ, if every computation took its stage's mean time
+    | receives     more waits for messages and for the last rank: transfers, and computations of varying length
+    | collectives  waits for reductions, and waits inside computations (split layers, gathered units). The part in which
+    |              the rank would have been idle by the schedule counts as ideal or imbalance
     | other        the remaining time: the interpreter between actions
 """
 
@@ -35,9 +35,9 @@ _ROUNDS = 8
 
 
 def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> float:
-    """Return by how many seconds this rank's clock `now` is ahead of the first rank's clock; 0 within the error.
+    """Return by how many seconds this rank's clock `now` is ahead of the first rank's; 0 if within the error.
 
-    The first rank asks every other rank for the time and takes the quickest answer: that rank read its clock between
+    The first rank asks every other rank for the time, and uses the quickest answer: the other clock was read between
     question and answer (Cristian, 1989). Every rank calls it.
     """
     line = world.over(Mesh((("rank", world.size),)))
@@ -66,7 +66,7 @@ def _ask_clock(line: World, rank: int, now: Callable[[], float]) -> tuple[float,
 def _answer_clock(line: World, now: Callable[[], float]) -> None:
     message = torch.zeros(1, dtype=torch.float64, device=line.device)
     line.recv(message, axis="rank", source=0).wait()
-    message.item()  # on a GPU the wait does not hold up the host
+    message.item()  # waits for the question; on a GPU `wait` would not block the host
     message.fill_(now())
     line.send(message, axis="rank", to=0).wait()
 
@@ -98,7 +98,7 @@ class MeasuredStep:
     schedule: Schedule
     """Schedule that was run, with transfers and reductions (from `passes.lower`)."""
     step: Timeline
-    """Timeline of the whole step: the schedule, and the time before its first and after its last action."""
+    """Timeline of the whole step: the schedule, what comes before its first action, and what after its last."""
 
     @cached_property
     def run(self) -> Timeline:
@@ -115,12 +115,12 @@ class MeasuredStep:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """Timeline of the schedule if every computation takes its stage's mean time and nothing else takes time."""
+        """Timeline of the schedule if every computation took its stage's mean time and nothing else took time."""
         return self._clocked(self._means)
 
     @cached_property
     def ideal(self) -> Timeline:
-        """Timeline of the schedule if all stages take the mean time, and nothing else takes time."""
+        """Timeline of the schedule if all stages took the mean time and nothing else took time."""
         taken: dict[ActionKind, list[float]] = {}
         for means in (means for stages in self._means for means in stages):
             for kind, mean in means.items():
@@ -166,7 +166,7 @@ class MeasuredStep:
         ]
 
     def _clocked(self, means: Sequence[Sequence[_Means]]) -> Timeline:
-        """Return the timeline of all pipelines if computations take these means, for the micro-batches that ran."""
+        """Return the timeline of all pipelines if computations took these means, for the micro-batches that ran."""
         present = {event.microbatch for row in self.run.computing for event in row}
         rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
         events: list[Event] = []

@@ -1,7 +1,7 @@
-"""Split the values that a stage sends to the next stage into tensors, and a skeleton that the receiver rebuilds from.
+"""Split the values that a stage sends into tensors and a skeleton, from which the next stage rebuilds the values.
 
-The skeleton has the place, shape and dtype of each tensor, and whether a gradient returns for it. It is sent once for
-each pair of stages and each set of shapes; later messages are tensors alone. A tensor that occurs twice is sent once.
+The skeleton has the place, shape and dtype of each tensor, and whether a gradient comes back for it. It is sent once
+per pair of stages and set of shapes; later messages are tensors alone. A tensor that occurs twice is sent once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ class PackedTree:
     """Named trees of values, split into a skeleton and tensors."""
 
     skeleton: Mapping[str, Any]
-    """The values with a meta tensor in place of each tensor, with the same `requires_grad`; it can be pickled."""
+    """The values, with a meta tensor of the same `requires_grad` in place of each tensor; it can be pickled."""
     tensors: tuple[Tensor, ...]
-    """Each tensor once, in the order in which the skeleton has it first."""
+    """Each tensor once, in the order of first occurrence in the skeleton."""
 
 
 def pack(values: Mapping[str, Any]) -> PackedTree:
@@ -39,7 +39,7 @@ def pack(values: Mapping[str, Any]) -> PackedTree:
 
 
 def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return each meta tensor of a skeleton once; one with `requires_grad` gets a gradient back."""
+    """Return each meta tensor of a skeleton once; a tensor with `requires_grad` gets a gradient back."""
     return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
 
 
@@ -51,10 +51,10 @@ def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[st
 
 
 class StageEntrance(torch.autograd.Function):
-    """Identity for received leaves: the result is neither leaf nor view, so a model may change it in place.
+    """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
 
-    Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient to which
-    another object refers, such as the sender of a value that a stage passes on unchanged.
+    Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient that another
+    object refers to, such as the sender of a value that a stage passes on unchanged.
     """
 
     @staticmethod

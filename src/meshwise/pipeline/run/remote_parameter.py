@@ -1,4 +1,4 @@
-"""Replace another stage's parameter by a tensor that has a shape and a dtype, and raises an error in computations.
+"""Replace another stage's parameter by a tensor that has a shape and a dtype, but raises an error in computations.
 
 A meta tensor is not enough: torch multiplies a CPU tensor by a meta tensor without an error, and returns arbitrary
 memory. TorchScript and `torch.tensor` ignore subclasses of Tensor, so they still return arbitrary memory.
@@ -23,7 +23,7 @@ REMEDY = (
 _CASTS = frozenset((Tensor.to, Tensor.type_as))
 """Functions that convert their first tensor to the dtype of their second tensor."""
 _LIKE = frozenset((*_CASTS, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.is_same_size))
-"""Functions that read the shape or the dtype of their second tensor; the result is on the device of the first."""
+"""Functions that read the shape or dtype of their second tensor; their result is on the device of the first."""
 
 _SHAPED = frozenset(
     (
@@ -31,11 +31,11 @@ _SHAPED = frozenset(
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like, torch.rand_like, torch.randn_like),
     )
 )
-"""Functions that make a new tensor in the shape or dtype of another; with an explicit device, it has real values."""
+"""Functions that make a new tensor in another tensor's shape or dtype; with a given `device`, it has real values."""
 
 
 class RemoteParameter(Tensor):
-    """Parameter or buffer that another stage holds: has a shape and a dtype. To compute with it raises StageError."""
+    """Parameter or buffer of another stage; it has a shape and a dtype. Computing with it raises StageError."""
 
     known_as: str
     """Name of the parameter or buffer in the model."""

@@ -1,15 +1,15 @@
 """Interpret a schedule: run this rank's row of actions, one after the other.
 
-The table decides the order of computations and messages; `validate` has checked that no rank waits for ever.
+The table sets the order of computations and messages; `validate` has checked that no rank waits for ever.
 
-    | 2RECV_F0                  receive: posted as soon as its shapes are known; the rank waits for it at its turn
-    | 2F0                       the stage's forward; a stage on the same rank receives the output directly
-    | 2SEND_F0                  send: started; its memory is freed when the receiver has answered, or at the row's end
+    | 2RECV_F0                  receive: started as soon as its shapes are known; at this action, the rank waits for it
+    | 2F0                       forward of the stage; if the next stage is on this rank, it gets the output directly
+    | 2SEND_F0                  start a send; its memory is freed when the receiver has answered, or at the row's end
     | 2B0 2I0 2W0               the backward, whole or in two parts (`split_backward.py`)
     | 2GATHER 2FREE 2REDUCE     passed to the storage of the stage's parameters
 
-The first message between two stages for each shape of a micro-batch begins with a header, from which the receiver knows
-the shapes; later messages are tensors alone. The actions of a micro-batch that is not run are left out on every rank.
+The first message between two stages for each micro-batch shape starts with a header that tells the receiver the shapes;
+later messages are tensors alone. The actions of a micro-batch that does not run are left out on every rank.
 """
 
 import pickle
@@ -38,14 +38,14 @@ class MicrobatchJob:
     call: Callable[[nn.Module], Any]
     """Runs the model on the micro-batch; on the last stage it returns the loss from which the backward starts."""
     shapes: Hashable
-    """Key of the micro-batch's shapes, equal on every rank; equal keys have messages of equal shapes."""
+    """Key for the shapes of the micro-batch, equal on every rank. With equal keys, messages have equal shapes."""
 
 
 class StageStorage(Protocol):
     """Interface of the storage of a stage's parameters, as the interpreter uses it."""
 
     def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
-        """Return a context for running micro-batch `index`: its forward, or with `again` its backward."""
+        """Return a context in which micro-batch `index` runs: its forward, or its backward if `again`."""
 
     def gather(self) -> None:
         """Start to gather the parameters."""
@@ -57,7 +57,7 @@ class StageStorage(Protocol):
         """Free the gathered parameters."""
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks with other rows of the batch, after the stage's last backward."""
+        """Sum the gradients over the ranks with other rows of the batch. Called after the stage's last backward."""
 
 
 @dataclass
@@ -73,18 +73,18 @@ class _Flight:
     gradients: list[Tensor] = field(default_factory=list)
     """Gradients of `outputs`."""
     weights: WeightBackward | None = None
-    """The W after an I."""
+    """Second part of the backward (W), after I has run; None before."""
 
 
 Place = tuple[int, int]
 """(stage, micro-batch)."""
 
 Header = Sequence[tuple[int, Any]]
-"""Start of a first message: (number, skeleton) of each sent value; numbers count the values that the stage can send."""
+"""Start of a first message: (number, skeleton) for each sent value; the number is its index in `Stage.sends`."""
 
 
 class ScheduleInterpreter:
-    """Interpreter of schedules for this rank's stages; remembers the agreed shapes of messages from run to run."""
+    """Interpreter of schedules for this rank's stages. It remembers the agreed shapes of messages between runs."""
 
     def __init__(self, stages: Mapping[int, Stage], *, storages: Mapping[int, StageStorage], world: World) -> None:
         self._stages, self._storages, self._world = stages, storages, world
@@ -95,7 +95,7 @@ class ScheduleInterpreter:
         """Run this rank's row of the schedule for the micro-batches in `jobs`, which are keyed by number.
 
         Return the result of the last stage for each micro-batch; empty if another rank has the last stage. Raises any
-        error of a stage, and StageError when a stage sends other shapes or numbers for a micro-batch of equal shapes.
+        error of a stage, and StageError if a stage sends other shapes or numbers for micro-batches of equal shapes.
         """
         return _Walk(self, schedule, jobs).run()
 
@@ -238,7 +238,7 @@ class _Walk:
         self._sending[rank].append(sends)
 
     def _acknowledged(self) -> dict[Action, int]:
-        """Return, for each receive, how many messages of this rank the other rank has received before it sends."""
+        """Return for each receive how many messages of this rank the sender has received before it sends."""
         found: dict[Action, int] = {}
         for row in self._rows:
             count = 0
@@ -250,7 +250,7 @@ class _Walk:
         return found
 
     def _release(self, rank: int, count: int) -> None:
-        """Wait for the first `count` messages to a rank, which it has received, and free their memory."""
+        """Wait for the first `count` messages to a rank, which has received them, and free their memory."""
         while self._waited[rank] < count:
             for work in self._sending[rank].popleft():
                 work.wait()

@@ -1,18 +1,18 @@
-"""Run a backward in two parts: I computes the gradients of received values, and W later the parameters' gradients.
+"""Run a backward in two parts: first I computes the gradients of received values, later W those of parameters.
 
 Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
-the gradients of its two operands independently. Autograd omits a gradient that is not asked for. So:
+the gradients of its two operands separately, and autograd omits a gradient that nobody asks for. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
                │             │
                ▼             ▼                               I runs the spine, and keeps the gradients at n4 and n2
               W b           W a                              W starts again at n4 and at n2, towards the parameters
 
-Saved tensors that W does not need are freed after I. I and W together compute the same gradients as one backward (Qi
-et al., 2023; torch's pipelining does the same).
+After I, the saved tensors that W does not need are freed. I and W together compute the same gradients as one backward
+(Qi et al., 2023; torch's pipelining does the same).
 
-Two kinds of parameters get their gradients already in I. A parameter that is reached from the spine at several nodes:
-from one of the nodes, autograd would reach the others again. A parameter behind torch's checkpoint: W would recompute.
+Two kinds of parameters get their gradients already in I. If the spine reaches a parameter at several nodes, autograd
+would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 class WeightBackward:
-    """Second part of a backward (W), to run after its first part (I); a second `run` does nothing."""
+    """Second part of a backward (W), to run after the first part (I). A second `run` does nothing."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], None]] = []
@@ -53,8 +53,8 @@ def backward_input(
 ) -> WeightBackward:
     """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
 
-    `gradients` belong to `outputs`, which require gradients. If no received value is in the graph, W is the whole
-    backward. If a reentrant checkpoint is in the graph, I is the whole backward, and W does nothing.
+    `gradients` are those of `outputs`, which require gradients. If the graph contains no received value, W is the whole
+    backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing.
     """
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
@@ -103,8 +103,8 @@ def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], g
 def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
     """Run the backward from a node of the spine to the parameters, with the gradients that arrived there in I.
 
-    Hooks on the node's tensor have already changed these gradients in I. Autograd calls the hooks again here, so a last
-    hook puts the gradients of I back.
+    Hooks on the node's tensor have already changed these gradients in I. Autograd calls the hooks again here, so one
+    more hook, called last, puts the gradients of I back.
     """
     arrived = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
     hook = place.register_prehook(lambda _: tuple(gradients))
@@ -116,11 +116,11 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
 def _forget(node: Node) -> None:
     """Free the saved tensors of a node that will not run again.
 
-    Tensors of dim 0 stay: a rehearsal, which records tensors, treats the factor of a dropout as a number.
+    Tensors of dim 0 stay: a rehearsal, which records tensors, counts the factor of a dropout as a number.
     """
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
-            with contextlib.suppress(RuntimeError):  # the saved tensor has hooks already, of a tier or of the model
+            with contextlib.suppress(RuntimeError):  # a tier or the model has put hooks on the saved tensor
                 saved.register_hooks(_nothing, _nothing)
 
 
@@ -134,7 +134,7 @@ def _computed_again(node: Node) -> bool:
 
 
 def _saved(node: Node) -> Iterator[Any]:
-    """Yield torch's SavedTensor objects of a node; their `data` is the tensor, or the result of a pack hook."""
+    """Yield the SavedTensor objects of a node; their `data` is the tensor or the result of a pack hook."""
     for name in _saved_by(type(node)):
         some = getattr(node, name)
         yield from some if isinstance(some, list | tuple) else (some,)
@@ -186,7 +186,7 @@ class _Graph:
         return found
 
     def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
-        """Return the nodes at which paths to the leaf leave the spine; None for a path without a node of the spine."""
+        """Return the nodes at which paths to the leaf leave the spine; None stands for a path that misses the spine."""
         found: set[Node | None] = set()
         seen: set[Node] = set()
         waiting = [leaf] if leaf in self.nodes else []

@@ -1,8 +1,8 @@
 """Run one pipeline stage of a model with the model's own forward, in which the pieces of other stages do not compute.
 
-Rewriting a model into a list of layers breaks everything that is not a list of layers: keyword arguments, masks, rotary
-tables, an encoder and a decoder. So a stage *is* the model, with the same class, names and forward. In a stage, the
-pieces (embedding, blocks, norm, head) of other stages have no parameters and do not compute:
+A model rewritten as a list of layers loses everything else: keyword arguments, masks, rotary tables, an encoder and a
+decoder. So a stage *is* the model, with the same class, names and forward. In a stage, the pieces (embedding, blocks,
+norm, head) of other stages have no parameters and do not compute:
 
     the model        embedding   block 0   block 1   block 2   block 3   norm   head
     stage 1 of 3     (nan)       (nan)     received  computes  computes  leaves
@@ -11,11 +11,11 @@ pieces (embedding, blocks, norm, head) of other stages have no parameters and do
 
 - code between pieces (masks, rotary tables, residual sums) runs on every stage, from the same batch;
 - a piece of an earlier stage returns its output as this stage received it, if a later piece needs the output. Otherwise
-  it returns NaN of the right shape and dtype, so that a missing value cannot pass unnoticed;
+  it returns NaN in the output's shape and dtype, so that the use of a missing value is noticed;
 - the first piece of a later stage ends the forward by an exception.
 
-A stage may begin inside of a block (`split_blocks.py`). On the two stages that share this split block, its modules are
-pieces and its own forward runs; on any other stage it is one piece.
+A stage may begin inside a block (`split_blocks.py`). On the two stages that share this split block, its modules are
+pieces, and its own forward runs. On any other stage the block is one piece.
 
 The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run.
 """
@@ -39,11 +39,11 @@ from meshwise.pipeline.run.packed_tree import enter
 
 
 class StageError(RuntimeError):
-    """Error for a run of a stage that differs from the run on the example, from which the model was cut."""
+    """Error for a stage that runs differently than on the example from which the model was cut."""
 
 
 Place: TypeAlias = tuple[bool, int, dict[str, Any]]
-"""Point of a forward: (True inside of a forward, number of the next call of a piece, received values)."""
+"""Point in a forward: (True inside a forward, number of the next call of a piece, received values)."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class FeatureWidth:
     whole: int = 0
     """Features in total; equal to `own` if tensor parallelism does not split them."""
     made: Mapping[str, int] = field(default_factory=dict)
-    """Pieces that make hidden states from other inputs, such as embeddings; the negative dim of the features."""
+    """Pieces that make hidden states from other inputs, such as embeddings; with the negative dim of the features."""
     tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Returns the number of tokens (on this rank, in total) in the current forward."""
     blocks: Collection[str] = ()
-    """Names of the blocks, inside of which tokens are split."""
+    """Names of the blocks; inside a block, tokens are split."""
 
     def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
-        """Run `shadow` on meta tensors, and return the shapes of this rank's output of piece `name`, as meta tensors.
+        """Run `shadow` on meta tensors, and return meta tensors in the shapes of this rank's output of piece `name`.
 
-        `shadow` is the piece before tensor parallelism, so its inputs are widened to all features and tokens.
+        `shadow` is the piece without tensor parallelism, so its inputs are widened to all features and tokens.
         """
         own, whole = self.tokens()
         if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
@@ -109,7 +109,7 @@ def _first(tree: Any) -> Tensor | None:
 
 
 class StageForwardState:
-    """State of a stage's current forward: values received and to send, and the position among the calls of pieces."""
+    """State of a stage's current forward: received values, values to send, and the place among the calls of pieces."""
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
         self.sends, self.changed, self.same_shape = sends, changed, same_shape
@@ -129,17 +129,17 @@ class StageForwardState:
             self.keep(key, value=value)
 
     def keep(self, key: str, *, value: Any) -> None:
-        """Store a value to send at the end, if it is one of `sends`; a copy, if the model will change the value."""
+        """Store a value that is sent at the end, if it is in `sends`. If the model will change it, store a copy."""
         if key in self.sends and not self.repeats:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def received_of(self, key: str) -> Any:
-        """Return the received value of this key; a copy, if the model will change the value."""
+        """Return the received value of this key, or a copy if the model will change the value."""
         value = self.received[key]
         return map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def device_for(self, given: Tensor) -> torch.device:
-        """Return the device for a result of the input `given`: the device of received values if `given` is on meta.
+        """Return the device for a result of the input `given`; if `given` is on meta, the device of received values.
 
         An input is on the meta device if the model moved it to the device of a remote parameter.
         """
@@ -157,7 +157,7 @@ class StageForwardState:
 
     @contextlib.contextmanager
     def restored(self, place: Place) -> Iterator[None]:
-        """Run a block again inside, from this point on."""
+        """Inside it, run a block of the model again from this point on."""
         left, repeated = self.snapshot(), self.repeats
         (self.open, self.position, self.received), self.repeats = place, True
         try:
@@ -166,7 +166,7 @@ class StageForwardState:
             (self.open, self.position, self.received), self.repeats = left, repeated
 
     def stop(self) -> dict[str, Any]:
-        """End the forward, drop its values, and return the values to send by key."""
+        """End the forward, drop its values, and return the values to send, by key."""
         sent = self.sent
         self.open, self.received, self.sent = False, {}, {}
         return sent
@@ -176,7 +176,7 @@ class Stage:
     """Stage `index` of the `count` stages of a model.
 
     `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
-    of its stages: their gradients have to be summed. `receives` are the keys of the values from the stage before.
+    of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class PieceForward:
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
-                # A norm over the batch of all ranks would ask the others.
+                # A norm over the batch of all ranks would otherwise communicate with other ranks.
                 with torch.no_grad(), torch._C.DisableTorchFunction(), without_modes(), sizes_known():
                     self._shapes[asked] = self._state.width.ask(
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
@@ -288,13 +288,13 @@ class SplitBlockForward:
 
 
 class NanPlaceholder:
-    """Maker of NaN tensors (integers: 0) that share one memory per dtype; a stage of a deep model needs many."""
+    """Maker of NaN tensors (integers: 0). They share one memory per dtype, because a deep model's stage needs many."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
-        """Return NaN in the shape and dtype of a tensor; with `fresh`, in its own memory, which may be written to."""
+        """Return NaN in the shape and dtype of a tensor; if `fresh`, in new memory, which may be written to."""
         place = (tensor.dtype, device)
         flat = self._flat.get(place)
         if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
@@ -330,9 +330,9 @@ class StageRoute:
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
-    """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values. Equal keys give equal shapes.
+    """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values. Equal keys have equal shapes.
 
-    `other` returns the key of any other value.
+    `other`: returns the key of a value of any other type.
     """
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)

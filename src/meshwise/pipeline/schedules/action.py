@@ -1,12 +1,12 @@
 """Represent a pipeline schedule as a table: for each rank, its actions in order.
 
-A schedule written as control flow can only be run. A table can also be checked before a run, timed, drawn, compared
-with another table, and read from a file; one interpreter runs all of them:
+A schedule written as control flow can only be run. A table can also be checked before it runs, timed, drawn, compared
+with another table, and read from a file. One interpreter runs all tables:
 
     | 0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
     | 1F0 1B0 1F1 1B1        rank 1 holds stage 1
 
-A function that builds a schedule returns only computations; `passes` add the sends, receives, gathers and reductions.
+A function that builds a schedule returns only the computations; `passes` adds sends, receives, gathers and reductions.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """Error for a schedule that cannot run, or that does not allow these numbers of ranks, stages or micro-batches."""
+    """Error for a schedule that cannot run, or that excludes the given number of ranks, stages or micro-batches."""
 
 
 class ActionKind(StrEnum):
@@ -44,7 +44,7 @@ SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 """Kinds that wait for a message from another rank."""
 UNITS = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
-"""Kinds that concern all parameters of a stage; their actions have no micro-batch."""
+"""Kinds for all parameters of a stage; an action of these kinds has no micro-batch."""
 
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d*)")
 
@@ -124,7 +124,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Return the table in a text of one line per rank. Words of dots, empty lines and `#` comments are ignored.
+        """Return the table in a text with one line per rank. Words of dots, empty lines and `#` comments are ignored.
 
         Raises ScheduleError, with the line, for a word that is not an action, and for a text without actions.
         """

@@ -14,21 +14,21 @@ from meshwise.plan.plan_keys import is_path, plan_notation
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule that a plan can name: the function that builds it, and the numbers that it allows."""
+    """A schedule that a plan can name: the function that builds it, and the numbers with which it works."""
 
     build: Callable[[int, int, int], Schedule]
     """`build(pp, microbatches, virtual_stages)` returns the table."""
     virtual: tuple[int, int | None]
-    """Smallest and largest number of stages per rank; None: no largest number."""
+    """Smallest and largest number of stages per rank; None: no largest."""
     least: Callable[[int], int] = lambda _pp: 1
     """`least(pp)` is the smallest number of micro-batches."""
     step: Callable[[int], int] = lambda _pp: 1
     """The number of micro-batches has to be a multiple of `step(pp)`."""
     overlaps: bool = True
-    """True if several ranks compute at the same time."""
+    """True if several ranks compute at the same time, so that `passes.send_first` gains."""
 
     def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
-        """Return the nearest (microbatches, virtual_stages) that this schedule allows."""
+        """Return the nearest (microbatches, virtual_stages) with which this schedule works."""
         least, most = self.virtual
         step = self.step(pp)
         fewer = microbatches // step * step
@@ -56,12 +56,12 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table of a schedule. `virtual_stages`: stages per rank; None: the fewest that the schedule allows.
+    """Return the table of a schedule. `virtual_stages`: stages per rank; None: the fewest with which it works.
 
-    A name with a `/` or a `.` is the path of a file with a table, which has to have these numbers.
+    A name with a `/` or a `.` is the path of a file with a table, which must be for these numbers.
 
-    Raises ScheduleError for an unknown name, and for a table that cannot be read or cannot run. Raises it also for
-    numbers that the schedule does not allow, with the nearest numbers that it allows.
+    Raises ScheduleError for an unknown name, and for a table that cannot be read or cannot run. If the schedule does
+    not work with these numbers, it raises ScheduleError with the nearest numbers that work.
     """
     if is_path(name):
         return _from_file(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
@@ -102,7 +102,7 @@ def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, in
 
 
 def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | None) -> Schedule:
-    """Return the table of a file, if it is for these numbers."""
+    """Return the table of a file. Raises ScheduleError if it is for other numbers."""
     try:
         schedule = read_schedule(Path(path))
     except OSError as error:

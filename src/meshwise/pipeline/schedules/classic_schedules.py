@@ -1,8 +1,8 @@
 """Build the classic schedules, in which a backward is one action: naive, GPipe, 1F1B, interleaved and looped.
 
-Every rank runs some forwards first, then one forward and one backward in turn, then the remaining backwards. The
-schedules differ in the number of first forwards and in the order in which a rank runs its stages. With p ranks, m
-micro-batches, v stages per rank, and f and b the forward and backward time of one stage, the bubble of a rank is
+Every rank first runs some forwards, then one forward and one backward in turn, then the remaining backwards. The
+schedules differ in the number of first forwards, and in the order in which a rank runs its stages. Let p be the number
+of ranks, m of micro-batches, v of stages per rank; f and b the forward and backward time of a stage. Bubble of a rank:
 
     | naive         (p - 1) m (f + b)      one micro-batch at a time
     | gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)
@@ -10,7 +10,7 @@ micro-batches, v stages per rank, and f and b the forward and backward time of o
     | interleaved   (p - 1)   (f + b)      f, b are 1/v of a rank's time (Narayanan et al., 2021)
     | looped        (p - 1)   (f + b)      holds m v; runs all forwards of a stage in a row (Lamy-Poirier, 2023)
 
-"Holds" counts the micro-batches whose activations of a stage a rank keeps at one time.
+"Holds": for how many micro-batches a rank keeps the activations of a stage at one time.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ def gpipe(pp: int, *, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: rank r runs p - r - 1 forwards before it alternates, and holds at most p - r."""
+    """Return the 1F1B schedule: rank r first runs p - r - 1 forwards, then alternates, and holds at most p - r."""
     steps = _Steps(pp, [(0, index) for index in range(microbatches)], 1)
     return steps.schedule([pp - rank - 1 for rank in range(pp)])
 
 
 def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
-    """Return interleaved 1F1B: stage s is on rank s mod p, and groups of p micro-batches pass the ranks v times.
+    """Return interleaved 1F1B: stage s is on rank s mod p. Groups of p micro-batches pass through all ranks v times.
 
     `microbatches` has to be a multiple of `pp`.
     """

@@ -1,6 +1,6 @@
 """Complete a schedule by passes from one table to another: transfers, gathers, reductions, early sends.
 
-| send_first     | after a rank's last forward, every B becomes I W, so that I's gradient is sent before W runs |
+| send_first     | after a rank's last forward, every B becomes I W, so that the gradient of I is sent before W runs |
 | merge_backward | every I directly followed by its W becomes B, which costs less than I and W |
 | add_transfers  | add sends and receives |
 | add_reductions | reduce each stage's gradients once, after its last backward |
@@ -34,8 +34,8 @@ def lower(schedule: Schedule, *, gathers: bool) -> Schedule:
 def send_first(schedule: Schedule) -> Schedule:
     """Return the table with each B after a rank's last forward replaced by I and W.
 
-    After its last forward a rank waits for gradients alone. With B, each stage computes its weights' gradients before
-    it sends its input's gradient. That costs (p - 1) w of the bubble (p - 1) (f + i + w) of 1F1B, where w is at most f.
+    After its last forward, a rank only waits for gradients. In a B, each stage computes its weights' gradients before
+    it sends its input's gradient. This makes (p - 1) w of 1F1B's bubble (p - 1) (f + i + w), where w is at most f.
     With I W, no activation is kept for longer, because W follows at once.
     """
     rows = []
@@ -54,7 +54,7 @@ def _parts(action: Action) -> tuple[Action, ...]:
 def merge_backward(schedule: Schedule) -> Schedule:
     """Return the table with B in place of every I that is directly followed by its own W.
 
-    In a table with transfers no send stands between such an I and its W, so no other rank waits longer.
+    In a table with transfers, no send lies between such an I and its W, so no other rank waits longer.
     """
     return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
 
@@ -71,11 +71,11 @@ def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
 
 @lru_cache(maxsize=8)
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Return the table with a send after each value that another rank needs, and a receive before the value's use.
+    """Add a send after each value that another rank needs, and a receive before the use of the value.
 
-    Messages between two ranks are received in the order in which they are sent, because a transport may match them by
-    order alone. A rank that needs a later message first receives the earlier messages before it. A table that has
-    transfers already is returned as it is.
+    Messages between two ranks are received in the order in which they were sent, because a transport may match them
+    by order alone. So a rank that needs a later message receives the earlier messages first. A table that already has
+    transfers is returned unchanged.
     """
     if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
         return schedule
@@ -155,7 +155,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def add_gathers(schedule: Schedule) -> Schedule:
-    """Return the table with a GATHER one computation before each stage's first, and a FREE after its last."""
+    """Add a GATHER one computation before the first computation of each stage, and a FREE after its last one."""
     return Schedule(tuple(tuple(_gathered(row)) for row in schedule.rows))
 
 

@@ -1,9 +1,9 @@
 """Compute the timeline of a schedule from the costs of its actions: a step's time, the bubbles and the peak memory.
 
 Every rank runs its actions in order. A computation takes its time; a receive waits until the message has arrived. A
-send takes no time of the rank: the message is sent at once, or after the message before it on the same link. Gathers
-and reductions overlap with computations, and run one after the other on each rank. A computation waits for its stage's
-gather, and the step for the last reduction.
+send takes no time of the rank: the message leaves at once, or when the message before it has left the link. Gathers
+and reductions overlap with computations, and run one after the other on each rank. A computation waits for the gather
+of its stage, and the step waits for the last reduction.
 """
 
 import math
@@ -43,10 +43,10 @@ class ActionCost:
 
 
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
-    """Return the timeline of a table. `costs`: one for all stages, or one for each. Missing transfers are added.
+    """Return the timeline of a table. `costs`: one for all stages, or one per stage. Missing transfers are added.
 
-    The event of a send lasts while the message is on the link. Raises ScheduleError when the number of costs is not the
-    number of stages, and for a table that deadlocks.
+    The event of a send lasts as long as the message is on the link. Raises ScheduleError when the number of costs is
+    not the number of stages, and for a table that deadlocks.
     """
     each, ends, events = _each(costs, schedule), [0.0], []
     for rank, action, before, other in _dependencies(add_transfers(schedule)):
@@ -60,7 +60,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> tuple[float, ...]:
     """Return the peak of the activations on each rank, in the unit of `ActionCost.activations`.
 
-    Raises ScheduleError for costs of another number of stages.
+    Raises ScheduleError when the number of costs is not the number of stages.
     """
     changes = [_changes(cost) for cost in _each(costs, schedule)]
     return tuple(_peak(row, changes) for row in schedule.rows)
@@ -88,9 +88,9 @@ class StepClock:
         return len(self._events)
 
     def __call__(self, *, loads: Sequence[float], sent_bytes: Sequence[float] = (), limit: float = math.inf) -> float:
-        """Return the time of a step. `loads`: time of each stage per micro-batch; `sent_bytes`: bytes that it sends.
+        """Return the time of a step. `loads`: time of each stage per micro-batch. `sent_bytes`: what each stage sends.
 
-        Return infinity, without a timing, if the computations of one rank alone take at least `limit`.
+        Return infinity, without a computation, if the work of one rank alone takes at least `limit`.
         """
         ranks = [0.0] * self._schedule.ranks
         for load, rank in zip(loads, self._schedule.rank_of, strict=True):
@@ -135,9 +135,9 @@ def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
 def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
     """Yield (rank, action, before, other) for each event; the event waits for the events `before` and `other`.
 
-    Events are numbered from 1 in the order in which they are yielded; 0 is the beginning of the step. `before` is the
-    rank's last computation or receive. `other` is the message of a receive, or the last message on the link of a send.
-    For a computation it is the gather of its stage; for a gather or reduction, the rank's last collective.
+    Events are numbered from 1, in the order in which they are yielded; 0 is the start of the step. `before` is the
+    rank's last computation or receive. `other` is, for a receive, its message; for a send, the last message on its
+    link; for a computation, the gather of its stage; for a gather or reduction, the rank's last collective.
     """
     now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -172,7 +172,7 @@ def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
 
 
 def _seconds(action: Action, costs: Sequence[ActionCost]) -> float:
-    """Return the duration of an action; a receive takes no time after its message has arrived."""
+    """Return the duration of an action; a receive takes no time once its message has arrived."""
     cost, kind = costs[action.stage], action.kind
     if kind in SENDS:
         return costs[action.stage - (kind is ActionKind.SEND_B)].link

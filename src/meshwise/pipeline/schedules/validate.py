@@ -1,4 +1,4 @@
-"""Check that a schedule's table can run: each forward and backward is there once, in order, and no rank deadlocks.
+"""Check that a schedule's table can run: it has each forward and backward once and in order, and no rank deadlocks.
 
 A faulty schedule hangs, or trains on wrong gradients. Both can be seen in the table before a run starts.
 """
@@ -25,8 +25,8 @@ def validate(schedule: Schedule) -> None:
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield the (rank, action) of a table with transfers, in an order in which they can happen.
 
-    Sends do not wait. A receive waits for the next message of its channel; there is one channel from each rank to each
-    other rank. Raises ScheduleError when all unfinished ranks wait for messages.
+    Sends do not wait. A receive waits for the next message of its channel; each pair (sender, receiver) has a channel.
+    Raises ScheduleError when all unfinished ranks wait for messages.
     """
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     place = [0] * schedule.ranks
@@ -85,7 +85,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    """Check that a rank computes nothing before its inputs on the same rank are computed."""
+    """Check that a rank computes nothing before those inputs that the rank itself computes."""
     seen: set[Action] = set()
     for action in row:
         for alternatives in _before(schedule, action):

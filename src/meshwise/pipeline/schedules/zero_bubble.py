@@ -1,4 +1,4 @@
-"""Build zero-bubble schedules, whose backwards are split: I at once, because the stage before waits for it; W later.
+"""Build zero-bubble schedules with split backwards: I runs at once, as the stage before waits for it, and W later.
 
 Let p be the number of ranks, and f, i and w the times of a stage's F, I and W. The bubble of a rank, from its first
 action to its last, is
@@ -9,13 +9,13 @@ action to its last, is
     | dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
 
 The last two schedules put stages r and 2p - 1 - r on rank r (a V), so that the loss is on rank 0. Their f, i and w are
-the times of such a stage, half as large as a stage of the others. DualPipeV's published formula, (p - 1) (f + 2i - w),
-assumes that a forward and a backward run at the same time. Here they run one after the other, and the next rank has the
-first result earlier.
+the times of such a stage, half as large as a stage of zb-h1. DualPipeV's published formula, (p - 1) (f + 2i - w),
+assumes that a forward and a backward run together. Here they run one after the other, so the next rank has the first
+result earlier.
 
-zb-h1 and zb-h2 follow one rule with f = i = w = 1. In each unit of time, a rank runs the next forward if its limits
-allow, else the next I, else a W. Only their two limits differ. For the V this rule would leave gaps of a few units, so
-zb-v and dualpipev are written as phases of repeated actions.
+zb-h1 and zb-h2 follow one rule, with f = i = w = 1: in each unit of time, a rank runs the next forward if the limits
+allow it, else the next I, else a W. The two differ only in their two limits. In a V this rule would leave gaps of a few
+units, so zb-v and dualpipev are written as phases of repeated actions.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 def dualpipev(pp: int, *, microbatches: int) -> Schedule:
     """Return DualPipeV, half of a DualPipe, for at least 2p micro-batches; the phases follow DeepSeek's `dualpipev.py`.
 
-    It alternates forwards and backwards in pairs, whose communication could be overlapped.
+    It alternates forwards and backwards in pairs, so that their communication could overlap.
     """
     return Schedule(tuple(_dualpipev_row(rank, pp, microbatches) for rank in range(pp)))
 
@@ -104,7 +104,7 @@ def _dualpipev_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 
 
 class _Row:
-    """Row under construction. Words of `add`: `F1` is the next forward of the rank's second stage, `W` its oldest W."""
+    """Row in the making. Words of `add`: `F1` is the next forward of the rank's second stage, `W` its oldest W."""
 
     def __init__(self, *stages: int) -> None:
         self.actions: list[Action] = []
