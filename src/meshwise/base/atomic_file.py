@@ -1,6 +1,6 @@
 """Replace a file atomically (`write_whole`): readers find the old file or the complete new file.
 
-Opening a file for writing empties it. If the disk is full then, the old and the new content are both lost. So a new
+Opening a file for writing empties it. If the disk is then full, the old and the new content are both lost. So a new
 file is written in the same folder, and renamed when all of it is on the disk.
 
     | at the path                       after `write_whole`
@@ -27,10 +27,11 @@ def is_read_only(path: Path) -> bool:
 
 
 def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | None = None) -> None:
-    """Replace the file at `path` by the file that `write(temporary_path)` writes. After an OSError the old file stays.
+    """Replace the file at `path` by the file that `write(temporary_path)` writes. After an OSError the old file stays,
+        unless it was overwritten in place (see the table above).
 
     aside: the temporary path, by default a new name in the same folder. Give a fixed path for a large file with one
-    writer at a time: then the next writer overwrites the part that a killed writer has left.
+    writer at a time: if a writer is killed, the next writer overwrites the incomplete file.
     """
     if is_read_only(path):
         raise PermissionError(errno.EACCES, "it is read-only", str(path))
@@ -57,7 +58,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk (fsync). Raises OSError, as for a full disk."""
+    """Wait until a file, or a folder's list of names, is on the disk (fsync). Raises OSError if the disk is full."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

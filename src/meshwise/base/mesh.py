@@ -1,9 +1,9 @@
 """Named axes over ranks (`Mesh`), and even splits of a number of elements (`even_split`).
 
 Every kind of parallelism splits something over a group of ranks, such as the ranks with the same parameters. With
-process groups, each new combination of axes needs a global variable and its getters. Here a group is computed from one
-frozen value. The coordinate of a rank has one index per axis: the digits of its number, with the degrees as bases. The
-ranks of a group differ only in the indices of the group's axes.
+process groups, each new combination of axes needs a global variable and its getters. Here every group is computed from
+one immutable `Mesh`. The coordinate of a rank has one index per axis: the digits of the rank number, where the degree
+of an axis is the base of its digit. The ranks of a group differ only in the indices of the group's axes.
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
 

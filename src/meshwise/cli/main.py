@@ -59,7 +59,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {  # by the name of the subcommand, in the order of the overview
     "train": Command("train a job on local ranks, or under torchrun", train_command.main, starts_ranks=True),
-    "verify": Command("prove that a plan is the same model, on a few steps", verify_command.main, starts_ranks=True),
+    "verify": Command("compare a few steps of the split and the whole model", verify_command.main, starts_ranks=True),
     "simulate": Command("predict the time and memory of a plan, without the ranks", simulate_command.main),
     "plan": Command("choose the fastest plan for a cluster", plan_command.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint_command.main),
@@ -111,7 +111,7 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
     """Run a subcommand, print its exception, and return the exit status. `fork`: local ranks are forked from here."""
     try:
         if fork:
-            with contextlib.suppress(OSError):  # the fork only saves time; ranks that start report the error again
+            with contextlib.suppress(OSError):  # the fork only saves time; the start of the ranks reports the error
                 fork_server_from_here()
         try:
             return COMMANDS[name].main(words)

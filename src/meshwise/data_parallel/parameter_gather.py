@@ -3,7 +3,7 @@
 A unit runs in the forward of its modules and in the backward of their outputs. It is not freed when its module returns.
 So a unit with two modules in a row is gathered once. The last unit of the forward is also the first of the backward,
 and stays gathered between them. One autograd thread runs the nodes of a backward in the reverse order of their
-creation. So when it reaches the output of another unit, the backward of the unit before is complete.
+creation. So when the backward reaches the output of another unit, the unit of the nodes before is complete.
 
     | forward     run A | run B: free A, prefetch C | run C: free B, prefetch D | ...
     | backward    run D | run C: free D, prefetch B | run B: free C, prefetch A | ...
@@ -14,8 +14,8 @@ unit after the next is already copied to the device.
 The order of units in the last pass predicts the next unit. A wrong prediction costs one gather and changes no result.
 All ranks predict the same unit, because all of them ran the same passes.
 
-A unit whose module encloses the module of another unit stays gathered until the pass ends, such as a parameter that
-the root module owns.
+If a module of a unit contains a module of another unit, the outer unit stays gathered until the pass ends. An example
+is the unit of a parameter that the root module owns.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ class ParameterGatherer:
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
     def begin_pass(self, *, backward: bool) -> None:
-        """End the pass before and begin a forward or backward; a forward first frees every unit."""
+        """End the previous pass, and begin a forward or backward pass. A forward pass first frees every unit."""
         self._finish_pass()
         self._backward = backward
         if not backward:
@@ -91,9 +91,9 @@ class ParameterGatherer:
             if "out of bounds for storage of size 0" not in str(error):
                 raise
             raise RuntimeError(
-                "the backward reached a module whose parameters are spread over the ranks (zero=3): the tensors that "
-                "the module returned were not found. Return them in a tuple, list, mapping, dataclass or attribute, or "
-                "use a zero stage below 3"
+                "the backward needs parameters that are spread over the ranks (zero=3) and are not gathered: no tensor "
+                "was found in the result of their module. Return tensors in a tuple, list, mapping, dataclass or "
+                "attribute, or use a zero stage below 3"
             ) from error
 
     def close(self) -> None:
@@ -119,8 +119,8 @@ class ParameterGatherer:
             if torch.is_grad_enabled():
                 self._recorded = True
                 for tensor in all_tensors(output):
-                    # An input that is only returned gets its gradient after the backward has left this module, so it
-                    # gets no hook. `_version` is read of inputs alone: split logits would be gathered to answer.
+                    # An input that the module returns unchanged gets no hook: its gradient is complete only after the
+                    # backward of this module. `_version` tells if an input was changed.
                     given, version = was_there.get(id(tensor), (None, 0))
                     changed = given is None or given() is not tensor or version != tensor._version
                     if tensor.requires_grad and changed:
@@ -149,7 +149,7 @@ class ParameterGatherer:
         self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
-        # It stays gathered for the whole pass, even if it is gathered already: no hook announces its backward here.
+        # No hook announces the backward of this use, so the unit stays gathered until the pass ends.
         self._recorded = self._recorded or torch.is_grad_enabled()
         if unit not in self._open:
             unit.stays_gathered = True

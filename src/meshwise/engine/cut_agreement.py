@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages: the first rank runs it on an example batch, and every rank receives its cut."""
+"""Cut a model into pipeline stages: rank 0 runs it on an example batch, and sends the whole cut to all ranks."""
 
 import dataclasses
 import math
@@ -35,13 +35,13 @@ class CutInputs:
     options: CutOptions
     """Places at which the user lets the model be cut."""
     loss: Loss | None = None
-    """`loss(output, batch) -> (sum, count)`; None: the dependencies of the output count instead."""
+    """`loss(output, batch) -> (sum, count)`: the computation of the loss is cut; None: that of the output is cut."""
     pairs: MatrixPairs = field(default_factory=MatrixPairs)
     """Matrices that tensor parallelism splits in pairs; no stage begins between the two of a pair."""
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """Return the table of the plan's schedule. Raises PlanError when it does not allow the plan's other numbers."""
+    """Return the table of the plan's schedule. Raises PlanError when it excludes the plan's pp or micro-batches."""
     try:
         return planned_schedule(
             plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
@@ -68,7 +68,7 @@ def cut_source(
     """
     if example.batch is None:
         raise PlanError(
-            f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
+            f"pp={plan.pp}: the model must run once, to be cut into stages; give a batch: Options(example=batch)"
         )
     if not tree.row_count(example.batch):
         raise PlanError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
@@ -110,23 +110,30 @@ class CopiedBatchRun:
 def cut_and_note_writes(
     model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], request: CutRequest
 ) -> ModelCut:
-    """Return the cut of a model with its field `writes`; `run(model, micro)` returns the output or the loss."""
+    """Return the cut of a model; its field `writes` is true if the model changes its batch in place.
+
+    `run(model, micro)` returns the output or the loss.
+    """
     call = CopiedBatchRun(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, request=request)
-    return dataclasses.replace(cut, writes=call.written or cut.writes)  # a cut from CutOptions.made runs nothing
+    # With CutOptions.made the model does not run, and `writes` of that cut stays.
+    return dataclasses.replace(cut, writes=call.written or cut.writes)
 
 
 def finest_cut(
     model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
 ) -> ModelCut | None:
-    """Return the cut with a stage for each piece with parameters; None for one stage."""
+    """Return the cut in which every piece with parameters begins a stage; None if that is only one stage.
+
+    `micro`, `run`: as in `cut_and_note_writes`. `pieces`: as in `CutOptions`.
+    """
     call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
 
 
 def cut_on_first_rank(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
-    """Return the result of `make`, which only the first rank calls, on every rank (collective).
+    """Call `make` on the first rank only, and return its result on every rank (collective).
 
     A PlanError or LossError of `make` is raised on every rank. For any other error the other ranks raise RankLostError.
     """
@@ -142,7 +149,7 @@ def cut_on_first_rank(make: Callable[[], ModelCut], *, world: World) -> ModelCut
             error, problem = refused, f"{refused}"
         except Exception as raised:  # noqa: BLE001 -- raised below, after the other ranks have received it
             error, problem = raised, f"rank 0 could not cut the model: {type(raised).__name__}: {raised}"
-            error.add_note("while the model ran on the example batch, from which it is cut into stages")
+            error.add_note("while the model ran on the example batch, to be cut into stages")
     cut, kind, problem = world.exchange((cut, kind, problem))[0]
     if error is not None:
         raise error

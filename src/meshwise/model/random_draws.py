@@ -8,12 +8,12 @@ than a whole model, and the two could not be compared. Here a draw is a function
 alone. So it is the same under every plan, in every repeated forward and after a resume; the step number is the only
 state. A rank computes the slice of the full draw that its tensor needs. The slice follows from three facts:
 
-    samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of a drawn
-               tensor, which may be samples, samples · heads or samples · tokens. They lie along dim 1 if a module says
-               `batch_first=False`, or if only dim 1 has their number. A tensor without such a dim is drawn once for
-               all samples.
-    place      the drawing module, the call numbers of it and its callers (counted inside each caller), and the number
-               of the draw in that call. Hooks on the modules keep a stack of running calls.
+    samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of the drawn
+               tensor; the size of dim 0 is samples, samples · heads or samples · tokens. They lie along dim 1 if a
+               module has `batch_first=False`, or if only the size of dim 1 is the number of samples. A tensor without
+               such a dim is drawn once for all samples.
+    place      the module that draws, the number of the draw in this call, and for the module and each of its callers,
+               the number of the call (counted inside its caller). Hooks on the modules keep a stack of running calls.
     region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
@@ -48,7 +48,7 @@ DRAWING_MODULES = (
 class SampleRows:
     """The samples of a micro-batch: `count` samples, from number `first` of the global batch on.
 
-    `further(n)`: the samples of this micro-batch on another rank, n shares further on in the global batch.
+    `further(n)`: the samples of this micro-batch on the rank n places after this one along the axes of the batch.
     """
 
     first: int
@@ -60,8 +60,8 @@ class SampleRows:
 class DimSlice:
     """A slice along one dim of the whole model's activations: `size` elements from `start` on.
 
-    `dim` counts from the end (-1: features). If a tensor has heads where others have features, start and size are
-    scaled to heads. A dim of size 1 (as in stochastic depth) is not split if `size` > 1, except the dim of heads.
+    `dim` counts from the end (-1: features). If this dim of a tensor counts heads, start and size are converted to
+    heads. A dim of size 1 (as in stochastic depth) is not split if `size` > 1, except in attention scores.
     """
 
     dim: int
@@ -75,7 +75,7 @@ class ActivationRegion:
 
     | hidden   slices of tensors (samples, tokens, features)
     | scores   slices of attention scores (samples, heads, queries, keys), and of other tensors with 4 dims or more
-    | shares   the rank works on samples of another rank, this many shares further on in the batch; 0: its own samples
+    | shares   0: the rank works on its own samples; n: on those of the rank n places after it (`SampleRows.further`)
 
         | 1d, between the linear layers of a pair     hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
         | sequence parallel, outside of pairs         hidden=(DimSlice(-2, t, n),)
@@ -98,7 +98,7 @@ class ModuleVisit(NamedTuple):
     """Place of a module's call. `samples_first` is False if samples lie along dim 1."""
 
     path: tuple[tuple[str, int], ...]
-    """The calls on the stack, as (module name, number of the call); calls with number 0 are left out."""
+    """The running calls, as (module name, number of the call from 0); first calls (number 0) are left out."""
     region: ActivationRegion
     samples_first: bool
 
@@ -244,7 +244,7 @@ class RandomDraws:
         """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
 
         `scores`: the tensor has attention scores, and its dim 0 is samples or samples · heads. The slice
-        has at least two dims: first samples (start -1: the tensor has none), then split dims and dims of size > 1.
+        has at least two dims: first samples (start -1: the tensor has none), then the dims that are split or above 1.
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows

@@ -79,9 +79,10 @@ class RunSummary:
 def train(world: World, *, job: Job, console: Console | None = None) -> RunSummary:
     """Run a job on the ranks of `world`; every rank calls it. `console`: where rank 0 prints, by default stdout.
 
-    Raises JobError or PlanError for a job that cannot run or is not the job of its checkpoint. Raises DamageError when
-    no checkpoint is valid, and SaveError when the last checkpoint could not be written. Raises NonFiniteError as
-    `train.nonfinite` says, ShortageError when memory runs out, and any exception of the user's model, loss and data.
+    Raises JobError or PlanError when the job cannot run, and JobError when it differs from its checkpoint's job. Raises
+    DamageError when no checkpoint is valid, SaveError when the last checkpoint could not be written, and ShortageError
+    when memory runs out. Raises NonFiniteError when the loss or gradient is not finite and the job's key
+    `train.nonfinite` allows no more skipped steps. Raises any exception of the user's model, loss and data.
     """
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
@@ -276,7 +277,7 @@ class _Run:
         return (map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, batch) for batch in rows)
 
     def _write_parameters(self) -> None:
-        """Write the trained parameters, before any later step can fail, and wait for the last checkpoint."""
+        """Write the trained parameters before validation or generation can fail, and wait for the last checkpoint."""
         job, folder = self._job, self._folder
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
         write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
@@ -409,7 +410,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
     """Return a function from the number of the step (0 … steps-1) to the learning rate, as a fraction of the peak.
 
-    Step k of the warm-up has (k+1)/warmup of the peak; the last step of the run has the floor.
+    Step k of the warm-up has (k+1)/warmup of the peak. A decay ends at `schedule.floor` in the last step; the shape
+    `constant` stays at the peak.
     """
     decay = steps - schedule.warmup if schedule.shape != "wsd" else round(schedule.decay * steps)
     first = max(steps - decay, schedule.warmup)

@@ -1,8 +1,8 @@
 """Measure the mean square of every module's output in a step, to find the first module where two forwards differ.
 
 Each rank and micro-batch has a part of a split model's output, so the output tensors cannot be compared. Their mean
-square over all parts can be compared. It does not depend on the split of the batch's rows, even for an output without
-a batch dim, such as a position embedding.
+square over all parts can be compared: it is the same for every split of the batch's rows. This is also true for an
+output without a batch dim, such as a position embedding, because all parts compute the same values.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from meshwise.model.forward import Forward
 
 
 class OutputMeanSquares:
-    """Mean squares of the outputs of all modules, measured by hooks. The model runs through its method `forward`."""
+    """Mean squares of the outputs of all modules, measured by hooks. Run the model with `forward` of this object."""
 
     def __init__(self, forward: Forward) -> None:
         self._inner = forward
@@ -52,7 +52,7 @@ class OutputMeanSquares:
         return list(self._elements)
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """Return each module's mean square by name; with a world, over all its ranks, which all call it."""
+        """Return the mean square of each module by name. With `world`, over all its ranks; every rank then calls it."""
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
@@ -67,7 +67,7 @@ class OutputMeanSquares:
             return
         for tensor in tensors(output):
             if tensor.is_floating_point():
-                if bool(tensor.isnan().any()):  # another stage of the pipeline computes it
+                if bool(tensor.isnan().any()):  # NaN marks an output that another pipeline stage computes
                     continue
                 square = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
                 self._squares[name] = self._squares.get(name, 0.0) + square

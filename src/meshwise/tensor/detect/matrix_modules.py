@@ -17,7 +17,7 @@ from torch.nn import functional
 from meshwise.tensor.detect.known_names import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
 PATCH_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Classes of convolutions that may make hidden states from an input, such as the patches of an image."""
+"""Classes of convolutions; a model may use one as its first layer, to make hidden states from patches of an image."""
 
 
 @dataclass(frozen=True)

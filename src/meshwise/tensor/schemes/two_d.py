@@ -7,13 +7,14 @@ The product is SUMMA (van de Geijn and Watts, 1997) on axes row and col, with T 
 
 A rank holds 1/q² of all parameters and activations. A linear gathers T·K/q elements of X and K·N/q of W in the
 forward, and reduce-scatters as many in the backward. Unless the gathered operands are kept, the backward gathers them
-again. For a block of width h with an MLP of 4h and b·s tokens in total, this is Optimus' formula, in elements:
+again. For a block of width h with an MLP of 4h and b·s tokens in total, all linears together move (Optimus' formula):
 
-    forward   (7 b·s·h + 12 h²) / q          backward   the same if operands are kept, else twice as many
+    forward   (7 b·s·h + 12 h²) / q elements     backward   the same if operands are kept, else twice as many
 
 Heads and rows of the batch are both local, so attention needs no communication. The embedding's table is stored like
-the head's weight, so that the two may be tied. A rank gathers the features of its rows over row and looks up the tokens
-in its part of the vocabulary. The results are reduce-scattered over col along the features.
+the head's weight, so that the two may be tied. A rank has a part of the vocabulary and of the features. It gathers the
+features over axis row, and looks up the tokens in its part of the vocabulary. The results are reduce-scattered over
+col along the features.
 """
 
 from meshwise.tensor.core.scheme import Axes, OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
