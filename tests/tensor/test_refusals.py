@@ -192,7 +192,9 @@ def test_an_attention_that_asks_for_the_number_of_its_tokens_is_given_them_or_re
     model[1].attention = Counting(16, 4, kv_heads=4)
     assert find_parts(model, plan=plan)["1.attention"].gathers
     model[1].attention = Residual(16, 4, kv_heads=4)
-    with pytest.raises(PlanError, match=r"1.attention asks its input x.*call self.q\(x\).*: sequence_parallel=0"):
+    with pytest.raises(
+        PlanError, match=r"1.attention reads sizes of its input x.*call self.q\(x\).*: sequence_parallel=0"
+    ):
         find_parts(model, plan=plan)
 
 
@@ -220,7 +222,7 @@ class InTwoSteps(Attention):
 def test_a_method_that_gets_the_input_may_ask_for_sizes() -> None:
     model = stack()
     model[1].attention = InTwoSteps(16, 4, kv_heads=4)
-    with pytest.raises(PlanError, match=r"1.attention asks its input x.*sequence_parallel=0"):
+    with pytest.raises(PlanError, match=r"1.attention reads sizes of its input x.*sequence_parallel=0"):
         find_parts(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
     assert find_parts(model, plan=Plan.parse("tp=8 tp_mode=3d"))["1.attention"].even_rows
 

@@ -199,7 +199,7 @@ def test_a_scale_is_a_vector_and_what_mixes_features_is_left_to_the_rules() -> N
     parts = find_parts(model, plan=Plan())
     assert parts["4"].norm == Norm(centred=False, epsilon=1e-6, offset=1.0)
     assert parts["5.gamma"].role == "vector"
-    with pytest.raises(ValueError, match=r"6.gamma .*Centre is neither a known norm nor goes feature by feature"):
+    with pytest.raises(ValueError, match=r"6.gamma .*Centre is no known norm, and it may mix features"):
         find_parts(model.append(Centre(16)), plan=Plan())
 
 

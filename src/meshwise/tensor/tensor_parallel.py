@@ -1,9 +1,9 @@
 """Split a plain model by tensor parallelism, without changes to the model's code.
 
-A module that must compute on its shards gets a new class, whose bases are a sharded class (such as `ShardedLinear`)
-and the module's own class. So `isinstance`, names, hooks and `state_dict` work as before. The user's forward runs
-unchanged on local rows and local features, and hooks reshard the activations between modules. Parameters keep their
-full shapes here. The returned placements describe what each rank stores, and the engine replaces the parameters.
+A module that must compute on its shards gets a new class, whose bases are a sharded class (such as `ShardedLinear`) and
+the module's own class. So `isinstance`, names, hooks and `state_dict` work as before. The user's forward runs
+unchanged on local rows and features, and hooks reshard the activations between modules. Parameters keep their full
+shapes here: the returned placements say what each rank stores, and the engine replaces the parameters.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ class _Split:
         }
 
     def apply(self, name: str, part: Part) -> None:
-        """Split the module or parameter called `name`; if another stage holds it, only reshard the module's output."""
+        """Split the module or parameter `name`. If another stage holds it, only reshard the module's output."""
         if part.on_other_stage:
             if name in self._modules:
                 self._put_together(self._modules[name], part)
@@ -140,12 +140,12 @@ class _Split:
         self._put_together(module, part)
 
     def _put_together(self, module: nn.Module, part: Part) -> None:
-        """Register a hook that gathers the module's output, if hidden states here must have all features."""
+        """Register a hook that gathers the module's output if the hidden states behind it must have all features."""
         if part.whole_features and part.role in ("embedding", "single", "rowwise"):
             reshard.gather_features_at_exit(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
-        """Place parameters that have a dim of features of the hidden states, or of inner features of a pair."""
+        """Place parameters that have a dim of features of the hidden states, or of a pair's inner features."""
         context = self._context(name, part)
         scheme, inner = context.scheme, part.role == "inner"
         axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
@@ -181,7 +181,7 @@ class _Split:
         _set_sharded_class(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
-        """Place a module's parameters whole on every rank; `each_head` has gradients to be summed over heads too."""
+        """Place a module's parameters whole on every rank. For `each_head`, gradients are summed over heads too."""
         scheme = self._context(name, part).scheme
         rows = (*scheme.inner_rows, *scheme.inner) if part.role == "each_head" else (*scheme.rows, *scheme.tokens)
         module = self._modules.get(name)
@@ -193,7 +193,7 @@ class _Split:
             reshard.gather_features_at_entry(module, context=self._outside, features=module.in_features)
 
     def _around_pair(self, name: str, part: Part) -> None:
-        """Set the head counts of the module around a pair to this rank's, and register hooks on its arguments."""
+        """Set the head counts of the module around a pair to this rank's counts; register hooks on its arguments."""
         context, module = self._context(name, part), self._modules[name]
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in evaluation, nested tensors go to a kernel that reads whole weights
@@ -236,7 +236,7 @@ class _Split:
         _set_sharded_class(module, part.sharded_class, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
-        """Return the input sizes of the colwise matrices in a module: over all ranks, and on this rank."""
+        """Return the input sizes of a module's colwise matrices, each over all ranks and on this rank."""
         widths = set()
         for key, part in self._parts.items():
             if part.role == "colwise" and (key.startswith(f"{name}.") or not name):
@@ -274,7 +274,7 @@ class _Split:
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
             if part.returns_scores:
-                # A pipeline stage does not run other stages' blocks: there the block returns the received tensors.
+                # A stage does not run other stages' blocks: there, the block returns the received tensors.
                 around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
                 for watched in {name, *around}:
                     leaving.watch_heads(self._modules[watched], context=context, part=part)
@@ -317,7 +317,7 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
 def _set_sharded_class(
     module: nn.Module, front: type[nn.Module], *, sharding: BoundToRank, inside: bool = False
 ) -> None:
-    """Replace a module's class by one with the base `front`, and set `sharding`; for `inside` see `_sharded_class`."""
+    """Replace a module's class by one with base `front`, and set `sharding`. `inside` is as in `_sharded_class`."""
     module.__class__ = _sharded_class(type(module), front, inside)  # type: ignore[arg-type]  # a class is hashable
     module.sharding = sharding  # type: ignore[assignment]
 
@@ -337,7 +337,7 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         raise ValueError(
-            f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot play a matrix's part"
+            f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot have a matrix's part"
         )
     return weight
 

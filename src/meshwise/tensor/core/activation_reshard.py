@@ -1,11 +1,11 @@
 """Reshard activations outside of matmuls, by hooks on modules and by functions that attentions call.
 
-With sequence parallelism the hidden states are split along the tokens from the first repeated block to the last.
-Embeddings, position numbers, rotary tables and masks are made outside of these blocks and have whole sequences.
+With sequence parallelism the hidden states are split along the tokens from the first repeated block to the last one.
+Embeddings, position numbers, rotary tables and masks are made outside of the blocks, for whole sequences.
 
-Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, and over (i, l) inside a pair (see
-`tensor/core/part.py`). An argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
-pair. If an argument needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these.
+Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, but over (i, l) inside a pair (see
+`tensor/core/part.py`). So an argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
+pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients.
 """
 
 import functools
@@ -76,7 +76,7 @@ def gather_features_at_exit(module: nn.Module, *, context: SplitContext, feature
 
 
 def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
-    """Register a hook that gathers the hidden states at the entry of `module`, for `readers` colwise linears inside."""
+    """Register a hook that gathers the hidden states once, at the entry of `module`, for `readers` colwise linears."""
     move = context.scheme.colwise.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
@@ -88,22 +88,25 @@ def gather_input_once(module: nn.Module, *, context: SplitContext, features: int
 
 
 def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
-    """Register a hook that raises ValueError for uneven rows, if `module` reads the number of rows from its input."""
+    """Register a hook that raises ValueError if the ranks have different numbers of rows.
+
+    Use it for a `module` that reads the number of rows from its input.
+    """
 
     def before(_module: nn.Module, _args: Any) -> None:
         rows = context.shard_sizes.rows
         if rows is not None and len(set(rows)) > 1:
             raise ValueError(
-                f"{name} takes the number of rows from its input, and under tp_mode=3d other ranks' rows come out of "
-                f"its matrices: ranks have {rows} of them. Use batches (and microbatches) that divide evenly, or "
-                "another tp_mode"
+                f"{name} takes the number of rows from its input, but under tp_mode=3d its matrices return other "
+                f"ranks' rows, and the ranks have different numbers: {rows}. Use batches (and microbatches) that "
+                "divide evenly, or another tp_mode"
             )
 
     module.register_forward_pre_hook(before)
 
 
 def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
-    """Register hooks that pass the first `features` features of the input to `module`, and all to its `readers`."""
+    """Register hooks: `module` gets the first `features` features of its input, and its `readers` get all of them."""
     whole: list[Tensor] = []
 
     def narrow(x: Tensor) -> Tensor:
@@ -123,12 +126,12 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
 
 
 def gather_features_at_entry(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Register a hook that gathers all `features` of the hidden states that enter a module computed whole."""
+    """Register a hook that gathers all `features` of the hidden states at the entry of a module that stays whole."""
     _change_input(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
 def share_input_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
-    """Register a hook that gathers channels of a split input, and sums the input's gradient over `axes`."""
+    """Register a hook that gathers the channels of a split input; the input's gradient is summed over `axes`."""
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
 
@@ -141,7 +144,7 @@ def share_input_channels(convolution: Convolution, *, context: SplitContext, axe
 
 
 def sum_input_gradient(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
-    """Register a hook that sums the input's gradient over `axes`: ranks have equal inputs and different parameters."""
+    """Register a hook that sums the input's gradient over `axes`: their ranks have equal inputs, other parameters."""
     _change_input(module, functools.partial(_copied, context=context, axes=axes))
 
 
@@ -150,10 +153,10 @@ def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
 
 
 def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return the rows of `x` that this rank has inside a pair; `x` has the rows of its hidden states in dim 0.
+    """Move `x` from this rank's rows of the hidden states, in dim 0, to its rows inside a pair.
 
-    `x` is an argument such as a mask, and dim 0 may be (rows · heads). Return `x` itself if dim 0 has no rows, or if
-    the scheme has the same rows inside a pair. Only under 3D this is a collective.
+    `x` is an argument such as a mask, and dim 0 may be (rows · heads). Return `x` itself if its dim 0 is not rows, or
+    if the scheme has the same rows inside a pair. This is a collective under 3D only.
     """
     there, back = context.scheme.colwise.x, context.scheme.colwise.y
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
@@ -161,7 +164,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     world, group = context.world, context.world.group(there.axes)
     rows = context.shard_sizes.rows or (x.size(0),) * group.size
     sizes = (x.size(0),) * group.size
-    if min(rows) < max(rows):  # on some ranks, a dim 0 without rows may fit by chance
+    if min(rows) < max(rows):  # the size of another dim 0 may fit by chance on some ranks
         sizes = tuple(world.exchange(x.size(0), axes=there.axes))
     each = max(sizes) // max(1, *rows)
     if not each or sizes != tuple(each * count for count in rows):
@@ -172,9 +175,9 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return the rows of `x` that this rank has in the hidden states; `x` has the rows of a pair in dim 0.
+    """Move `x` from this rank's rows inside a pair, in dim 0, to its rows of the hidden states.
 
-    `x` is equal on all ranks with the same rows of a pair. Only under 3D this is a collective.
+    `x` is equal on all ranks that have the same rows inside a pair. This is a collective under 3D only.
     """
     there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.shard_sizes.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
@@ -184,9 +187,9 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a copy of `x` whose gradient is summed over the ranks; each rank uses `x` for its own heads or features.
+    """Return a copy of `x` whose gradient is summed over the ranks that use `x` for their own heads or features.
 
-    Return `x` itself if it needs no gradient, or if an operation before it sums the gradient (see `TensorOrigins`).
+    Return `x` itself if it needs no gradient, or if an earlier operation sums the gradient (see `TensorOrigins`).
     """
     axes = context.scheme.head_axes
     if not x.requires_grad or context.degree(axes) == 1:
@@ -196,10 +199,10 @@ def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
-    """Register hooks that move the arguments of a module to the rows inside its pair, and sum their gradients.
+    """Register hooks that move a module's arguments to the rows inside its pair, and sum the arguments' gradients.
 
-    Arguments that colwise matrices read stay unchanged, because the matrices reshard them. Such an argument has as many
-    dims as the hidden states, and one of `widths` as its number of features.
+    Arguments that colwise matrices read stay unchanged, because the matrices reshard them: they have as many dims as
+    the hidden states, and one of `widths` as number of features.
     """
     dims = [0]
 
@@ -217,11 +220,11 @@ def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collect
 
 
 def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
-    """Register a hook that slices arguments `names` to this rank's heads; `heads`: layout of a dim of `size` heads."""
+    """Register a hook that cuts arguments `names` to this rank's heads. `heads`: layout of a dim of `size` heads."""
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def take(x: Tensor) -> Tensor:
-        """Return this rank's heads of (heads, …), (rows · heads, …) or (rows, heads, …); `x` if it has only these."""
+        """Return this rank's heads of (heads, …), (rows · heads, …) or (rows, heads, …); `x` if it has no more."""
         apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
         if apart.size(1) != size:
             return x
@@ -237,7 +240,7 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
 
 
 def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:
-    """Register a hook that changes the tensors in each argument; `change` returns the function for a name, or None."""
+    """Register a hook that changes the tensors in arguments; `change` returns a function for a name, or None."""
     order = list(inspect.signature(module.forward).parameters)
 
     def changed(name: str, argument: Any) -> Any:
@@ -254,7 +257,7 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
 
 
 def _change_output(block: nn.Module, change: Change) -> None:
-    """Register a hook that changes the hidden states that a block returns: its output, or the first of a tuple."""
+    """Register a hook that changes the hidden states that a block returns: its output, or the first in a tuple."""
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):

@@ -1,7 +1,7 @@
-"""Find which slice of each activation a rank has, at every point of the forward.
+"""Find the slice of each activation that a rank has, at every point of the forward.
 
-Dropout draws the same masks under every plan, so it must know which slice of a mask a rank's tensor needs. The layouts
-of the parameters show the slice, which is the same from one split module to the next:
+Dropout draws the same masks under every plan, so it must know which slice of a mask a rank's tensor needs. The slice
+follows from the layouts of the parameters, and does not change between two split modules:
 
     | after              features           tokens                                 rows
     | embedding          hidden             all                                    hidden
@@ -10,7 +10,7 @@ of the parameters show the slice, which is the same from one split module to the
     | rowwise linear     hidden             this rank's, in sequence parallelism   hidden
     | last block         hidden             all                                    hidden
 
-"Hidden" is this rank's part in the hidden states, "inner" its part inside a pair. Only under 3D their rows differ.
+"Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ def activation_regions(
 
     The regions of the first mapping begin before the module runs, the regions of the second mapping after it.
     `parts` and `outside`: as given to `tensor_parallel`; for a stage of a pipeline, the parts of the whole model.
-    `absent`: names of the modules that other stages run. The modules inside them are not called here, so the region of
-    the last one begins after the absent module. Both mappings are empty if the width of the hidden states is unknown.
+    `absent`: names of the modules that other stages run. The modules inside them are not called here, so an absent
+    module begins the region of its last inner module. Both mappings are empty if the hidden width is unknown.
     """
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
@@ -98,7 +98,7 @@ def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple
 
 
 def _inner(projection: Projection) -> ActivationRegion:
-    """Return the region after a colwise linear: this rank's slice of the first section, as features or as heads."""
+    """Return the region after a colwise linear: this rank's slice of its first section, in features or in heads."""
     context = projection.context
     world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
     shares = world.group(inner).index - world.group(data).index if data != inner else 0

@@ -1,8 +1,8 @@
 """Gather the hidden states and attention weights in a model's output.
 
 Inside the blocks a rank may have a part of the hidden states, and it has the attention weights of its own heads. Some
-models return these tensors besides their result. So hooks note which tensors of a forward are parts. After the forward,
-the noted tensors that are in the output are gathered, each once.
+models return such tensors besides their result. So hooks note which tensors of a forward are parts; after the forward,
+those that are in the output are gathered, each once.
 """
 
 import functools
@@ -21,7 +21,7 @@ from meshwise.tensor.core.split_context import SplitContext
 
 
 class GatheredOutputs:
-    """Record of the tensors in the current forward of a model that are parts, each with the function to gather it."""
+    """Record of the tensors in a model's current forward that are parts, each with the function that gathers it."""
 
     def __init__(self) -> None:
         self._running = False
@@ -33,7 +33,7 @@ class GatheredOutputs:
         model.register_forward_hook(self._end)
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
-        """Register hooks that note the hidden states that a module returns; `given`: also the ones that it gets."""
+        """Register hooks that note the hidden states that a module returns; with `given`, also those that it gets."""
 
         def whole() -> Change:
             return functools.partial(

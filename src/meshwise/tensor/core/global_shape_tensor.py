@@ -1,7 +1,7 @@
-"""Base class of tensors that hold this rank's part and report the global shape.
+"""Base class of tensors that hold this rank's part but report the shape of the whole tensor.
 
-Logits, and the weight of the vocabulary embedding, are split over the ranks. The user's code was written for the whole
-tensors. So the code gets a tensor of the global shape, whose class decides how each torch function uses the part.
+Logits, and the weight of the vocabulary embedding, are split over the ranks. The user's code was written for whole
+tensors, so it gets a tensor of the global shape. The tensor's class decides how a torch function uses the part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,10 @@ ANSWERED_BY_PART = frozenset(
 
 
 class GlobalShapeTensor(Tensor):
-    """Tensor of the global shape without memory of its own; a subclass defines `answer`.
+    """Tensor of the global shape without memory; the method `answer` of a subclass defines its functions.
 
     | local      this rank's part
-    | too_late   error message for a function (inserted at {}) that reaches the tensor below autograd
+    | too_late   error message for a function that reaches the tensor below autograd; {} is the function
     """
 
     local: Tensor

@@ -1,4 +1,4 @@
-"""Split linear layers: the placement of their weight and bias, and their product on this rank."""
+"""Split linear layers: the placement of weight and bias, and the product on this rank."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Projection(BoundToRank):
 
     @property
     def weight_placement(self) -> Placement:
-        """Placement of the weight; its gradient is summed over the row axes that the matmul itself has not summed."""
+        """Placement of the weight. Its gradient is still to be summed over the row axes that the matmul leaves out."""
         done = (*self.product.w.axes, *self.product.y.axes)
         return Placement(
             self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
@@ -81,7 +81,7 @@ class Projection(BoundToRank):
         return y
 
     def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return a head's logits: `SplitLogits`, or whole logits if one rank has them or the part says so."""
+        """Return a head's logits: `SplitLogits`, or whole logits if one rank has all or the part demands it."""
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
@@ -89,7 +89,7 @@ class Projection(BoundToRank):
         return logits.whole() if self.part.whole_features else logits
 
     def _operand(self, x: Tensor) -> MatmulInput:
-        """Return the operand to multiply for the input `x`; linears with the same input share one gather."""
+        """Return the operand to multiply for input `x`. Linears with the same input share one gather."""
         context = self.context
         arrived = context.shared_gather.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
@@ -110,7 +110,7 @@ class Projection(BoundToRank):
 
 
 class ShardedLinear(nn.Module):
-    """Linear that holds this rank's part of weight and bias; becomes the first base class of the module's class."""
+    """Linear with this rank's part of weight and bias; it becomes the first base class of the module's class."""
 
     sharding: Projection
     weight: Tensor
@@ -125,7 +125,7 @@ class ShardedHead(ShardedLinear):
     """Linear that returns logits, which stay split over the vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Return the logits as `SplitLogits`, or as a tensor where one rank has them all."""
+        """Return the logits as `SplitLogits`, or as a plain tensor if one rank has them all."""
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
 
 

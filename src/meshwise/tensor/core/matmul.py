@@ -2,25 +2,25 @@
 
     Y = X · W        gather X, gather W, multiply, reduce Y
 
-        dY ── gather what Y scattered ─┬─ dX = dY · Wᵀ ── reduce what X gathered      starts first: under way
-                                       └─ dW = Xᵀ · dY ── reduce what W gathered      while dW is computed
+        dY ── gather, if Y was scattered ─┬─ dX = dY · Wᵀ ── reduce, if X was gathered      starts first, and runs
+                                          └─ dW = Xᵀ · dY ── reduce, if W was gathered      while dW is computed
 
 Operands may be gathered by panels of the inner dim K (SUMMA). Matching panels of X and W are gathered while the
 previous panels are multiplied, so no rank ever holds a whole gathered operand. Panels do not change the layout of the
-result. So they are an option (`Streaming`), and no scheme of their own.
+result; so they are an option (`Streaming`), not a scheme.
 
         X  ┌──┬──┬──┐     W ├────┤ panel 0          Y += X[:, panel] · W[panel, :]        gather panel p+1
            │ 0│ 1│ 2│       ├────┤ panel 1
            └──┴──┴──┘       ├────┤ panel 2
 
-A product that ranks sum is written into a tensor of `World.empty_for_reduce`, which the all-reduce reads fastest.
+If ranks sum a product, it is written into a tensor of `World.empty_for_reduce`, which the all-reduce reads fastest.
 
 W may have a leading dim of experts. Then X has this dim too, and each expert multiplies its own rows: (experts, rows,
 K) by (experts, out, in).
 
 Several products may read one X, as q, k and v do. Then X is gathered once for all of them. A rank keeps only its own
 part of X, so the backward gathers X once more for all weight gradients (`InputGather`). The gradients of X are added
-before they are sent. So the traffic is the traffic of one product with all columns of W.
+before they are sent. So the traffic equals that of one product with all columns of W.
 
 The backward may be run in two parts, for dX and for dW. Each part gathers the operand that it multiplies: W for dX, X
 for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X.
@@ -53,7 +53,7 @@ Panel: TypeAlias = tuple[int, int]
 class Streaming:
     """Options of the gathers of a product.
 
-    | keep     keep gathered operands for the backward: no second gather, but the memory of whole operands
+    | keep     keep gathered operands for the backward: saves the second gather, needs memory for whole operands
     | panels   number of panels of K; 1 gathers whole operands before the product
     """
 
@@ -63,9 +63,9 @@ class Streaming:
 
 @dataclass(frozen=True)
 class OperandMove:
-    """Collective on one operand over `axes`; () for no collective.
+    """Collective on one operand over `axes`; () means no collective.
 
-    | dim     the dim that the axes split; None for an operand that is equal on all ranks, whose gradient is their sum
+    | dim     the dim that the axes split; None if all ranks have an equal operand, whose gradient is summed
     | sizes   sizes of the ranks' parts along `dim`, in group order; None for equal sizes
     """
 
@@ -79,9 +79,9 @@ class MatmulCollectives:
     """Collectives and options of one product Y = X·W on this rank.
 
     | x, w, y    the gather of X, the gather of W, the reduction of Y
-    | features   the size of K in the product on this rank
+    | features   size of K in the product on this rank
     | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
-    | recall     keeps the result for a repeated forward
+    | recall     keeps the result for a forward that is repeated
     """
 
     world: World
@@ -108,12 +108,12 @@ class MatmulCollectives:
 
     @property
     def adds_bias(self) -> bool:
-        """True if this rank adds the bias to its Y; if ranks sum Y, only the first one does."""
+        """True if this rank adds the bias to its Y. If ranks sum Y, only the first rank does."""
         return not self.y.axes or self.world.group(self.y.axes).index == 0
 
 
 class InputGather:
-    """Gather of an X that several products read, made once in the backward for all of them."""
+    """Gather in the backward of an X that several products read, made once for all of them."""
 
     def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
@@ -127,7 +127,7 @@ class InputGather:
         self._readers += 1
 
     def regather(self, stored: Tensor) -> Finish:
-        """Return a function that waits for the gather of `stored`; the first call starts it, the last call frees it."""
+        """Return a function that waits for the gather of `stored`. The first call starts it, the last releases it."""
         if self._arriving is None:
             self._arriving = _gather(_there(stored), self._moved, world=self._world)
             self._left = self._readers
@@ -140,11 +140,11 @@ class InputGather:
 
 @dataclass(frozen=True)
 class MatmulInput:
-    """Input X of a product, gathered or not.
+    """Input X of a product; it is gathered already, or the product gathers it.
 
-    | value       X to multiply; or this rank's part, if the product itself gathers X
-    | stored      this rank's part of X, which is kept for the backward instead of `value`; None keeps `value`
-    | gathering   the gather of `stored` in the backward; None for an X that is not shared
+    | value       X to multiply, or this rank's part if the product itself gathers X
+    | stored      this rank's part of X, kept for the backward instead of `value`; None: `value` is kept
+    | gathering   the gather of `stored` in the backward; None if no other product reads X
     """
 
     value: Tensor
@@ -154,7 +154,7 @@ class MatmulInput:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Range of a stored operand that this rank contributes to a panel, and the gather of the panel."""
+    """Range of a stored operand that is this rank's part of a panel, and the gather of the panel."""
 
     start: int
     size: int
@@ -162,7 +162,7 @@ class _Slice:
 
     @classmethod
     def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> "_Slice":
-        """Return this rank's slice of `panel` along `dim`, for an operand with the collective `moved`."""
+        """Return this rank's slice of `panel` along `dim`; `moved` is the collective of the operand."""
         start, stop = panel
         if not moved.axes or moved.dim != dim:
             return cls(start, stop - start, moved)
@@ -182,9 +182,9 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
     """Return this rank's part of X·W plus the bias: (…, local K) times (local out, local K) to (…, local out).
 
     With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
-    local out). The gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows
-    of Y only. Under autocast, operands are converted before they are sent. Raises ValueError for parts that do not fit
-    `operation`.
+    local out). The gradients have the shapes of the stored parts; the gradient of the bias is the sum over this rank's
+    rows of Y only. Under autocast, operands are converted before they are sent. Raises ValueError for parts that do
+    not fit `operation`.
     """
     value, weight, bias = (
         to_product_dtype(x.value),
@@ -266,7 +266,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
-    """Yield functions that return X and W, (out, in), per panel, while the next panel is gathered; None: not needed."""
+    """Yield functions that return X and W (out, in) of a panel, while the next one is gathered. None: not needed."""
     world, within = operation.world, operation.within
 
     def start(panel: Panel) -> tuple[Finish, Finish]:
@@ -303,7 +303,7 @@ def _gather(part: Finish, moved: OperandMove, *, world: World) -> Finish:
 
 
 def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: OperandMove, world: World) -> Tensor:
-    """Return X·W plus the bias, for W (…, out, in), in a tensor of `World.empty_for_reduce` if ranks all-reduce it."""
+    """Return X·W plus the bias, for W (…, out, in); if ranks all-reduce it, in a `World.empty_for_reduce` tensor."""
     experts = w.dim() == 3
     if not summed.axes or summed.dim is not None:
         if experts:

@@ -1,7 +1,7 @@
 """Describe the part of a module in tensor parallelism: its role, and the sizes that its split needs.
 
-`tensor/detect/` finds the part of each module, by the user's rules or by the model's structure. `tensor/core/` splits
-the module, with the layouts that `tensor/schemes/` has for the role.
+`tensor/detect/` finds the part of each module, by the user's rules or the model's structure. `tensor/core/` splits
+the module, with the layouts that `tensor/schemes/` has for its role.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 
@@ -19,9 +19,9 @@ features that must stay on one rank, such as the features of a head.
     | patches     a convolution whose output channels become features           input    hidden
     | norm        a LayerNorm or RMSNorm over the hidden or inner features      as input
     | vector      parameters whose last dim is the hidden features, used element by element
-    | inner       parameters, an embedding or a batch norm, with a dim of heads or inner features
-    | each_head   a module that treats every head in the same way (a norm of queries and keys): kept whole
-    | attention   the module around the pair of an attention; its attributes may count heads
+    | inner       parameters, an embedding or a batch norm that have a dim of heads or inner features
+    | each_head   a module that treats every head alike (a norm of queries and keys), and is kept whole
+    | attention   the module around the pair of an attention; it may have attributes that count heads
     | pair        the module around a pair, if it gathers the pair's input; also a TransformerEncoder
     | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
     | whole       a module that each rank computes whole, such as a classifier or a pooler
@@ -67,47 +67,47 @@ class Part:
     sections: tuple[int, ...] = ()
     """colwise, inner: sizes of the tensors fused along the inner dim, such as q, k and v; () for no fusion."""
     grain: int = 1
-    """colwise, rowwise, inner, norm: inner features that stay together, as those of all heads that share a key head.
-    inner with one number per head, attention: heads that stay together."""
+    """colwise, rowwise, inner, norm: inner features that stay together, such as all heads of one key head. attention,
+    and inner with one number per head: heads that stay together."""
     dim: int | None = None
     """inner: the dim of heads or inner features, from the end (-1); None for the last dim whose size is not 1."""
     transposed: bool = False
     """colwise, rowwise, single, head: True if the weight is stored as (in, out) instead of (out, in)."""
     readers: int = 1
-    """colwise: number of matrices that read the same input, which is gathered once for all of them. attention, pair
-    with `gathers`: number of matrices inside that read the gathered input."""
+    """colwise: number of matrices that read the same input, which is gathered once for all. attention and pair, with
+    `gathers`: number of matrices inside that read the gathered input."""
     gathered: bool = False
     """colwise: True if the enclosing attention or pair gathers the input; see `gathers`."""
     gathers: bool = False
-    """attention, pair: True if hidden states are gathered at the module's entry. Its colwise linears then share one
-    gather, and its forward reads the sizes of the whole input."""
+    """attention, pair: True if hidden states are gathered at the module's entry. Then its colwise linears share one
+    gather, and its forward sees the sizes of the whole input."""
     narrow_grain: int = 0
-    """attention with `gathers`: features that stay together, if the forward takes the width of its heads from the last
-    size of its input; else 0. The forward then gets an input as wide as this rank's heads, its linears the whole."""
+    """attention with `gathers`: features that stay together, or 0. Not 0 if the forward takes the width of its heads
+    from the last size of its input. It then gets an input as wide as this rank's heads; its linears get the whole."""
     even_rows: bool = False
-    """attention: True if ranks must have equally many rows, because the forward reads their number from its input."""
+    """attention: True if all ranks need equally many rows, because the forward reads the number from its input."""
     whole_tokens: bool = False
-    """colwise: True for a matrix inside a block whose input comes from outside of the blocks (an encoder's output)."""
+    """colwise: True for a matrix in a block with an input from outside of the blocks (an encoder's output)."""
     counts: tuple[tuple[str, int], ...] = ()
-    """attention: attributes (a number, or a tuple of numbers) that count heads or their features. Each comes with the
-    number of heads or features that stay together: ("num_heads", 1), ("split_size", features of a head)."""
+    """attention: attributes (a number, or a tuple of numbers) that count heads or features of heads, each with the
+    number that stays together: ("num_heads", 1), ("split_size", features of a head)."""
     key_counts: tuple[str, ...] = ()
     """attention: attributes that count key heads."""
     group_counts: tuple[str, ...] = ()
     """attention: attributes that count the query heads of one key head."""
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that have a dim of heads, or may have one, as masks; `grain` heads stay
+    """attention: arguments of its forward that have, or may have, a dim of heads, such as masks. `grain` heads stay
     together."""
     heads: int = 0
     """attention: number of query heads over all ranks, for `by_head`."""
     kv_replicas: int = 1
     """attention: number of ranks that hold the same key head; more than 1 if there are more ranks than key heads."""
     shared: bool = False
-    """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). These ranks have equal parameters
-    and sum the gradients."""
+    """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). Their parameters are equal, and
+    their gradients are summed."""
     sharded_class: type[nn.Module] | None = None
-    """attention: sharded class whose forward replaces the module's own, by becoming its first base class. The forward
-    finds `SplitContext` and projections in `self.sharding`. None leaves the module's forward."""
+    """attention: class whose forward replaces the module's own; it becomes the first base class. The forward finds
+    `SplitContext` and projections in `self.sharding`. None: the module keeps its forward."""
     norm: Norm | None = None
     """norm: formula of the norm."""
     stream: int = 0
@@ -116,8 +116,8 @@ class Part:
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
     head: True if it returns whole logits, because another stage of a pipeline gets them."""
     on_other_stage: bool = False
-    """Any role: True if another stage of the pipeline has the parameters. The module then returns the tensors received
-    from that stage, or nothing."""
+    """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
+    received from that stage, or NaN."""
     inner: bool = False
     """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads."""
 

@@ -1,8 +1,9 @@
 """Data classes that describe a scheme of tensor parallelism: the layouts and collectives of each matrix product.
 
 Every known scheme computes `Y[T,N] = X[T,K] · W[K,N]` with three sets of axes: X is gathered over A, W is gathered over
-B, and Y is reduced over C. The backward of a gather is a reduce-scatter, and the reverse. So a `SchemeProduct` has A,
-B, C and the layout of W, and a `Scheme` has the products of all roles. One function, `core/matmul.py`, computes every
+B, and Y is reduced over C. In the backward, a gather becomes a reduce-scatter, and the reverse. So a `SchemeProduct`
+has A, B, C and the layout of W, and a `Scheme` has the products of all roles. One function, `core/matmul.py`, computes
+every
 product; each file in `schemes/` is one `Scheme`.
 """
 
@@ -18,12 +19,12 @@ DIMS: Mapping[str, int] = {"rows": 0, "tokens": -2, "features": -1}
 
 @dataclass(frozen=True)
 class OperandLayoutMove:
-    """Collective on one operand X, W or Y of a product, and the matching collective in the backward.
+    """Collective on one operand X, W or Y of a product; the backward runs the matching collective.
 
     | axes   the axes of the collective; () for no collective
-    | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2), `features` (dim -1)
-    |        of an activation; `out`, `in` of a weight. `none`: no dim is split. Then X is whole on all ranks, and
-    |        the backward sums its gradient; or Y is all-reduced, and the backward leaves its gradient unchanged
+    | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2) or `features` (dim -1)
+    |        of an activation, `out` or `in` of a weight. `none`: no dim is split. Then X is whole on all ranks, and its
+    |        gradient is summed in the backward; or Y is all-reduced, and its gradient stays as it is
     """
 
     axes: Axes = ()
@@ -60,9 +61,9 @@ class SchemeProduct:
 class SchemeLookup:
     """Embedding of the vocabulary: the layout of its table W (vocabulary, features), and its collectives.
 
-    | vocabulary, features   the axes that split the table, which is stored like the head's weight (out, in)
+    | vocabulary, features   the axes that split the table; it is stored like the head's weight (out, in)
     | w                      the gather of the table's features (dim `in` of the head's weight)
-    | y                      the sum of the embeddings; a rank has zeros for tokens of other parts of the vocabulary
+    | y                      the sum of the embeddings; for a token of another rank's vocabulary, a rank adds zeros
     """
 
     vocabulary: Axes
@@ -76,8 +77,8 @@ class Scheme:
     """Layouts of a scheme of tensor parallelism: the products of each role, and the axes that split activations.
 
     | head               the product of roles `head` and `single`
-    | stream, inner      the axes that split the features of the hidden states; the inner features, inside a pair
-    | rows, inner_rows   the axes, besides `replicas`, that split the rows of the hidden states; the rows inside a pair
+    | stream, inner      the axes that split the features of the hidden states, and the inner features of a pair
+    | rows, inner_rows   the axes, besides `replicas`, that split rows: of the hidden states, and inside a pair
     | tokens             the axes that split the tokens of the hidden states
     | kv_replicas        the axes of `inner` whose ranks hold the same keys and values; see `schemes/kv_replicas.py`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme

@@ -1,7 +1,7 @@
 """Split an embedding over the vocabulary, and under some schemes over the features too.
 
 A rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum the results.
-The sum equals the product of one-hot rows with the table.
+The sum equals the product of one-hot rows and the table.
 """
 
 import functools
@@ -25,7 +25,7 @@ from meshwise.tensor.core.table_weight import TableWeight
 class SplitTable(BoundToRank):
     """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
-    `shape`: shape of the full table, (vocabulary, features). `running` is True while the model runs; meanwhile
+    `shape`: shape of the full table, (vocabulary, features). `running` is True while the model runs; in this time
     `ShardedEmbedding.weight` is a `TableWeight`.
     """
 
@@ -48,7 +48,7 @@ class SplitTable(BoundToRank):
 
     @property
     def placement(self) -> Placement:
-        """Placement of the table; its gradient is summed over the row axes that the lookup itself has not summed."""
+        """Placement of the table. Its gradient is still to be summed over the row axes that the lookup leaves out."""
         scheme = self.context.scheme
         return Placement(
             self.layout, (*scheme.replicas, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes))
@@ -106,7 +106,7 @@ class ShardedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The parameter; a `TableWeight` during the model's forward and in a forward that the backward repeats."""
+        """The parameter, or a `TableWeight` in the model's forward and in a forward that the backward repeats."""
         parameter: Tensor = self._parameters["weight"]  # type: ignore[assignment]
         return self.sharding.as_matrix(parameter) if self.sharding.running or in_backward() else parameter
 

@@ -1,8 +1,8 @@
 """Compute torch's MultiheadAttention on the heads of one rank.
 
-torch's class holds the matrices of q, k and v as parameters, not as linear layers. It passes them to one functional, or
-in eval mode to a fused kernel, and neither can be split. So the forward here is a new one over two projections, with
-the arguments, masks and results of torch's forward:
+torch's class holds the matrices of q, k and v as parameters, not as linear layers. It passes them to one functional
+(in eval mode, to a fused kernel) that cannot be split. So this file has a new forward over two projections, with the
+arguments, masks and results of torch's forward:
 
     query, key, value ── in_proj (colwise) ── heads of this rank ── out_proj (rowwise)
 
@@ -52,7 +52,7 @@ class _Call:
 
 
 class ShardedMultiheadAttention(nn.MultiheadAttention):
-    """torch's attention on this rank's heads (`num_heads` of them); becomes the first base of the module's class."""
+    """torch's attention on this rank's `num_heads` heads; it becomes the first base of the module's class."""
 
     sharding: MultiheadSharding
 

@@ -1,8 +1,8 @@
 """Compute LayerNorm, RMSNorm and batch norms over features that are split over ranks.
 
-LayerNorm needs the mean and the variance over all features of a token, and a rank has only some features. A sum of
-squares would lose the variance where the mean is large. So each rank sends the mean and the variance of its own
-features, and these are combined exactly (Chan, Golub and LeVeque, 1979). It sends 2 numbers per token in the forward
+LayerNorm needs the mean and the variance over all features of a token, but a rank has only some features. From sums of
+squares the variance would be inexact where the mean is large. So each rank sends the mean and variance of its own
+features, which are combined exactly (Chan, Golub and LeVeque, 1979). It sends 2 numbers per token in the forward
 and 2 in the backward. RMSNorm sends 1 and 1, because it needs only the mean of squares.
 
     x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight    RMSNorm: no mean, mean(g)
@@ -39,7 +39,7 @@ class SplitNorm(BoundToRank):
         if wide.dtype == x.dtype or self.norm.centred:
             result: Tensor = _Normalise.apply(wide, weight, bias, self)
             return result.to(x.dtype)
-        # An RMSNorm with statistics in float32 rounds the result to the input's dtype before it multiplies by the gain.
+        # An RMSNorm with float32 statistics rounds to the input's dtype first, and then multiplies by the gain.
         normalised: Tensor = _Normalise.apply(wide, None, None, self)
         return normalised.to(x.dtype) if weight is None else weight * normalised.to(x.dtype)
 
@@ -117,7 +117,7 @@ def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm)
 
 @dataclass(frozen=True)
 class SplitStatistics(BoundToRank):
-    """Split of a batch norm's features: the axes, and each rank's size; its running statistics stay whole."""
+    """Split of a batch norm's features: the axes, and each rank's size. The running statistics stay whole."""
 
     world: World
     axes: Axes
@@ -125,7 +125,7 @@ class SplitStatistics(BoundToRank):
 
     @contextlib.contextmanager
     def narrowed(self, norm: nn.Module) -> Iterator[None]:
-        """Narrow running statistics to this rank's features inside the block; in training, gather them afterwards."""
+        """Inside the block, the running statistics are this rank's part; in training, gather them afterwards."""
         whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
         parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
         norm._buffers.update(parts)

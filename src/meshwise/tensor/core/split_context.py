@@ -18,7 +18,7 @@ from meshwise.tensor.core.tensor_origins import TensorOrigins
 
 
 class BoundToRank:
-    """Base class of the state `sharding` of a split module; deep copies of the module share the state."""
+    """Base class for the attribute `sharding` of a split module; deep copies of the module share the object."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
@@ -26,9 +26,9 @@ class BoundToRank:
 
 @dataclass
 class ShardSizes:
-    """Sizes of all ranks' parts in the current forward; a `RememberedState`, restored when a forward is repeated.
+    """Sizes of all ranks' parts in the current forward. As a `RememberedState` it is restored in a repeated forward.
 
-    | rows     rows of the batch of each rank along the axis that gathers rows (3D); None for equal numbers
+    | rows     rows of the batch on each rank along the axis that gathers rows (3D); None if they are equal
     | tokens   tokens of each rank along the axes that split tokens; None if tokens are not split or not known yet
     """
 
@@ -41,7 +41,7 @@ class ShardSizes:
 
     @contextlib.contextmanager
     def restored(self, place: "ShardSizes") -> Iterator[None]:
-        """Set the sizes of `place` inside the block, where a part of an earlier forward is repeated."""
+        """Inside the block, which repeats a part of an earlier forward, set the sizes of `place`."""
         left = self.snapshot()
         self.rows, self.tokens = place.rows, place.tokens
         try:
@@ -54,9 +54,9 @@ class ShardSizes:
 class SharedGather:
     """Last gathered input, kept until all matrices that read this input have taken it.
 
-    The input is gathered by the first matrix that reads it, or at the entry of the module around the matrices. Later
-    matrices get it by `take`, which compares their input with `part` (this rank's part, at `version`) and with the
-    gathered tensor. `readers`: number of matrices that will still take it.
+    The input is gathered by the first matrix that reads it, or at the entry of the module around the matrices. A later
+    matrix gets it by `take`, if its input is `part` (this rank's part, at `version`) or the gathered tensor. `readers`:
+    number of matrices that will still take it.
     """
 
     part: Tensor | None = None
@@ -70,7 +70,7 @@ class SharedGather:
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
 
     def take(self, x: Tensor) -> MatmulInput | None:
-        """Return the kept operand if it was gathered from `x`, or is `x`; else None. The last reader releases it."""
+        """Return the kept operand if `x` is its part or the gathered tensor; else None. The last reader releases it."""
         operand = self.operand
         if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
             return None
@@ -119,7 +119,7 @@ class SplitContext:
         return OperandMove(move.axes, DIMS[move.dim], sizes)
 
     def unflatten(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
-        """Return `x` of (rows · tokens, features) as (rows, tokens, features), if `product` moves rows or tokens."""
+        """Return `x` of (rows · tokens, features) as (rows, tokens, features) if `product` moves rows or tokens."""
         if x.dim() != 2:
             return x
         if product.x.dim == "rows" and (rows := self.shard_sizes.rows) is not None:
@@ -131,19 +131,19 @@ class SplitContext:
         return x
 
     def take_features(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return this rank's features of hidden states `x` with all features, else `x`; `sizes`: each rank's number."""
+        """Return this rank's features of `x` if it has all features, else `x`. `sizes`: each rank's number."""
         if len(sizes) == 1 or x.size(-1) != sum(sizes):
             return x
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def gather_features_of(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return the hidden states `x` with all features, for equal use on all ranks; `sizes`: each rank's number."""
+        """Return `x` with all features; all ranks must use it alike. `sizes`: each rank's number of features."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def stream_sizes(self, features: int) -> tuple[int, ...]:
-        """Return each rank's number of features of the hidden states, which have `features` features in total."""
+        """Return each rank's number of features of hidden states that have `features` in total."""
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
     def gather_shared(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:

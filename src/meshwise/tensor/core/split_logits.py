@@ -1,9 +1,9 @@
 """Tensor of logits that has the shape of the whole logits and holds this rank's part of the vocabulary.
 
 A user's loss is written for whole logits, the largest tensor of a language model. `SplitLogits` has their shape.
-Functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep it split. The cross-entropy
-and the argmax are computed from the parts. Any other function gets whole logits, gathered once: this is correct, but
-takes the memory of whole logits.
+Functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep the logits split. The
+cross-entropy and the argmax are computed from the parts. Any other function gets whole logits, gathered once, which is
+correct but takes the memory of whole logits.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,11 +21,11 @@ from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySpli
 
 
 class SplitLogits(GlobalShapeTensor):
-    """Logits of the full shape that hold this rank's classes as `local`, through which autograd goes.
+    """Logits of the full shape; `local` holds this rank's classes, and autograd goes through it.
 
     | vocabulary          the split of the classes over ranks
     | dim_of_vocabulary   the dim of the classes, 0 or more
-    | altered             True after an in-place write, which gathers the logits; functions use the whole logits then
+    | altered             True after an in-place write; the logits are then gathered, and functions use the whole ones
     | derived             True for a view or conversion of other logits, which may share memory with them
     """
 
@@ -50,7 +50,7 @@ class SplitLogits(GlobalShapeTensor):
         return self
 
     def whole(self) -> Tensor:
-        """Return the whole logits as an ordinary tensor, equal on all ranks of the vocabulary; gathers at first use."""
+        """Return the whole logits as a plain tensor, equal on all ranks of the vocabulary; the first call gathers."""
         if self._whole is None:
             words, dim = self.vocabulary, self.dim_of_vocabulary
             parts = gradient.replicate(self.local, world=words.world, axes=words.axes, dim=dim, sizes=words.sizes)
@@ -67,7 +67,7 @@ class SplitLogits(GlobalShapeTensor):
         self.altered = True
 
     def like(self, local: Tensor, *, dim: int | None = None) -> "SplitLogits":
-        """Return logits derived from these, with the part `local` and the classes along `dim`; None: as before."""
+        """Return logits derived from these, with part `local` and the classes along `dim`; None: the same dim."""
         other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
         other.derived = True
         return other

@@ -1,7 +1,7 @@
 """Derive the parts of a pipeline stage, and the sizes of its hidden states, from the parts of the whole model.
 
-A stage runs the whole model's forward. In it, modules of other stages return the tensors received from these stages, or
-nothing. The hidden states have the same layout on every stage.
+A stage runs the whole model's forward. There, a module of another stage returns the tensors received from that stage,
+or NaN. The hidden states have the same layout on every stage.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def local_and_total_width(parts: Mapping[str, Part], *, plan: Plan, world: World
 
 
 def local_and_total_tokens(shard_sizes: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
-    """Return a function that returns a forward's tokens between blocks: on this rank and in total; (0, 0) if whole."""
+    """Return a function that returns the tokens between blocks: on this rank and in total; (0, 0) if not split."""
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 
     def counts() -> tuple[int, int]:
@@ -51,7 +51,7 @@ def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
-    """Return the parts of the whole `model` for stage `module`; with `on_other_stage` if it lacks their parameters.
+    """Return the parts of `model` for stage `module`; a part has `on_other_stage` if the stage lacks its parameters.
 
     Only the `last` stage keeps logits split, because it computes the loss. Other stages send whole logits.
     """

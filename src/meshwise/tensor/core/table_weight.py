@@ -3,8 +3,8 @@
     return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
 
 Such a forward calls no linear module that could be split. So while the model runs, a split embedding returns its weight
-as a `TableWeight`, a tensor of the table's full shape. Its product with the hidden states is split logits, as from a
-head. Other functions of its values raise ValueError, because a rank has only a part of the table.
+as a `TableWeight`, a tensor of the table's full shape. Its product with the hidden states is split logits, as a head
+returns. Other functions of its values raise ValueError, because a rank has only a part of the table.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class TableWeight(GlobalShapeTensor):
     size_of_table: tuple[int, ...]
     head: Callable[[Tensor, Tensor], Tensor]
     flipped: bool
-    too_late = "{} got a table that is split over the ranks; call the embedding, or multiply with it"
+    too_late = "{} got a table that is split over the ranks; call the embedding, or multiply with its weight"
 
     @staticmethod
     def __new__(

@@ -1,12 +1,12 @@
-"""Find the axes over which the gradient of a tensor is summed already, from the graph that computed the tensor.
+"""Find the axes over which a tensor's gradient is summed already, from the graph that computed the tensor.
 
-Each rank uses an argument of an attention for its own heads. The gradients of all heads must be summed exactly once.
-Whether this module has to sum them depends on the origin of the argument:
+Each rank uses an argument of an attention for its own heads, and the gradients of all heads must be summed exactly
+once. Whether the attention has to sum them depends on the origin of the argument:
 
-    | bias = outer                 equal on all ranks, from outside of the blocks: `gradient.copy` must sum
+    | bias = outer                 equal on all ranks, from outside of the blocks: here `gradient.copy` must sum
     | bias = self.table(places)    from a parameter that all ranks have whole: the end of the step sums its gradient
-    | bias = copied * 2            from the output of a `gradient.copy` around this module, which sums
-    | value = first_block_value    from a matmul: each rank has only its own heads, and nothing is to be summed
+    | bias = copied * 2            from the output of a `gradient.copy` in a module around this one, which sums
+    | value = first_block_value    from a matmul: each rank has only its own heads, so nothing is summed
 
 The nearest parameter, matmul or collective in the graph behind the tensor decides the case.
 """
@@ -23,7 +23,7 @@ from meshwise.tensor.core.scheme import Axes
 
 
 class TensorOrigins:
-    """Search of the graph behind a tensor; knows over which axes the step sums each parameter's gradient."""
+    """Search of the graph behind a tensor. It knows over which axes the step sums each parameter's gradient."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None

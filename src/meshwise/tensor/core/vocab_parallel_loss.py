@@ -1,14 +1,14 @@
 """Compute the cross-entropy of logits that are split over the vocabulary.
 
-A rank has some of the classes of every token. From its classes each rank computes two numbers per token, three with
-label smoothing. One all-gather exchanges these numbers, and the logits are not sent:
+A rank has some of the classes of every token. From them it computes two numbers per token (three with label
+smoothing). One all-gather exchanges these numbers; the logits are not sent:
 
-    each rank:  log Σ exp(its logits),  the target's logit if it has it,  Σ w · its logits
+    each rank:  log Σ exp(its logits),  the target's logit or 0,  Σ w · its logits
 
     loss = w[target] · (log Σ exp(all logits) - target's logit), and with label smoothing ε over V classes
            (1 - ε) · loss + ε/V · Σ_v w_v (log Σ exp(all logits) - logit_v)
 
-The gradient of a rank's logits needs no communication: the softmax, minus one at the target if this rank has it.
+The gradient of a rank's logits needs no communication: it is the softmax, minus one at the target if the rank has it.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class _How:
-    """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: this rank's weights
-    of classes. `total`: the sum over all classes.
+    """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: weights of this
+    rank's classes. `total`: sum of the weights of all classes.
     """
 
     vocabulary: VocabularySplit
@@ -111,7 +111,7 @@ def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd function: losses (…) of logits (…, local classes), for (…) target classes and factors (0: ignored)."""
+    """Autograd function of the losses (…), from logits (…, local classes), target classes and factors (0: ignored)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, classes: Tensor, scale: Tensor, how: _How) -> Tensor:

@@ -1,11 +1,11 @@
 """Find the heads of an attention: their number, their width, and the attributes that count them.
 
 Every rank gets whole heads. So the split needs three facts: the features of a matrix that stay together (the grain),
-the order of q, k and v in a fused matrix, and the attributes that count heads. The split sets these attributes to the
+the order of q, k and v in a fused matrix, and the attributes that count heads. These attributes are set to the
 rank's counts. So a forward with `q.view(batch, -1, self.num_heads, self.head_width)` works on the heads of its rank.
 
     | queries      heads x width features, split so that all queries of one key head stay together
-    | keys, values key_heads x width features
+    | keys, values key heads x width features
     | output       reads the features of the queries, and is split like them
 """
 
@@ -52,7 +52,7 @@ class AttentionHeads:
 
     @property
     def keys(self) -> int:
-        """Features of all key heads, which the matrix of keys writes, and the matrix of values too."""
+        """Features of all key heads: the outputs of the matrix of keys, and of the matrix of values."""
         return self.key_count * self.width
 
     @property
@@ -75,7 +75,7 @@ class HeadSharing:
     ranks: int
     """Number of ranks over which the heads of an attention are split."""
     rows_stay: bool
-    """True if a rank has the same rows of the batch in the hidden states and inside a pair; False for 3d. Then every
+    """True if a rank has the same rows of the batch in the hidden states and inside a pair. False for 3d: then every
     linear gathers its input separately, and no two ranks hold the same key head."""
 
     @classmethod
@@ -123,8 +123,8 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     """Return the order of the output features of the fused matrix `owner.<child>`.
 
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
-    each section; `width`: features of a head. The evidence is a known class, or an attribute (tuple or list) with the
-    section sizes in features or in heads. Or the forward splits the output, as `self.qkv(x).split(...)`,
+    each section. `width`: features of a head. The evidence is a known class, an attribute (tuple or list) with the
+    section sizes in features or in heads, or a forward that splits the output, as by `self.qkv(x).split(...)`,
     `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`.
     """
     for kind in type(owner).__mro__:
@@ -137,9 +137,9 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
-    """Return the section sizes of a colwise matrix from its output size, assuming q, k, v one after the other.
+    """Return the section sizes of a colwise matrix from its output size, if q, k and v follow each other.
 
-    An output that is as large as neither q, nor k, nor all three is taken as several sections as large as k.
+    An output that fits neither q, nor k, nor all three is taken as several sections of the size of k.
     """
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
@@ -151,8 +151,9 @@ def cut_by_rule(
 ) -> tuple[tuple[int, ...], int]:
     """Return the sections (() for one) and the grain, in features, that a rule states for a matrix.
 
-    `given`: options of the rule. `sections`: section sizes by the matrix's structure, used if the rule states as many;
-    else sections are equal. `default`: the grain if the rule states none. Raises ValueError if they do not fit.
+    `given`: options of the rule. `sections`: sizes by the matrix's structure, used if there are as many as the rule
+    states; else sections are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do
+    not fit.
     """
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
@@ -166,7 +167,7 @@ def cut_by_rule(
 def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
     """Return the attributes that count query heads or their features, each with the number that stays together.
 
-    `group`: query heads that stay together. An attribute of a configuration is written as "config.num_heads", and is
+    `group`: query heads that stay together. An attribute of a configuration is written as "config.num_heads"; it is
     returned only if the forward reads it.
     """
     found = []
@@ -191,7 +192,7 @@ def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, 
 
 
 def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
-    """Set `attribute` of a module to `count`; for "config.NAME", the module first gets its own copy of `config`."""
+    """Set `attribute` of a module to `count`. For "config.NAME", the module first gets a copy of `config`."""
     holder, _, name = attribute.rpartition(".")
     owner: Any = module
     if holder:
@@ -201,14 +202,14 @@ def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Return all attributes of a module by name, and as "config.NAME" the fields of a configuration it reads."""
+    """Return a module's attributes by name, and the configuration fields that it reads as "config.NAME"."""
     own = vars(module)
     read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
     return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
 
 
 def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
-    """Return how many of the heads or features that `number` counts stay together; 0 if it counts neither."""
+    """Return how many of the heads or features that `number` counts stay together; 0 if it counts something else."""
     if type(number) is not int:
         return 0
     if name in HEADS and number == heads.count:
@@ -257,8 +258,8 @@ def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
 def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
     """Return whether matrices with `firsts` output features can be the q, k and v of these heads.
 
-    The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must also add up to three
-    times the features of the heads. `sure` skips this test: the module that holds the matrices counts the heads.
+    The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must be exactly three
+    times as wide as the heads. `sure` (their own module counts heads) skips this test.
     """
     adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)

@@ -1,4 +1,4 @@
-"""Find the branches of a block: the matrices that read the hidden states, and the one that writes to them.
+"""Find the branches of a block: the matrices that read the hidden states, and the matrix that writes to them.
 
 A transformer block adds the outputs of branches (attention, MLP) to hidden states of one width:
 
@@ -6,10 +6,10 @@ A transformer block adds the outputs of branches (attention, MLP) to hidden stat
                     └── colwise ──┘                                                                            │
     hidden states ─────────────────────────────────────────────────────────────────────────────────────────────┘
 
-The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature, or
-every head, is independent, so ranks split the features and communicate only at the ends. The sizes show the role of
-most matrices: a rowwise matrix writes the width of the hidden states, a colwise matrix another size. A square matrix
-can be either, as the queries and the output of most attentions. The order of registration decides where a branch ends:
+The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature or
+every head is independent, so ranks split the features and communicate only at the ends. Sizes show the role of most
+matrices: a rowwise matrix writes the width of the hidden states, a colwise matrix another size. A square matrix can be
+either, such as the queries and the output of most attentions. Then the registration order tells where a branch ends:
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
     | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
@@ -17,8 +17,8 @@ can be either, as the queries and the output of most attentions. The order of re
     | the second of two squares, otherwise               an MLP whose hidden size is the width
 
 The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
-and v may be in one module and the output in the next. The colwise matrices may also be registered after the rowwise
-matrix, if their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
+and v may be in one module and the output in the next. The rowwise matrix may be registered before the colwise ones, if
+their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
 """
 
 from collections import Counter
@@ -54,10 +54,10 @@ class BlockBranch:
 
 
 def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
-    """Return the width of the hidden states: the size that most matrices of the blocks read or write.
+    """Return the width of the hidden states: the size that the most matrices of the blocks read or write.
 
-    Only sizes that some matrix reads and some matrix writes count. Of sizes with equally many uses, take one that is in
-    `outside` (last dims of parameters outside of the blocks), then the first that is read. None if there is no size.
+    Only sizes that some matrix reads and some matrix writes count. Among equally frequent sizes, one in `outside` (last
+    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -82,8 +82,8 @@ class BranchFinder:
     width: int
     """Number of features of the hidden states."""
     declared: Mapping[str, str]
-    """Roles by module name that the user or the model states. A matrix is "colwise" or "rowwise"; any other role keeps
-    it out of branches. Other modules may be "attention" or "whole"."""
+    """Roles by module name that the user or the model states. "colwise" and "rowwise" are for matrices; any other role
+    keeps a matrix out of branches. Other modules may be "attention" or "whole"."""
     names: Collection[str]
     """First name of each module of the model. A module with several names is read under this name only."""
 
@@ -146,7 +146,7 @@ class _Item:
 
 
 def _ends(items: Sequence[_Item]) -> bool:
-    """Return whether these matrices form a branch that ends with the last of them, a square matrix."""
+    """Return whether these matrices are a branch that ends with the last one, a square matrix."""
     if not items or items[-1].role or any(item.role == "rowwise" for item in items):
         return False
     if any(item.role == "colwise" for item in items):
@@ -156,7 +156,7 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return a module's only branch with later colwise matrices added, as w3 of w1, w2, w3; None if they do not fit."""
+    """Return a module's only branch with colwise matrices added that come after it; None if they do not fit."""
     if len(branches) != 1 or not items:
         return None
     hidden = branches[0].rowwise.inputs

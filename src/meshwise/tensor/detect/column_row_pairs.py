@@ -1,11 +1,11 @@
-"""Give a part to each module of a pair: its matrices, and the norms, tables and parameters between them.
+"""Give a part to each module of a pair: the matrices, and the norms, tables and parameters between them.
 
 A pair, found as a `BlockBranch`, is one or more colwise matrices and a rowwise matrix of an attention or an MLP:
 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
     mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features
 
-The modules between the matrices of an attention hold one number per head, or treat every head in the same way.
+The modules between the matrices of an attention hold one number per head, or treat all heads alike.
 """
 
 import re
@@ -37,7 +37,7 @@ from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
 
 _GATED = 2
-"""Most features that one matrix of an MLP writes, as a multiple of what the next one reads: gate and value."""
+"""Largest output of an MLP matrix, as a multiple of the input of the next matrix: a gate and a value."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class FoundAttention:
     heads: AttentionHeads
 
     cut_as_one: bool
-    """True if q, k and v are split in the same way, as in a fused matrix; then no two ranks hold the same key head."""
+    """True if q, k and v are split alike, as in a fused matrix; then no two ranks hold the same key head."""
     enters_whole: bool
-    """True if sizes that its forward reads from its input are right: the input is gathered, or no size is read."""
+    """True if the sizes that its forward reads from its input are right: the input is whole, or no size is read."""
 
 
 class ColumnRowPairs:
@@ -59,7 +59,7 @@ class ColumnRowPairs:
     | modules    the model's modules by name
     | options    the options of rules, such as heads=8, by module name
     | sharing    the properties of the plan that limit how attentions are split
-    | reasons    mapping to which a text is added for each module that gets no part, by its name
+    | reasons    mapping to which a text is added, by name, for each module that gets no part
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ColumnRowPairs:
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
         """Return the parts of the branches of the block called `block`, by module name.
 
-        An attention after the first in a block is taken as one over an encoder's output, from outside of the blocks.
+        Any attention after the first in a block is taken as cross-attention: its keys come from outside of the blocks.
         """
         found: dict[str, Part] = {}
         before = 0
@@ -100,11 +100,9 @@ class ColumnRowPairs:
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.colwise) > 3 and counts_heads(self._modules[home]):
-            return f"attention, it seems, with more matrices than q, k and v; {whole or 'no part has them'}"
-        why = f"attention, it seems, but {home} counts no heads that fit"
-        return (
-            f"{why}, and how many there are does not show: state them by 'attention heads=…'{whole and f', or {whole}'}"
-        )
+            return f"it seems an attention with more matrices than q, k and v; {whole or 'no part has them'}"
+        why = f"it seems an attention, but {home} counts no heads that fit"
+        return f"{why}; state the number of heads by 'attention heads=…'{whole and f', or {whole}'}"
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.parent_name for matrix in (*branch.colwise, branch.rowwise)))
@@ -138,7 +136,7 @@ class ColumnRowPairs:
         kv_replicas = 1 if cut_as_one or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
-        # A single matrix gathers its input itself and keeps only a part, unless its module reads sizes of the input.
+        # A single matrix gathers its input itself and keeps only a part, unless its module reads the input's sizes.
         alone = len(branch.colwise) == 1 and reads_no_sizes(owner)
         outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.own_name.lower()]
         gathers = not alone and self._share_input(branch, outside)
@@ -219,7 +217,7 @@ class ColumnRowPairs:
     def _cut(
         self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
     ) -> tuple[tuple[int, ...], int] | None:
-        """Return sections and grain of a colwise matrix; if its order is unknown, note a reason and return None."""
+        """Return sections and grain of a colwise matrix; None, and note the reason, if its order is unknown."""
         given = self._options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
             return cut_by_rule(matrix, sections=sections, given=given, default=grain)
@@ -264,7 +262,7 @@ _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 def parts_between(
     owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
 ) -> tuple[dict[str, Part], dict[str, str]]:
-    """Return two mappings by name: parts of an attention's norms, tables and parameters, and reasons for no part.
+    """Return two mappings by name: the parts of an attention's norms, tables and parameters; reasons for no part.
 
     `owner`: the module called `name`. `grain`: inner features that stay on one rank.
     `shared`: True if several ranks hold the same key head.

@@ -1,14 +1,13 @@
-"""Decide how tensor parallelism treats each module of a plain model: find its part, from rules, plan and structure.
+"""Decide how tensor parallelism treats each module of a plain model; its part comes from rules, plan or structure.
 
-A plain model does not tell which linears form a pair, which attributes count heads, and which embedding is the
-vocabulary's. Each module gets its part from the first of these sources that knows the module:
+A plain model does not say which linears form a pair, which attributes count heads, and which embedding is the
+vocabulary's. Each module gets its part from the first of these sources that has one:
 
     | 1. rules        of the user: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     | 2. declared     roles of matrices in the plan (`_tp_plan`) of a transformers model
     | 3. structure    sizes, attributes that count heads, the order of registration (`ModelStructure`)
 
-A rule that matches nothing is an error, which lists near names. A parameter without a part is an error, which lists
-rules to copy.
+A rule that matches nothing is an error, with similar names. A parameter without a part is an error, with rules to copy.
 """
 
 import dataclasses
@@ -30,11 +29,11 @@ from meshwise.tensor.detect.model_structure import ModelStructure
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_unfit_attentions, refuse_unsupported_parts
 
 Rules: TypeAlias = Mapping[str, str]
-"""Mapping from a name pattern to the part of the modules or parameters that match; `*` matches within a dotted word.
+"""Mapping from a name pattern to the part of the modules or parameters that match; `*` matches inside one word.
 
     {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
      "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
-     "blocks.*.attention.scale": "inner grain=2",                split between groups of two heads, never inside
+     "blocks.*.attention.scale": "inner grain=2",                split, but two neighbouring heads stay together
      "blocks.*.mlp.up": "colwise",
      "blocks.*.mlp.down": "rowwise",
      "classifier": "whole"}
@@ -61,7 +60,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str, *, pattern: str) -> "Rule":
-        """Return the rule in `text`; an error names its `pattern`. Raises ValueError for an unknown role or option."""
+        """Return the rule in `text`; `pattern` is for errors. Raises ValueError for an unknown role or option."""
         role, *words = text.split() or [""]
         if role not in _ALLOWED:
             near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
@@ -82,7 +81,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     """Return the parts under a plan, by name of a module, or of a parameter that a module holds itself.
 
     The module stays unchanged and may be on the meta device. Raises ValueError for a rule that matches nothing or
-    contradicts the sizes, and for parameters without a part. Raises PlanError for a compiled model, and for a part that
+    contradicts the sizes, and for parameters without a part. Raises PlanError for a compiled model; and for a part that
     the plan cannot split, with the nearest plans that can.
     """
     refuse_compiled(module)
@@ -94,7 +93,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
 
 @dataclass(frozen=True)
 class _Found:
-    """Parts from all sources, names kept whole by a rule, and names of parameters without a part (`left`)."""
+    """Parts from all sources, names that a rule keeps whole, and names of parameters without a part (`left`)."""
 
     structure: ModelStructure
     parts: Mapping[str, Part]
@@ -128,7 +127,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
 
 
 def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
-    """Return the parts with the changes that a plan needs. Raises PlanError if the plan cannot split a part."""
+    """Return the parts with the changes that the plan needs. Raises PlanError if the plan cannot split a part."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_unfit_attentions(split, plan=plan, sharing=HeadSharing.of(plan))
@@ -157,7 +156,7 @@ def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
 
 
 def matches(name: str, *, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern word by word, with as many words; `*` matches within a word."""
+    """Return whether a dotted name has as many words as a pattern, and each matches; `*` matches inside one word."""
     words, wanted = name.split("."), pattern.split(".")
     return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
 
@@ -221,7 +220,7 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether every parameter gets a part that the plan can split. Whole matrices in blocks are for 1d only."""
+    """Return whether every parameter gets a part that the plan can split. Whole matrices in blocks need 1d."""
     try:
         found = _read(module, plan=plan, rules=rules)
         if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
@@ -234,7 +233,7 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
     """Return a rule to copy, as (pattern, right side), for a parameter without a part.
 
-    The rule is the one in `reason`, else "whole". The pattern covers all blocks if these modules have one class.
+    The rule is the one in `reason`, else "whole". Its pattern covers all blocks if the modules there have one class.
     """
     name = parameter.rpartition(".")[0]
     stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
@@ -269,11 +268,11 @@ _SMALL = ("norm", "positions", "patches", "vector")
 
 
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
-    """Return the parts, changed for hidden states that must have all features outside of the blocks.
+    """Return the parts, changed for a model whose hidden states need all features outside of the blocks.
 
-    They must if the model has no head, or if its code outside of the blocks uses all features (`counts`). Then blocks,
-    and embeddings and split linears outside of them, get `whole_features`; small parts there, such as norms, become
-    whole. Under 1d, or without blocks, nothing changes.
+    They need them if the model has no head, or if its code outside of the blocks uses all features (`counts`). Blocks,
+    and embeddings and split linears outside of them, then get `whole_features`; small parts there, such as norms,
+    become whole. Under 1d, or without blocks, nothing changes.
     """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts

@@ -1,9 +1,9 @@
-"""Find out from the source of a module's forward how the forward uses its input.
+"""Find out how a module's forward uses its input, from the source of the forward.
 
-Several linears that read one tensor may share one gather, at the entry of the module around them, if nothing else reads
-this tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
-gathers separately, which costs only traffic. A forward may still ask its input for sizes: it needs the sizes of the
-gathered input.
+Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
+the tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
+gathers separately, which costs only traffic. If a forward reads the sizes of its input, it needs the gathered input's
+sizes.
 """
 
 import ast
@@ -21,15 +21,15 @@ _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
-    """Return whether each of `children` reads the first argument of a module's forward, and nothing else reads it.
+    """Return whether each of `children` reads the first argument of a module's forward, and no other code reads it.
 
-    Reading sizes, dtype or device of the argument is allowed. The argument may get a second name (`source`):
+    Other code may read its sizes, dtype or device. The argument may get a second name (`source`):
 
         q, k, v = self.q(x), self.k(x), self.v(x)
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
-    `others`: children that may read the second name only, because it may be another tensor there. Return False if the
-    source of the forward is not available.
+    `others`: children that may read only the second name, because it may be another tensor. Return False without a
+    source of the forward.
     """
     definition = _forward(module)
     if definition is None:
@@ -52,7 +52,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 def reads_no_sizes(module: nn.Module) -> bool:
     """Return whether a module's forward never reads sizes, dtype or device of its first argument.
 
-    Return False if a method of the module gets the argument, because the method may read them, or without a source.
+    Return False without a source, and if a method of the module gets the argument, because the method may read them.
     """
     definition = _forward(module)
     if definition is None:
@@ -68,8 +68,8 @@ def reads_no_sizes(module: nn.Module) -> bool:
 def splits_by_width(module: nn.Module) -> bool:
     """Return whether a forward uses the number of features of its first argument, and only for reshaping.
 
-    It may pass the number to view, reshape, split and unflatten, or divide it by `//`, as by a number of heads. False
-    without a source, or if the forward does not unpack the sizes.
+    It may pass the number to view, reshape, split and unflatten, or divide it by `//`, as by a number of heads. Return
+    False without a source, or if the forward does not unpack the sizes.
 
         B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
     """
@@ -103,7 +103,7 @@ def _is_sizes_of(node: ast.expr, name: str) -> bool:
 
 
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
-    """Return the variable set to `given` by `… if … else …`, or "", and the ids of the nodes that read `given`."""
+    """Return the variable that `… if … else …` sets to `given` ("" if none), and the ids of these reads of `given`."""
     for node in _nodes(definition):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
             either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]

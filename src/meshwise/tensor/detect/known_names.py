@@ -1,7 +1,7 @@
-"""List the attribute and argument names by which attentions are recognised, and take dotted module names apart.
+"""List the attribute and argument names by which attentions are recognised, and analyse dotted module names.
 
-The names are conventions of several libraries. A few classes are listed too, because no attribute shows how their
-fused matrix is arranged. Classes are given by their full names, so that no library needs to be installed.
+The names are conventions of several libraries. A few classes are listed too, where no attribute shows how the fused
+matrix is arranged. Classes are listed by full name, so that their library need not be installed.
 """
 
 import re
@@ -11,7 +11,7 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "head
 """Names of the number of attention heads, on a module or on its configuration."""
 
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-"""Names of the number of key and value heads, for attentions where it differs from the number of query heads."""
+"""Names of the number of key and value heads, if it differs from the number of query heads."""
 
 GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "queries_per_kv")
 """Names of the number of query heads that share a key head."""
@@ -43,12 +43,12 @@ CONFIGURATIONS = ("config", "cfg", "args")
 """Names of the attribute in which a module keeps its configuration."""
 
 BY_HEAD = ("alibi", "position_bias")
-"""Names of arguments of an attention with values for every head. With three dims: (heads, …) or
-(rows · heads, …). With four: (1 or rows, heads, …). rows: samples of the batch."""
+"""Names of attention arguments with values for every head. With three dims: (heads, …) or (rows · heads, …). With
+four: (1 or rows, heads, …). rows: samples of the batch."""
 
 MASKS = ("mask", "bias")
-"""Words in the names of masks, and of other arguments that are added to attention scores. With four dims, (1 or rows,
-1 or heads, …), such an argument may have values for every head."""
+"""Words in the names of arguments that are added to attention scores, such as masks. With four dims, (1 or rows, 1 or
+heads, …), such an argument may have values for every head."""
 
 STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 """Classes of linear layers whose weight is stored as (inputs, outputs)."""
@@ -59,8 +59,8 @@ INTERLEAVED: Mapping[str, str] = {
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
     "transformers.models.persimmon.modeling_persimmon.PersimmonAttention": "query_key_value",
 }
-"""Attention classes whose fused matrix has q, k and v head by head, each with the name of this matrix. For other
-classes `order_of_fused` looks for evidence of the order all of q, then all of k, then all of v."""
+"""Attention classes whose fused matrix has q, k and v head by head, with the name of the matrix. For other classes,
+`order_of_fused` looks for evidence that the matrix has all of q, then all of k, then all of v."""
 
 DECLARED: Mapping[str, str | None] = {
     "colwise": "colwise",
@@ -71,7 +71,7 @@ DECLARED: Mapping[str, str | None] = {
     "colwise_gather_output": None,
     "embedding_rowwise": None,
 }
-"""Role for each word in the tensor-parallel plan (`_tp_plan`) of a transformers model; None: found by structure."""
+"""Role for each word of a transformers model's tensor-parallel plan (`_tp_plan`); None: the structure decides."""
 
 
 _BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")

@@ -2,7 +2,7 @@
 
 module                   evidence                                                                        role
 GPT
-├── embedding            as wide as the hidden states; tied to a linear, or largest, or first            embedding
+├── embedding            as wide as the hidden states; tied to a linear, or the largest, or the first        embedding
 ├── positions            another embedding of this width                                                 positions
 ├── blocks               a list of modules that have an attention or two matrices each
 │   └── 0                `block_branch` finds its branches, `attention_heads` their heads                block
@@ -32,7 +32,7 @@ from meshwise.tensor.detect.matrix_modules import (
 from meshwise.tensor.detect.norm_modules import as_norm, mixes_no_features
 
 _KNOWN = ("torch", "transformers", "meshwise")
-"""Packages whose modules have no buffers with a dim of all features of the hidden states."""
+"""Packages in whose modules no buffer has a dim of all features of the hidden states."""
 
 
 class ModelStructure:
@@ -43,7 +43,7 @@ class ModelStructure:
     | sharing      properties of the plan that limit how attentions are split
     | modules      modules by name, `blocks` the repeated blocks among them
     | width        number of features of the hidden states; None if unknown
-    | parts        result: parts by module or parameter name; names without a part are missing
+    | parts        result: parts by module or parameter name, as far as they were found
     | attentions   result: the attentions, with their heads
     """
 
@@ -77,7 +77,7 @@ class ModelStructure:
 
     @property
     def counts_features(self) -> bool:
-        """True if a user's module outside of the blocks has a buffer whose rows are as wide as hidden states."""
+        """True if a module of the user outside of the blocks has a buffer with rows as wide as the hidden states."""
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
         own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
@@ -107,7 +107,7 @@ class ModelStructure:
         self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
-        """Give a part to a module outside of pairs, from its class, formula and position, or note a reason."""
+        """Give a part to a module outside of pairs, by its class, formula and position; else note a reason."""
         around = self.parts[name].role if name in self.parts else ""
         if around not in ("", "block", "pair", "attention"):
             return
@@ -129,9 +129,9 @@ class ModelStructure:
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
-        """Give the part `vector` to a parameter that a user's module holds itself, if its last dim is the hidden size.
+        """Give the part `vector` to a parameter that a user's module itself holds and whose last dim is the width.
 
-        It has one row, or is a table outside of the blocks. A parameter that could be a matrix needs a rule.
+        It must have one row, or be a table outside of the blocks; a parameter that could be a matrix needs a rule.
         """
         if name in self.parts or parameter.shape[-1:] != (self.width,):
             return
@@ -168,9 +168,9 @@ class ModelStructure:
         return "whole" if as_norm(module) else None
 
     def _find_vocabulary(self) -> nn.Embedding | None:
-        """Return the vocabulary's embedding, or None: an embedding outside of the blocks, as wide as hidden states.
+        """Return the vocabulary's embedding: an embedding outside of the blocks, as wide as the hidden states; or None.
 
-        Of several, take one tied to a linear, else the largest if a linear has as many outputs, else the first.
+        Of several, take one that is tied to a linear, else the largest if a linear has as many outputs, else the first.
         """
         found = [
             module
@@ -186,7 +186,7 @@ class ModelStructure:
         return next(iter([*tied, *sized, *found]), None)
 
     def _state(self, name: str, role: str) -> None:
-        """Replace a found part by the stated role. Raises ValueError for a role that does not fit the module."""
+        """Replace a found part by the stated role. Raises ValueError if the role does not fit the module."""
         module = self.modules.get(name)
         matrix = as_matrix(module, name=name) if module is not None else None
         if _replaces_own_forward(module, role):
@@ -238,7 +238,7 @@ def _why_unknown(module: nn.Module) -> str:
         if isinstance(module, kind):
             own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
             return f"{name} in a block, outside of its pairs{own}"
-    return f"{name} is neither a known norm nor goes feature by feature"
+    return f"{name} is no known norm, and it may mix features"
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
@@ -249,7 +249,7 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
 
 
 def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each block: an outermost entry of a list that has an attention or two matrices."""
+    """Yield name and module of each block: an outermost list entry that has an attention or two matrices."""
     for child_name, child in module.named_children():
         below = f"{name}.{child_name}" if name else child_name
         entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)

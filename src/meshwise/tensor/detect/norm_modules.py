@@ -1,6 +1,6 @@
-"""Find the modules that compute LayerNorm or RMSNorm over the features, and the formula of each.
+"""Find the modules that compute LayerNorm or RMSNorm over the features, and the exact formula of each.
 
-A norm over split features is computed by code of this library, so its formula must be known. Every library has its own
+This library computes a norm over split features itself, so it must know the norm's formula. Every library has its own
 classes for the same two formulas, and the name of a class proves nothing. So a copy of the module, with random
 parameters, is run on random numbers, and its output is compared with both formulas:
 
@@ -8,8 +8,8 @@ parameters, is run on random numbers, and its output is compared with both formu
     | x / sqrt(mean of squares + epsilon) · gain + bias          RMSNorm, Zhang & Sennrich, 2019 (without bias)
 
 The gain may be the stored parameter, or 1 + the stored parameter. The input is float64. A module that agrees only to
-1e-5 is taken to compute its statistics in float32. Other modules without children, such as ones that scale or shift,
-are run too, to find out if they mix features.
+1e-5 is assumed to compute its statistics in float32. Other modules without children, such as a scale or shift, are run
+too, to find out if they mix features.
 """
 
 import copy
@@ -26,7 +26,7 @@ from meshwise.tensor.detect.matrix_modules import output_of, random_numbers
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
 _USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
-"""Epsilons that a forward may use without an attribute; the last is for a norm without epsilon."""
+"""Epsilons to try that no attribute shows; the last one is for a norm without epsilon."""
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
@@ -54,7 +54,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
 
 
 def mixes_no_features(module: nn.Module) -> bool:
-    """Return whether no output feature depends on other input features; the test runs half of the features alone."""
+    """Return whether no output feature depends on another input feature; to test this, half of them run alone."""
     width = _width(module)
     if width is None or width < 2:
         return False
@@ -67,7 +67,7 @@ def mixes_no_features(module: nn.Module) -> bool:
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
-    """Return random numbers near 1e-3: their squares are as small as usual epsilons, which then show in the output."""
+    """Return random numbers near 1e-3. Their squares are as small as usual epsilons, so the output shows an epsilon."""
     return (random_numbers(*shape, seed=seed) + 1) * 1e-3
 
 
@@ -96,7 +96,7 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
 
 
 def _kept(module: nn.Module) -> list[float]:
-    """Return the numbers between 0 and 1 among a module's attributes: its epsilon is one of them."""
+    """Return the numbers between 0 and 1 among a module's attributes; its epsilon may be one of them."""
     return [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
 
 

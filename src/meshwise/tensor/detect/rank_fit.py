@@ -15,13 +15,13 @@ from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS
 
 
 def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
-    """Raise PlanError for attentions whose heads do not fit the ranks, or that read sizes of a split input."""
+    """Raise PlanError for attentions whose heads do not fit the ranks, or that read the sizes of a split input."""
     ranks = sharing.ranks
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
-                f"{attention.name} asks its input x for sizes, but under '{plan}' x has a part of the tokens. All "
-                "tokens are gathered for it only where its first matrices alone read x: call self.q(x), self.k(x), "
+                f"{attention.name} reads sizes of its input x, but under '{plan}' x has a part of the tokens. All "
+                "tokens are gathered only if nothing but its first matrices reads x: call self.q(x), self.k(x), "
                 "self.v(x), and read x nowhere else. Nearest that works as it is: sequence_parallel=0"
             )
         if not _fits(attention, ranks=ranks, sharing=sharing):
@@ -82,7 +82,7 @@ def refuse_unsupported_parts(
             if part.role == "whole" and name.startswith(inside) and name in modules and _may_mix_tokens(modules[name]):
                 raise PlanError(
                     f"{name} ({type(modules[name]).__name__}) is kept whole inside a block, where '{plan}' gives a "
-                    "rank a part of the tokens, and whether it mixes them does not show. Nearest that works: "
+                    "rank a part of the tokens, and it may mix tokens. Nearest that works: "
                     "sequence_parallel=0"
                 )
     if plan.tp_mode == "1d":
@@ -130,7 +130,7 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
 
 
 def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
-    """Return whether a linear may read features of several tokens side by side: its input is a multiple of `width`."""
+    """Return whether a linear may read several tokens' features side by side: its input is a multiple of `width`."""
     return isinstance(module, nn.Linear) and width is not None and module.in_features in range(2 * width, 2**62, width)
 
 
@@ -145,7 +145,7 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
 
 
 def _fits(attention: FoundAttention, *, ranks: int, sharing: HeadSharing) -> bool:
-    """Return whether `ranks` ranks can split the heads: each gets whole key heads with all or some of their queries."""
+    """Return whether the ranks can split the heads: each gets whole key heads, with all or some of their queries."""
     keys = attention.heads.key_count
     if keys >= ranks:
         return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
@@ -161,7 +161,7 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
 
 
 def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> str:
-    """Return text with the two nearest values of tp that fit all attentions."""
+    """Return a text with the one or two nearest values of tp that fit all attentions."""
     most = max(attention.heads.count for attention in attentions)
     works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])

@@ -13,7 +13,7 @@ __all__ = ["one_d", "scheme", "three_d", "two_and_a_half_d", "two_d"]
 
 
 def scheme(plan: Plan, *, blocks: bool) -> Scheme:
-    """Return the scheme of a plan, inside (`blocks`) or outside of the blocks; only inside, tokens may be split."""
+    """Return the scheme of a plan inside (`blocks`) or outside of the blocks; tokens are split inside only."""
     if plan.tp_mode == "1d":
         chosen = one_d(sequence=blocks and plan.sequence_parallel == 1)
     else:

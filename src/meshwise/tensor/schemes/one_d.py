@@ -6,8 +6,8 @@ The first linear of a pair is split by columns, the second by rows. Only the end
 
 A block of two pairs with b·s tokens of h features takes 2 all-reduces of b·s·h elements in the forward and 2 in the
 backward. With `sequence` the tokens of the hidden states are split (Korthikanti et al., arXiv 2205.05198). Then each
-all-reduce becomes a reduce-scatter and an all-gather of b·s·h elements, which is the same traffic. Tensors between
-pairs take 1/tp of the memory. The backward gathers X once more for the gradient of W, unless X is kept.
+all-reduce becomes a reduce-scatter and an all-gather of b·s·h elements: the same traffic, but tensors between pairs
+take 1/tp of the memory. The backward gathers X once more for the gradient of W, unless X is kept.
 
 The embedding and the head split the vocabulary. Each takes one all-reduce of b·s·h elements: the embedding in the
 forward, the head in the backward.

@@ -1,7 +1,7 @@
 """Scheme 3D: a p x p x p cube (Bian et al., "Maximizing Parallelism", arXiv 2105.14450; Agarwal et al., 1995).
 
-The cube has the axes i, j and l. Every operand is stored in p³ parts; a product multiplies or reduces operands in p²
-parts. T are tokens, K and N features. The two linears of a pair exchange the roles of j and l:
+The cube has the axes i, j and l. Every operand is stored in p³ parts, and multiplied or reduced in p² parts. T is the
+number of tokens; K and N are features. The two linears of a pair exchange the roles of j and l:
 
     | colwise  X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
     |          Y  T/(i·l), N/j     as X of rowwise
@@ -14,9 +14,9 @@ parts. T are tokens, K and N features. The two linears of a pair exchange the ro
 In both linears, i splits W along the features of the hidden states, so heads are never cut. Inside a pair the rows of
 the batch are split over (i, l). So other tensors with a batch dim, such as an attention mask, must be moved there.
 
-The head is the 2D product with (i, j) as row and l as col. Its rows are the rows of the hidden states, so labels fit
-them. Its logits, the largest tensor of all, are never a partial sum. It gathers h·v/p elements of W for a vocabulary of
-v, where a product on the cube would reduce b·s·v/p². The embedding's table is stored like the head's weight.
+The head is the 2D product with (i, j) as row and l as col. Its rows are those of the hidden states, so labels fit.
+Its logits, the largest tensor of all, are never a partial sum. With a vocabulary of v it gathers h·v/p elements of W;
+a product on the cube would reduce b·s·v/p². The embedding's table is stored like the head's weight.
 """
 
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct

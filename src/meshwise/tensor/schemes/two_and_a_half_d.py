@@ -1,7 +1,7 @@
 """Scheme 2.5D: d grids of q x q (Wang et al., "Tesseract", arXiv 2105.14500; Solomonik and Demmel, 2011).
 
 The d grids lie along the axis depth. They hold copies of the parameters and split the rows of the batch. So a rank's
-activations, and the traffic for activations, are smaller by the factor d:
+activations, and the traffic of activations, are smaller by a factor of d:
 
     X  T/(depth·row), K/col          W  K/row, N/col, on every grid          Y  T/(depth·row), N/col
 
