@@ -1,7 +1,7 @@
 """Move the tensors that a forward saves for its backward to the CPU or to disk.
 
 The backward needs most saved tensors much later, and in reverse order. So a tensor can leave the device while the
-forward continues, and return before the backward needs it:
+forward continues, and come back before the backward needs the tensor:
 
     forward    save a │ save b │ save c │ …        backward    … │ needs c │ needs b │ needs a
     out           └a out──┘└b out──┘                back          b back ──┘└ a back ──┘
@@ -11,9 +11,9 @@ forward continues, and return before the backward needs it:
             copies on the compute stream, which then waits for every copy.) Nothing moves if the CPU computes.
     disk    through a few aligned buffers into the swap file, by the file's threads; with a GPU the buffers are pinned
 
-A storage moves once for all saved tensors in it: queries, keys and values are three views of one product. It returns
+A storage moves once for all saved tensors in it: queries, keys and values are three views of one product. It comes back
 with the same bytes, and its tensors with the same strides. Parameters, buffers and small tensors stay. A recomputed
-block saves only its inputs, so only these inputs move.
+block saves only its inputs, so only they move.
 """
 
 import contextlib
@@ -39,21 +39,21 @@ from meshwise.memory.storage_movers import (
 from meshwise.memory.swap_file import SwapFile
 
 _LARGEST_RATIO = 8
-"""A storage stays on the device if it is more than this many times larger than the saved view of it."""
+"""A storage stays on the device if it is more than this many times larger than its saved view."""
 
 
 class ActivationTier:
     """Tier to which one rank moves the activations that autograd saves."""
 
     def __init__(self, tier: str, *, mover: StorageMover, transfers: ActivationTransfers) -> None:
-        """`tier`: `cpu` or `disk`. `mover` moves storages there; `transfers` are its limits."""
+        """`tier`: `cpu` or `disk`. `mover`: moves storages to the tier. `transfers`: the limits of the moves."""
         self.tier = tier
         self.mover = mover
         self._transfers = transfers
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Move the tensors that a forward of `model` saves inside the block; parameters and buffers stay."""
+        """Move the tensors that a forward of `model` saves in the block; parameters and buffers stay."""
         saved = _SavedTensors(self.mover, model, self._transfers)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
@@ -71,7 +71,7 @@ class _View:
 
 
 class _SavedTensors:
-    """Pack and unpack hooks of one forward's saved tensors; `before` links their storages in the order of saving."""
+    """Pack and unpack hooks for one forward's saved tensors. `before` links their storages in the order of saving."""
 
     def __init__(self, mover: StorageMover, model: nn.Module, transfers: ActivationTransfers) -> None:
         self._mover, self._model, self._transfers = mover, model, transfers
@@ -114,7 +114,7 @@ class _SavedTensors:
         return not self._is_the_models(storage._cdata)
 
     def _is_the_models(self, storage: int) -> bool:
-        """Return whether a storage holds parameters or buffers. Each gather puts parameters into a new storage."""
+        """Return whether a storage holds parameters or buffers. A gather may put parameters into a new storage."""
         if storage in self._own:
             return True
         found = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
@@ -125,7 +125,7 @@ class _SavedTensors:
 def activation_tier(
     tier: str, *, device: torch.device, swap: SwapConfig, transfers: ActivationTransfers
 ) -> ActivationTier | None:
-    """Return the mover of activations to `tier` (`device`, `cpu` or `disk`), or None if they stay on the device.
+    """Return the `ActivationTier` for `tier` (`device`, `cpu` or `disk`); None if activations stay on the device.
 
     The tier `cpu` moves nothing if `device` is no GPU. Raises TierError if no swap file can be made.
     """

@@ -1,12 +1,12 @@
 """Restore the objects that a block receives and changes, while its forward is repeated.
 
 A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
-decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward would
-find them in the cache and append them once more. So during the repetition the object has its content from before the
-first forward. Afterwards its present content is restored.
+decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward
+would find them there, and append them again. So during the repetition, the object has its content from before the
+first forward; afterwards its present content is restored.
 
-A tensor that is written to in place is not restored. `recompute.py` detects a block that computes other values because
-of such a write: the tensors that the block saves differ.
+A tensor that is written to in place is not restored. If a block then computes other values, `recompute.py` detects it,
+because the tensors that the block saves differ.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _PLAIN = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, fl
 
 
 class BlockInputs:
-    """The containers that a block's arguments lead to, with copies of their content before its forward."""
+    """The containers that can be reached from a block's arguments, with copies of their content before its forward."""
 
     def __init__(self, *arguments: Any) -> None:
         self._before = [(one, _copied(one)) for one in _reached(arguments)]
@@ -35,7 +35,7 @@ class BlockInputs:
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the containers have their content from before the first forward; then their present content."""
+        """Inside, the containers have their content from before the first forward; afterwards their present content."""
         now = [(one, _copied(one)) for one, _ in self._before]
         try:
             _put(self._before)
@@ -45,7 +45,7 @@ class BlockInputs:
 
 
 def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
-    """Yield each container that the arguments lead to, once."""
+    """Yield each container that can be reached from the arguments, once."""
     seen: set[int] = set()
     open_ = [*arguments]
     while open_:
@@ -63,7 +63,7 @@ def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
 
 
 def _copied(container: Container) -> Container:
-    """Return a shallow copy of a container, without the `copy` method of its class, which may do more."""
+    """Return a shallow copy of a container. It avoids the `copy` method of the container's class, which may do more."""
     return dict(container) if isinstance(container, dict) else list(container)
 
 

@@ -1,17 +1,17 @@
-"""Update parameters in chunks, and read the next chunks from their tier meanwhile.
+"""Update parameters in chunks, while the next chunks are read from their tier.
 
-An elementwise optimizer can update any part of its parameters alone: torch's optimizers skip parameters without a
-gradient. So one optimizer holds the state of all parameters, as without offloading, and its `step` runs once a round:
+An elementwise optimizer can update any part of its parameters alone, because torch's optimizers skip parameters without
+a gradient. So one optimizer holds the state of all parameters, as without offloading, and `step` runs once per round:
 
     round 0    read │ update │ write
     round 1         │ read   │ update │ write
     round 2                  │ read   │ update │ write          three staging buffers: one in each column
 
-A round has as many chunks as fit a staging buffer. With nothing offloaded, one round holds all chunks.
+A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
 
 `step` runs all rounds when the gradients of all buckets have been reduced. With `early`, the rounds of a bucket run as
-soon as the gradients of this bucket are reduced. They run on a separate thread, during the backward of the other units
-(`begin`, `submit`, `finish`). Such an update runs before all ranks know whether the step may be applied. `abandon`
+soon as the bucket's gradients are reduced: on a separate thread, during the backward of the other units
+(`begin`, `submit`, `finish`). Such an update runs before the ranks know whether the step may be applied. `abandon`
 returns whether an early update has changed parameters.
 
 During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):
@@ -38,13 +38,13 @@ from meshwise.memory.tiers import Tiers
 
 @dataclass(frozen=True, eq=False)
 class UpdateChunk:
-    """Elements of one dtype of a bucket that are updated at once, as flat tensors with one dim.
+    """Elements of one dtype of a bucket that are updated together, as flat tensors.
 
     | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk
     | master      the unrounded values, on their tier
     | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
-    | factor      returns the number by which gradients on disk must still be multiplied (clipping, the loss's count)
+    | factor      returns the factor with which gradients on disk must still be multiplied (clipping, the loss's count)
     """
 
     slices: tuple[nn.Parameter, ...]
@@ -56,7 +56,7 @@ class UpdateChunk:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk and its tensors on disk, by name: `master`, `narrow`, `gradient`, and keys of the optimizer's state."""
+    """A chunk, and by name its tensors on disk: `master`, `narrow`, `gradient`, and keys of the optimizer's state."""
 
     chunk: UpdateChunk
     on_disk: Mapping[str, Tensor]
@@ -75,14 +75,14 @@ class StoredChunk:
             start += parameter.numel()
 
     def state(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the keys of `on_disk` for which the optimizer already has state: all after its first step."""
+        """Return the keys of `on_disk` for which the optimizer has state already: after its first step, all of them."""
         begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.chunk.slices]
         own = self.on_disk.keys() - {"master", "narrow", "gradient"}
         return [key for key in self.on_disk if key in own and any(key in keys for keys in begun)]
 
 
 class StagedRound:
-    """One round of chunks in a staging buffer; call `bind_values`, the optimizer's step, `write` and `leave`."""
+    """One round of chunks in a staging buffer. Call `bind_values`, then the optimizer's step, `write` and `leave`."""
 
     def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
         self.round = round_
@@ -124,7 +124,7 @@ class StagedRound:
         return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
 
     def bind_values(self) -> None:
-        """Wait for the reads, and give the optimizer the masters, gradients (times their factor) and state in memory.
+        """Wait for the reads; then give the optimizer masters, gradients (times their factor) and state in memory.
 
         Raises TierError if a read failed.
         """
@@ -142,17 +142,17 @@ class StagedRound:
                 self._bind(parameter, values, span)
 
     def write(self) -> Sequence[SwapTransfer]:
-        """Round the masters to parameters, and start to write the changed tensors back to disk; return the writes."""
+        """Round the masters to parameters, start to write the changed tensors back to disk, and return the writes."""
         writes: list[SwapTransfer] = []
         for one, memory, values in zip(self.round, self._memory, self._values, strict=True):
             changed = {"master", "narrow", *one.state(self._optimizer)}
             for parameter, span in one.spans:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if key in values and value.data_ptr() != values[key][span].data_ptr():
-                        values[key][span].copy_(value)  # made by the first step
+                        values[key][span].copy_(value)  # the first step made a new tensor
             if one.chunk.narrow is not None:
                 narrow = values.get("narrow", one.chunk.narrow)
-                # A staging buffer is soon another chunk's.
+                # From a staging buffer, copy at once: it will soon hold another chunk.
                 narrow.copy_(values.get("master", one.chunk.master), non_blocking="master" not in values)
             writes += [
                 self._tiers.write(tensor, values=memory[name])
@@ -163,7 +163,7 @@ class StagedRound:
         return writes
 
     def leave(self) -> None:
-        """Give the optimizer its tensors on disk again, drop the gradients, and free the buffer after its transfers."""
+        """Give the optimizer its tensors on disk again, drop the gradients, and free the buffer when it is idle."""
         if not self._is_open:
             return
         self._is_open = False
@@ -203,7 +203,7 @@ class ChunkedUpdate:
         tiers: Tiers,
         early: bool = False,
     ) -> None:
-        """`chunks`: of each bucket. `early`: update each bucket on a thread, as soon as its gradients are reduced.
+        """`chunks`: one list per bucket. `early`: a thread updates each bucket when its gradients are reduced.
 
         Reserves room for the optimizer's state on its tier. Raises TierError if the disk has no room.
         """
@@ -219,9 +219,9 @@ class ChunkedUpdate:
         tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
-        """Update every chunk by its gradient, in the same order on every rank, and call `done` on each chunk after it.
+        """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.
 
-        Raises TierError if a tier fails; then some parameters are updated, and a checkpoint must be loaded (`check`).
+        Raises TierError if a tier fails. Then some parameters are updated, and a checkpoint must be loaded (`check`).
         """
         self.check()
         self._tiers.settle()
@@ -236,7 +236,7 @@ class ChunkedUpdate:
     # ---- early -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the thread's updates for one step. Raises TierError as `check` does."""
+        """Start the thread's updates for one step. Raises TierError if an earlier update ended half way."""
         self.check()
         assert self._thread is not None
         self._queue = _RoundQueue()
@@ -256,7 +256,7 @@ class ChunkedUpdate:
         self._broken = False
 
     def abandon(self) -> bool:
-        """Wait for the submitted updates of a step that is given up; return whether some parameters have changed."""
+        """Wait for the submitted updates of a step that is given up; return whether parameters have changed."""
         if self._under_way is not None:
             self._queue.end()
             running, self._under_way = self._under_way, None
@@ -274,7 +274,7 @@ class ChunkedUpdate:
     # ---- updates that ended half way ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Give up updates under way; raise TierError if any update ended half way since the last checkpoint load."""
+        """Give up updates in progress. Raises TierError if an update has ended half way since the last load."""
         if self.abandon():
             raise TierError(
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
@@ -282,7 +282,7 @@ class ChunkedUpdate:
             )
 
     def mark_broken(self) -> None:
-        """Record that other ranks have updated parameters that this rank has not: `check` raises from now on."""
+        """Record that other ranks have updated parameters, but this rank has not: from now on `check` raises."""
         self._broken = True
 
     def mark_loaded(self) -> None:
@@ -296,7 +296,7 @@ class ChunkedUpdate:
             self._thread.shutdown()
 
     def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
-        """Return zeros for the state `key` of an optimizer's parameter; on disk, the reserved tensor itself."""
+        """Return zeros for the optimizer's state `key` of a parameter; if it is on disk, the reserved tensor itself."""
         stored = self._on_disk.get(parameter, {}).get(key)
         if stored is not None and stored.dtype == dtype:
             return stored.zero_()
@@ -307,7 +307,7 @@ class ChunkedUpdate:
     def _update_all(self, queue: "_RoundQueue", done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, read the next round meanwhile, and wait for all writes.
 
-        An early update leaves all rounds unchanged from the first gradient on that is not finite.
+        An early update stops at the first gradient that is not finite: that round and all later ones stay unchanged.
         """
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -328,7 +328,7 @@ class ChunkedUpdate:
                 if sound:
                     self._broken = True
                     for group, values in zip(self.optimizer.param_groups, options, strict=True):
-                        group.update(values)  # an optimizer may count its steps in the group: rounds are one step
+                        group.update(values)  # an optimizer may count steps in the group, but all rounds are one step
                     began = time.monotonic()
                     self.optimizer.step()
                     self._tiers.record_update(staged.bytes, since=began)
@@ -376,7 +376,7 @@ class ChunkedUpdate:
         return kept
 
     def _in_rounds(self, chunks: Iterable[StoredChunk]) -> Iterator[Round]:
-        """Yield rounds, each of as many chunks as a staging buffer holds; one round of all if nothing is offloaded."""
+        """Yield rounds of as many chunks as a staging buffer holds; if nothing is offloaded, one round with all."""
         most, round_ = self._tiers.swap.buffer, list[StoredChunk]()
         for one in chunks:
             longer = [*round_, one]
@@ -397,7 +397,7 @@ class _RoundQueue:
         self._is_over = False
 
     def put(self, rounds: Sequence[Round], *, ready: Callable[[], object] = lambda: None) -> None:
-        """Append `rounds`. Before the first one is taken, `ready` is called, which waits for their gradients."""
+        """Append `rounds`. Before the first of them is taken, `ready` is called, which waits for their gradients."""
         self._queue.put((rounds, ready))
 
     def end(self) -> None:

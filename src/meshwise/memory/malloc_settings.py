@@ -1,15 +1,14 @@
 """Choose whether glibc's allocator keeps the freed memory of CPU tensors or returns it to the system.
 
-Until the end of the first step, freed memory is returned to the system. The model that the user built is freed once its
-values are in the buckets, between blocks of memory that stay. The first step would also place the optimizer's state
-among its activations. The holes between such blocks would be too small for later activations and would count in every
-peak. So in the first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
+Until the end of the first step, freed memory is returned to the system. When the model's values are in the buckets,
+the user's model is freed, between blocks of memory that stay. The first step would also put the optimizer's state
+among its activations. Both leave holes that are too small for later activations and count in every peak. So in the
+first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
 
-From the second step on, freed memory is kept, and each step reuses the memory that the step before has freed. Returned
-memory would come back page by page; the system clears each page, and the cache misses it. On the measured ranks that is
-35 000 to 85 000 pages a step, 2 to 9 % of its time. Kept memory raises the peak by up to a tenth, where blocks of
-several sizes do not fit into each other's places. On the last rank of a pipeline, which holds the logits, the peak
-rises by a quarter.
+From the second step on, freed memory is kept, and each step reuses what the step before has freed. Returned
+memory would come back page by page: the system clears each page, and the cache misses it. On the measured ranks these
+are 35 000 to 85 000 pages a step, 2 to 9 % of its time. Kept memory raises the peak by up to a tenth, if blocks of
+several sizes do not fit into each other's places; on the last rank of a pipeline, which holds the logits, by a quarter.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ MallocOptions: TypeAlias = Sequence[tuple[int, int]]
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _MOST = 2**31 - 1
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
-"""The values to which glibc itself adapts when large tensors are freed."""
+"""Values that glibc itself chooses after large tensors were freed."""
 KEEP_FREED = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
 """Options under which glibc keeps all freed memory and maps no block separately."""
 MAP_SEPARATELY = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
@@ -35,7 +34,7 @@ _ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def set_malloc(options: MallocOptions = ()) -> None:
-    """Return free memory to the system once, and set `options` of glibc's allocator in this process.
+    """Return free memory to the system once, and set `options` of glibc's allocator for this process.
 
     The options are not set if the environment configures the allocator. With another C library nothing happens.
     """
@@ -51,7 +50,7 @@ def set_malloc(options: MallocOptions = ()) -> None:
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """Keep freed memory inside the block, as a training does, so that timings are comparable."""
+    """Keep freed memory inside the block, as a training does, so that measured times are comparable."""
     set_malloc(KEEP_FREED)
     try:
         yield
@@ -61,7 +60,7 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """With several CPU ranks, map each large tensor separately inside the block; keep freed memory afterwards."""
+    """Inside, map each large tensor separately if this is one of several CPU ranks; afterwards keep freed memory."""
     set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield

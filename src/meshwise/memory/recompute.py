@@ -1,20 +1,20 @@
 """Recompute a block: keep its inputs, and compute everything else again in its backward.
 
-torch's `checkpoint` does this for one call of backward, to which the recomputed values belong. A backward in two parts
-(a zero-bubble pipeline) would recompute the values for each product of the second part. Here a recomputed value belongs
-to the slot of its saved tensor, and lives as long as the slot:
+torch's `checkpoint` does this for one call of backward, to which the recomputed values belong. If a backward has two
+parts (a zero-bubble pipeline), it would recompute the values for each product of the second part. Here a recomputed
+value belongs to the slot of its saved tensor, and lives as long as the slot:
 
     forward     every tensor that autograd saves becomes an empty slot
     backward    the first slot that autograd reads repeats the whole forward, which fills all slots in order and stops
                 after the last slot
                 a node of the graph that has run frees its slots, as it would free saved tensors
 
-A separate node saves the block's inputs, so that the inputs can be offloaded as other saved activations. The repeated
+A separate node saves the block's inputs, so that they can be offloaded like other saved activations. The repeated
 forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
 remembers. Objects that the block receives, such as the cache of a decoder, have their earlier content
-(`changed_inputs`). Only the module's `forward` is repeated, so the hooks on the block itself do not run again. In the
-repetition, norms update copies of their running statistics, because the first forward has updated the statistics
-already. A block that writes to another buffer is refused, because a repeated forward might read the changed buffer.
+(`changed_inputs`). Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
+repetition norms update copies of their running statistics, because the first forward has updated the real ones.
+A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from meshwise.model.torch_private import without_modes
 
 
 class RecomputeError(RuntimeError):
-    """The repeated forward of a block differs from its first forward, or cannot be run."""
+    """The repeated forward of a block differs from its first forward, or cannot run."""
 
 
 Statistics: TypeAlias = Mapping[str, Tensor]
@@ -48,7 +48,7 @@ Statistics: TypeAlias = Mapping[str, Tensor]
 class RecomputedBlock:
     """Replacement of a module's `forward` that can recompute the module's activations in the backward.
 
-    | mode         kept are all saved tensors (`none`), the inputs (`full`), or inputs and slow results (`selective`)
+    | mode         what is kept: all saved tensors (`none`), inputs (`full`), or inputs and slow results (`selective`)
     | recall       the state to restore and the kept results to replay when the forward is repeated
     | cost         measured cost of every mode; None before the first measurement
     | measures     measure `cost` in every forward with gradients, and recompute everything meanwhile
@@ -69,7 +69,7 @@ class RecomputedBlock:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; with gradients enabled and a mode other than `none`, prepare its repetition."""
+        """Run the module's forward. With gradients enabled and a mode other than `none`, prepare its repetition."""
         if self.mode == "none" or not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         if self.measures:
@@ -80,7 +80,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Inside, norms use copies of `statistics` (one entry a norm; empty: of their present running statistics)."""
+        """Inside, norms use copies of `statistics`, one entry per norm; empty: of their present running statistics."""
         norms = self._norms()
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
@@ -102,15 +102,15 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Inside, run a forward that will be repeated. Raises RecomputeError if the forward wrote to a buffer."""
+        """Inside, run a forward that will be repeated. Raises RecomputeError if it has written to a buffer."""
         before = self._buffers()
         try:
             yield
-        finally:  # a pipeline stage that ends inside the block leaves its forward by an exception
+        finally:  # also if a pipeline stage ends inside the block and leaves its forward by an exception
             if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
                 raise RecomputeError(
-                    f"{self.name} writes to its buffer {written[0]!r} in its forward, and a repeated forward would "
-                    "write once more. Leave the module out: Options(recomputed=(…)) names the modules to recompute"
+                    f"{self.name} writes to its buffer {written[0]!r} in its forward; a repeated forward would write "
+                    "again. Leave the module out: Options(recomputed=(…)) names the modules to recompute"
                 )
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
@@ -157,7 +157,7 @@ class RecomputedBlock:
 
 @dataclass
 class _Slot:
-    """Saved tensor: its kind, a sample of its first values to compare (or None), and its recomputed value (or None)."""
+    """Saved tensor: its kind, a sample of its values to compare (or None), and its recomputed value (or None)."""
 
     call: "_Call"
     kind: tuple[torch.Size, torch.dtype, torch.device]
@@ -184,9 +184,9 @@ class _Call:
 
     @contextlib.contextmanager
     def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
-        """Run the first forward inside the block, and keep results under `selective`, or in any mode with `clock`.
+        """Run the first forward inside the block; keep slow results under `selective`, or if there is a `clock`.
 
-        `clock` times the operations with kept results. Results kept after the last saved tensor are dropped.
+        `clock` times the operations whose results are kept. Results after the last saved tensor are dropped.
         """
         recall = self._block.recall
         keeps = self._selective or clock is not None
@@ -280,11 +280,11 @@ class _Filling:
 
 
 class _Enough(Exception):
-    """Raised when all slots are filled; an Exception, so that torch runs the `always_call` hooks of left modules."""
+    """Raised when all slots are filled. It is an Exception, so that torch runs `always_call` hooks on the way out."""
 
 
 def _saved_itself(tensor: Tensor) -> Tensor:
-    """Return a saved tensor unchanged: the unpack hook for a backward inside a repeated forward."""
+    """Return a saved tensor unchanged; the unpack hook for a backward that runs in a repeated forward."""
     return tensor
 
 
@@ -294,7 +294,7 @@ class _Inputs:
     def __init__(self, args: Any, kwargs: Any, *, block: str) -> None:
         self._block = block
         given: list[Tensor] = []
-        self._places: list[int] = []  # one tensor passed twice stays one object: torch's attention compares by identity
+        self._places: list[int] = []  # a tensor passed twice stays one object: torch's attention compares by `is`
         hole = torch.empty(0)
 
         def taken(tensor: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Autograd function whose node saves tensors; its result is not used, and it has no backward."""
+    """Autograd function whose node saves tensors. Its result is not used, and it has no backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *given: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ class _Save(torch.autograd.Function):
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a maker of contexts in which autocast, the default device and torch's generators are as they are now."""
+    """Return a maker of contexts in which autocast, default device and torch's generators are as they are now."""
     devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
@@ -376,8 +376,8 @@ _LITTLE = 0.05
 def sample_of(tensor: Tensor) -> Tensor | None:
     """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
-    Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes. Bytes are the workspace of a kernel
-    (an LSTM on a CPU saves one), which the kernel writes only in part.
+    Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes: such a workspace of a kernel (an
+    LSTM on a CPU saves one) is only partly written.
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None

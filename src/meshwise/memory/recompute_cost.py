@@ -3,7 +3,7 @@
 | mode        | bytes that a block keeps             | extra seconds of its backward (measured by `recompute.py`) |
 |-------------|--------------------------------------|------------------------------------------------------------|
 | `none`      | all tensors that autograd saves      | none                                                       |
-| `selective` | its input and its matrix products    | its forward without these matrix products                  |
+| `selective` | its input and its matrix products    | its forward without these products                         |
 | `full`      | its input                            | its forward                                                |
 """
 
@@ -26,7 +26,7 @@ MIB = 2**20
 class RecomputeCost:
     """Cost of one block by mode: bytes that it keeps and seconds of its recomputation, for one micro-batch.
 
-    `in_flight`: number of micro-batches whose activations the block keeps at most.
+    `in_flight`: largest number of micro-batches whose activations the block keeps at one time.
     """
 
     bytes: Mapping[str, int]
@@ -47,11 +47,11 @@ class RecomputeCost:
 
 
 def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
-    """Return a mode of `allowed` for every block, so that all blocks keep at most `budget` bytes and recompute little.
+    """Return a mode of `allowed` for every block; all blocks keep at most `budget` bytes, and recompute little.
 
-    At first every block has the mode that keeps the fewest bytes. Then blocks change to modes that keep more, the block
-    that saves the most seconds per byte first, while the bytes fit. Raises PlanError, with the smallest budget that
-    works, if nothing fits.
+    At first every block has the mode that keeps the fewest bytes. Then blocks change to modes that keep more, as long
+    as the bytes fit; the block that saves the most seconds per byte comes first. Raises PlanError, with the smallest
+    budget that works, if nothing fits.
     """
     chosen = {name: min(allowed, key=cost.kept) for name, cost in costs.items()}
     left = budget - sum(cost.kept(chosen[name]) for name, cost in costs.items())
@@ -75,7 +75,7 @@ def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Se
 
 
 class DeviceTimer:
-    """Timer of `with` blocks on a device: it sums their seconds, and waits for the device only in `seconds`."""
+    """Timer of `with` blocks on a device. It sums their seconds; only `seconds` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)

@@ -1,4 +1,4 @@
-"""Stand-ins for the swap file and the storage movers in a rehearsal, whose tensors have no values."""
+"""Stand-ins for the swap file and the storage movers in a rehearsal, in which tensors have no values."""
 
 from collections import deque
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class RehearsedFile:
 
 
 class RehearsedMover(StorageMover):
-    """Stand-in for a `DiskMover` that only counts bytes, as if the disk were slow and all buffers filled up."""
+    """Stand-in for a `DiskMover` that only counts bytes, as if the disk were slow and all buffers were full."""
 
     def __init__(self, transfers: ActivationTransfers) -> None:
         self.device = torch.device("meta")
@@ -64,7 +64,7 @@ class RehearsedMover(StorageMover):
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Count a storage in whole blocks of the file, and make a buffer if a slow disk would need one more."""
+        """Count a storage in whole blocks of the file; make a buffer if a slow disk would need one more."""
         size = whole_blocks(values.numel())
         self.count(size)
         if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):

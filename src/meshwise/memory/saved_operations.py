@@ -1,16 +1,16 @@
 """Keep the outputs of the slow operations that `recompute=selective` does not compute again.
 
 Most bytes that a block saves for its backward are cheap to compute: the scores, softmax and dropout of attention,
-norms, activation functions. Most of its time goes into products with weights, whose outputs are small compared with
-these bytes (Korthikanti et al., arXiv 2205.05198, section 4). So the outputs of the operations in `KEPT` are kept, and
-all other operations are computed again:
+norms, activation functions. Most of its time goes into products with weights, whose outputs are comparatively small
+(Korthikanti et al., arXiv 2205.05198, section 4). So the outputs of the operations in `KEPT` are kept, and all other
+operations are computed again:
 
     kept        mm  addmm  linear  convolution            products with weights; in split layers, after the reduction
                 scaled_dot_product_…                      fused attention: its output and a number per query, no scores
-    repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes the scores: large and cheap
+    repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes scores: large, but cheap
 
-In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input.
-They are 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
+In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input:
+3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
 """
 
 import contextlib

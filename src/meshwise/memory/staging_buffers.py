@@ -1,7 +1,7 @@
 """Lend a fixed number of buffers for reads from the disk and writes to the disk.
 
-Unbounded read-ahead would hold the whole model in memory, and the tier `disk` would spare nothing. So a read waits for
-a free buffer, and a buffer is free again when its content is written or no longer needed.
+Reading ahead without a limit would hold the whole model in memory, and the tier `disk` would save nothing. So a read
+waits for a free buffer; a buffer is free again when its content is written or no longer needed.
 """
 
 import threading
@@ -20,8 +20,8 @@ class SwapConfig:
     """Configuration of the swap file and its staging buffers.
 
     | folder     folder of the file; None: the system's folder for temporary files
-    | buffers    number of staging buffers of the update: while one is updated, one is read and one is written
-    | buffer     bytes of each staging buffer; the buffers are larger if a single chunk does not fit
+    | buffers    number of staging buffers of the update: one is read, one is updated, and one is written
+    | buffer     bytes of each staging buffer; more if a single chunk does not fit
     """
 
     folder: Path | None = None
@@ -48,7 +48,7 @@ class StagingBuffers:
         on_new_buffer: Callable[[Tensor], None] = lambda _: None,
         is_disk_slow: bool = False,
     ) -> None:
-        """`device`: computes; the buffers are pinned for a GPU. `on_new_buffer` is called with each new buffer.
+        """`device`: where computations run; for a GPU the buffers are pinned. `on_new_buffer`: gets each new buffer.
 
         `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so.
         """
@@ -63,7 +63,7 @@ class StagingBuffers:
         """Bytes of all buffers made so far."""
 
     def take(self, *, wait: bool = True) -> Tensor | None:
-        """Return a free buffer, and wait for one if none is free; None without `wait`."""
+        """Return a free buffer. If none is free, wait for one; without `wait`, return None."""
         with self._returned:
             if self._left and (self._is_disk_slow or not self._free):
                 self._left -= 1

@@ -1,4 +1,4 @@
-"""Move storages of activations from the device that uses them to a file or to host memory, and back."""
+"""Move storages of activations from their device to a file or to host memory, and back."""
 
 import contextlib
 import threading
@@ -29,10 +29,10 @@ class ActivationTransfers:
 
 
 class ParkedStorage(ABC):
-    """A storage that has left the device. Its copy in the tier is freed when this object is garbage-collected."""
+    """A storage that has left the device. Its copy in the tier is freed with this object."""
 
     def __init__(self, size: int, *, before: "ParkedStorage | None") -> None:
-        """`size`: bytes of the storage. `before`: the storage parked before this one, which the backward needs next."""
+        """`size`: bytes of the storage. `before`: the storage parked just before; the backward needs it next."""
         self.size = size
         self._before = None if before is None else weakref.ref(before)
 
@@ -45,7 +45,7 @@ class ParkedStorage(ABC):
         """Wait for the bytes, and return them as a uint8 tensor on the device."""
 
     def fetch(self, *, ahead: int) -> Tensor:
-        """Return the bytes as `get` does, and start to bring back `ahead` bytes of the storages parked before."""
+        """Return the bytes as `get` does, and start to bring back `ahead` bytes of earlier parked storages."""
         self.start()
         parked = alive(self._before)
         while parked is not None and ahead > 0:
@@ -67,7 +67,7 @@ class StorageMover(ABC):
     used = 0
     """Bytes that are off the device now."""
     peak = 0
-    """The most bytes that were off the device at one time."""
+    """Largest number of bytes that were off the device at one time."""
 
     @abstractmethod
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
@@ -104,7 +104,7 @@ class DiskMover(StorageMover):
         buffer = self._buffers.take(rounded, device=self.device)
         buffer[:size].copy_(values)
         written = self.file.write(offset, values=buffer)
-        lent = [buffer]  # the transfer keeps its callback, which must not keep the buffer
+        lent = [buffer]  # the transfer keeps its callback, which must not keep the buffer alive
         del buffer
         written.then(lambda: self._buffers.give(lent.pop()))
         return _StorageOnDisk(self, offset, written, size, before)
@@ -153,7 +153,7 @@ class _StorageOnDisk(ParkedStorage):
         return self._back
 
     def __del__(self) -> None:
-        # Transfers to or from this range of the file end before another storage uses the range.
+        # Wait for transfers to or from this range of the file before another storage uses the range.
         for transfer in (self._written, self._read):
             if transfer is not None:
                 with contextlib.suppress(Exception):
@@ -171,7 +171,7 @@ class _BoundedBuffers:
         self._changed = threading.Condition()
 
     def take(self, size: int, *, device: torch.device) -> Tensor:
-        """Return a buffer of `size` bytes. A buffer larger than `most` is lent only while no other buffer is."""
+        """Return a buffer of `size` bytes. A buffer larger than `most` is lent only while no other buffer is lent."""
         with self._changed:
             while self._taken and self._taken + size > self._most:
                 self._changed.wait()

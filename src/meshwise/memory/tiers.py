@@ -2,13 +2,13 @@
 
     | tier      if the rank computes on a GPU                       if it computes on the CPU
     | device    memory of the GPU                                   memory of the host
-    | cpu       pinned memory of the host; copied on a separate     memory of the host: nothing moves
+    | cpu       pinned memory of the host; copied on a separate     memory of the host, so nothing moves
     |           CUDA stream
     | disk      the rank's swap file; data passes through           the same, with ordinary staging buffers
     |           pinned staging buffers
 
-A tensor on any tier can be read and filled as any other tensor; `bring` and `store` are faster. With nothing offloaded,
-`Tiers` moves nothing.
+A tensor on any tier can be read and filled like any other tensor; `bring` and `store` are faster. If nothing is
+offloaded, `Tiers` moves nothing.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from meshwise.memory.swap_file import BLOCK, REMEMBERED, SwapFile, SwapTransfer,
 from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
-"""Number of staging buffers for gathers of parameters on disk: the parameters in use and the next two gathers."""
+"""Number of staging buffers for gathers of parameters on disk: for the unit in use, and for the next two gathers."""
 
 
 class BorrowedTensor:
-    """Copy of an offloaded tensor on the device, for the time of its use."""
+    """Copy of an offloaded tensor on the device, for a short use."""
 
     def __init__(
         self, values: Tensor, *, ready: Callable[[], None] | None = None, release: Callable[[], None] | None = None
     ) -> None:
-        """`ready` waits until `values` are complete; `release` frees their memory. None: there is nothing to do."""
+        """`ready`: waits until `values` are complete. `release`: frees their memory. None: nothing to do."""
         self._values = values
         self._ready = ready
         self._release = release
@@ -70,7 +70,7 @@ class Tiers:
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Called with each staging buffer when the buffer is made, on its first use."""
+        """Called with each staging buffer when the buffer is made (at its first use)."""
         self.disk_bytes: Counter[str] = Counter()
         """Bytes that `empty` has allocated on disk, by kind: `params`, `masters`, `gradients` or `optimizer`."""
         self._largest = 0
@@ -88,9 +88,9 @@ class Tiers:
 
     @property
     def chunk_limit(self) -> int | None:
-        """Most elements of a chunk of the update, a multiple of 4096; None, without a limit, if nothing is offloaded.
+        """Largest number of elements in a chunk of the update, a multiple of 4096; None (no limit) without offloading.
 
-        Four fp32 tensors of a chunk then fit a staging buffer: the master, its gradient and two optimizer states.
+        So four fp32 tensors of a chunk fit into a staging buffer: the master, its gradient, two optimizer states.
         """
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
@@ -111,7 +111,7 @@ class Tiers:
         return buffers
 
     def reserve(self, size: int) -> None:
-        """Let each staging buffer of the update have at least `size` bytes; call it before the buffers are made."""
+        """Set the least size of the update's staging buffers to `size` bytes; call it before they are made."""
         self._round = max(self._round, size)
 
     @property
@@ -122,12 +122,12 @@ class Tiers:
     # ---- storage -----------------------------------------------------------------------------------------------
 
     def is_offloaded(self, what: str) -> bool:
-        """Return whether tensors of a kind are stored off the device that computes; `what` is a kind as in `empty`."""
+        """Return whether tensors of kind `what` (see `empty`) are stored off the device that computes."""
         tier = getattr(self.offload, what)
         return tier == "disk" or (tier == "cpu" and self._on_gpu)
 
     def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor with one dim on the tier of an offloaded kind, with unspecified values.
+        """Return a new flat tensor on the tier of an offloaded kind; its values are undefined.
 
         `what`: `params`, `masters`, `gradients` or `optimizer`. Raises TierError if the disk has no room.
         """
@@ -140,7 +140,7 @@ class Tiers:
         return self._streams.host_empty([numel], dtype=dtype)
 
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Return the bytes of (kind, tensor) pairs by kind; by `disk/kind` or `cpu/kind` if off the device."""
+        """Return the bytes of (kind, tensor) pairs, by kind; if off the device, by `disk/kind` or `cpu/kind`."""
         total: Counter[str] = Counter()
         for what, tensor in tensors:
             away = "" if tensor.device.type == self.device.type else "cpu/"
@@ -149,7 +149,7 @@ class Tiers:
 
     @property
     def disk_tensors(self) -> Sequence[Tensor]:
-        """Meta tensors in place of the tensors on disk in a rehearsal; empty in a training."""
+        """In a rehearsal, the meta tensors that replace tensors on disk; empty in a training."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
     def on_disk(self, tensor: Tensor) -> bool:
@@ -158,7 +158,7 @@ class Tiers:
 
     @property
     def moved(self) -> list[TierActivity]:
-        """The last reads and writes of the swap file, then the last updates on the CPU; 10,000 of each at most."""
+        """The last reads and writes of the swap file, then the last updates on the CPU; at most 10,000 of each."""
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
     def record_update(self, size: int, *, since: float) -> None:
@@ -169,7 +169,7 @@ class Tiers:
     # ---- movement ----------------------------------------------------------------------------------------------
 
     def bring(self, tensor: Tensor) -> BorrowedTensor:
-        """Start to copy an offloaded tensor to the device. A tensor on the device is lent as it is."""
+        """Start to copy an offloaded tensor to the device. A tensor that is on the device is lent itself."""
         if self.file is not None and (offset := self.file.locate(tensor)) is not None:
             if (buffer := self._gathered.take(wait=False)) is None:
                 return BorrowedTensor(tensor.to(self.device))
@@ -213,7 +213,7 @@ class Tiers:
             self._stored.append(transfer)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits, on any thread, for the work issued so far: stores, and the compute stream's."""
+        """Return a function that waits, on any thread, for the stores and the compute stream's work issued so far."""
         stored = SwapTransfer.of(self._stored)
         if self._copies is None:
             return stored.wait
@@ -236,7 +236,7 @@ class Tiers:
             self._copies.synchronize()
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread issues its GPU work on the copy stream, if there is one."""
+        """Return a context in which this thread issues GPU work on the copy stream, if that exists."""
         return contextlib.nullcontext() if self._copies is None else self._streams.use(self._copies)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Run functions at the same time in forked child processes, which send their results back.
+"""Run functions at the same time in forked child processes that send their results back.
 
-A rehearsal is seconds of Python code, so threads do not help. Its inputs are a model and the user's functions, which
-may not be picklable. So a child is forked for each function call and shares the inputs with its parent.
+A rehearsal is some seconds of Python code, so threads do not help. Its inputs are a model and the user's functions,
+which pickle may refuse. So a child is forked for each call, and shares the inputs with its parent.
 """
 
 import gc
@@ -18,7 +18,7 @@ import torch
 
 @dataclass
 class ForkedWorkers:
-    """Pool of at most `count` forked children; with a count of 1 this process runs the work in `finished`."""
+    """Pool of at most `count` forked children. With a count of 1, `finished` runs the work in this process."""
 
     count: int
     _running: dict[Any, tuple[Hashable, BaseProcess]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class ForkedWorkers:
 
     @property
     def free(self) -> bool:
-        """True if fewer than `count` calls are busy. `start` itself does not check it."""
+        """True if fewer than `count` calls are busy. `start` does not check it."""
         return self.busy < self.count
 
     def start(self, key: Hashable, *, work: Callable[[], Any]) -> None:
@@ -49,7 +49,7 @@ class ForkedWorkers:
     def finished(self) -> list[tuple[Hashable, Any]]:
         """Wait for at least one started call, and return pairs (key, result) of all finished calls.
 
-        The result is the exception that `work` raised, or a ChildProcessError if the process died.
+        A result is what `work` returned or the exception that it raised; ChildProcessError if the process died.
         """
         done = [(key, _outcome(work)) for key, work in self._waiting]
         self._waiting.clear()

@@ -4,9 +4,9 @@ A piece's operations depend on tp, recompute, precision, split backwards and the
 key. They do not depend on dp, the order of actions, the number of micro-batches or the cut. So for each key the model
 is rehearsed once, as a pipeline with one piece per stage; equal pieces run once. A stage costs the sum of its pieces.
 
-A piece never costs more here than in a stage. Operations do not wait for their host, and copies for messages are not
-counted. Costs for many rows are scaled down in proportion to fewer rows. The output is not counted as kept memory,
-because the next piece may be on the same stage and need not keep it.
+A piece never costs more here than in a stage. Operations do not wait for their host, and copies for messages do not
+count. For fewer rows, the costs of many rows are scaled down in proportion. The output does not count as kept memory,
+because the next piece may be on the same stage and not keep it.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ class PieceWork:
     waits: float = 0.0
     """Seconds of waits for collectives."""
     kernels: int = 0
-    """Number of operations; the host launches each."""
+    """Number of operations, each of which the host launches."""
     keeps: int = 0
-    """Bytes of activations allocated minus freed: kept when the work ends."""
+    """Bytes of activations that are still allocated when the work ends, minus those that it freed."""
     top: int = 0
-    """Peak bytes of activations, minus those when the work begins."""
+    """Peak bytes of activations, minus their bytes when the work begins."""
 
     def scaled(self, by: float, *, least: float = 0.0) -> "PieceWork":
-        """Return the cost for `by` (at most 1) times the data; every operation still takes at least `least` seconds."""
+        """Return the cost for `by` times the data (at most 1). Each operation still takes `least` seconds or more."""
         fixed = self.kernels * least
         keeps, top = (int(size * by) for size in (self.keeps, self.top))
         seconds = fixed + (self.seconds - fixed) * by
@@ -67,19 +67,19 @@ class PieceWork:
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """Costs of a piece of the model, which no cut divides."""
+    """Costs of a piece of the model; no cut divides a piece."""
 
     forward: PieceWork
     backward: PieceWork
-    """Whole backward; if the backward has two parts, the part for the gradient of the piece's input."""
+    """Whole backward. If the backward has two parts: the part for the gradient of the piece's input."""
     weight: PieceWork
-    """Part of the backward for the weights' gradients, if the backward has two parts; else empty."""
+    """Part of the backward for the weights' gradients; empty if the backward is one part."""
     states: Mapping[Category, int]
     """Bytes of the piece on a rank between steps, by category, without sharding over dp."""
     update: float
-    """Seconds of updating all of its parameters."""
+    """Seconds in which all its parameters are updated."""
     sends: int
-    """Bytes of its output for a micro-batch, which the next stage would receive."""
+    """Bytes of its output for a micro-batch, sent if a stage ends here."""
 
     def scaled(self, *, rows: float, split: float, least: float) -> "ModelPiece":
         """Return the costs for a fraction `rows` of the rows and a fraction `split` of the parameters (more tp)."""
@@ -96,7 +96,7 @@ class ProfileKey:
     plan: Plan
     """Plan with one piece per stage, one micro-batch and dp=1."""
     rows: int
-    """Rows of a micro-batch, over all ranks that divide rows under `plan`."""
+    """Rows of a micro-batch, summed over all ranks that divide the rows under `plan`."""
 
     @classmethod
     def of(cls, plan: Plan, *, batch: int, pieces: int) -> "ProfileKey":
@@ -119,14 +119,14 @@ class ProfileKey:
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """Pieces of a model, and a smaller model with fewer equal blocks that is rehearsed for its profiles."""
+    """Pieces of a model, and a smaller model with fewer equal blocks, which is rehearsed for the profiles."""
 
     whole: nn.Module
     """The model."""
     finest: ModelCut
     """Cut of the model with one piece per stage."""
     model: nn.Module
-    """The smaller model, with at most three of each run of equal blocks; the model itself if it cannot be smaller."""
+    """Smaller model: of each run of equal blocks at most three. The model itself if it has no smaller form."""
     cut: ModelCut
     """Cut of the smaller model with one piece per stage."""
     like: tuple[int, ...]
@@ -134,7 +134,7 @@ class ModelPieces:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of the first module of each piece, as in `model.cut_at` of a job."""
+        """Name of the first module of each piece, as used in `model.cut_at` of a job."""
         return _names(self.finest)
 
     @property
@@ -167,7 +167,7 @@ class ModelPieces:
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
     def cut_options(self, at: Sequence[str], *, where: CutOptions) -> CutOptions:
-        """Return `where` with stages that begin at the pieces `at`, and with the finished cut if these are pieces."""
+        """Return `where` with stages that begin at `at`; if these are pieces, also with the finished cut."""
         made = self.finest.coarser(at, model=self.whole) if at and set(at) <= set(self.names) else None
         return dataclasses.replace(where, at=tuple(at), made=made)
 
@@ -206,7 +206,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
 
 
 _KEPT = 3
-"""Equal blocks that are kept: the first, the last, and one that represents the blocks between them."""
+"""Equal blocks to keep: the first, the last, and one that stands for all blocks between them."""
 
 
 def _shape(module: nn.Module) -> Hashable:
@@ -216,7 +216,7 @@ def _shape(module: nn.Module) -> Hashable:
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     """Return the cut with one piece per stage; None for fewer than two pieces, or if stages cannot begin at each."""
-    rows = min(2, tree.row_count(subject.batch))  # 2 distinguishes the dim of rows from dims of size 1
+    rows = min(2, tree.row_count(subject.batch))  # with 2 rows, the dim of rows differs from dims of size 1
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
@@ -238,7 +238,7 @@ class LayerProfile:
     """Minimum seconds of an operation on the device."""
 
     def scaled(self, key: ProfileKey) -> "LayerProfile":
-        """Return a profile of lower bounds for `key`: at most as many rows, at least as much tp and recomputation."""
+        """Return lower bounds for `key`, which has at most as many rows, and at least as much tp and recomputation."""
         rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if key.plan.recompute != self.key.plan.recompute:
@@ -283,7 +283,7 @@ def profile_layers(
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
-    """Return how many first operations of a forward equal the last stage's (for the last stage: its predecessor's)."""
+    """Return how many first operations of a forward are equal in another stage: the last, or the one before it."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
@@ -303,9 +303,9 @@ def _is_operation(entry: Entry) -> TypeGuard[TapeOperation]:
 class _StepReader:
     """Reader that sums up a piece's recorded step.
 
-    glue     number of operations at the begin of a forward that belong to no piece: every stage runs them once, so they
-             are not counted
-    alone    True if no other piece equals this one: its collectives are not counted, because they depend on neighbours
+    glue     number of operations at the start of a forward that belong to no piece; every stage runs them once, so they
+             do not count
+    alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
     """
 
     cost_model: CostModel

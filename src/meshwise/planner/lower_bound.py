@@ -1,18 +1,18 @@
 """Compute lower bounds of a plan's time and memory from the costs of its pieces, without a rehearsal.
 
 Time: rank r waits until the first micro-batch has passed the stages before r. Then it computes all m micro-batches.
-After its last backward, the stages before r still run theirs. So no order of actions takes less than
+After its last backward, the stages before r run theirs. So no order of actions takes less than
 
     max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
 
-minus the time for r's weight gradients after its last message. In zero-bubble schedules ranks end with weight
-gradients, so the last term is 0. `exact=True` times the table of the schedule instead, which gives a higher bound. The
-update of the rank's shard is added to both.
+minus the time for r's weight gradients after its last message. In zero-bubble schedules a rank ends with weight
+gradients, so the last term is 0. With `exact=True`, the schedule's table is timed instead, which gives a higher bound.
+The update of the rank's shard is added in both cases.
 
 Memory: the state of a rank between steps, plus the activations that its stages keep at the same time.
 
-These are lower bounds if the rehearsal's clock keeps the order of each rank's actions and no stage is faster than its
-operations. tests/planner compares them with rehearsals.
+The bounds hold if the rehearsal's clock keeps the order of each rank's actions, and no stage is faster than its
+operations. tests/planner compares the bounds with rehearsals.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ from meshwise.simulate.step_tape import Category, TapeCall
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """Time and memory of a plan: lower bounds, or the predicted values once the plan is rehearsed."""
+    """Time and memory of a plan: lower bounds, or after a rehearsal the predicted values."""
 
     seconds: float = 0.0
     """Seconds of a step."""
     memory: int = 0
-    """Bytes on the fullest rank, with the memory of libraries."""
+    """Bytes on the fullest rank, including the memory of libraries."""
     bubble: float = 0.0
     """Seconds of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
     exposed: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step in which a rank only waits for collectives, by their axes (`dp·cp`); mean over ranks."""
     asked: bool = False
-    """True if the model or the loss read values of the batch in the rehearsal."""
+    """True if the model or the loss read values of the batch when the plan was rehearsed."""
 
     @property
     def compute(self) -> float:
@@ -89,9 +89,9 @@ class _Stage:
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Seconds of a backward before and after it can send the gradient of its input.
+        """Seconds of a backward before it can send the gradient of its input, and after that.
 
-        A backward in one part counts half for each: input and weights of a matrix product take equally long.
+        A backward in one part counts half for each, because a matrix product's two gradients take equally long.
         """
         return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
 
@@ -117,12 +117,12 @@ class _Stage:
 
     @property
     def top_forward(self) -> int:
-        """Peak bytes of activations in a forward, minus those when it begins."""
+        """Peak bytes of activations in a forward, minus their bytes when the forward begins."""
         return _top([piece.forward for piece in self.pieces])
 
     @property
     def top_backward(self) -> int:
-        """Peak bytes of activations in a backward, minus those when it begins."""
+        """Peak bytes of activations in a backward, minus their bytes when the backward begins."""
         return _top([piece.backward for piece in reversed(self.pieces)])
 
     def _seconds(self, works: Sequence[PieceWork]) -> float:
@@ -148,8 +148,8 @@ def bound(
 ) -> PlanFigures:
     """Return lower bounds of a plan's time and memory.
 
-    `cut`: pieces of each stage. `exact`: the profile must have the plan's own key; the schedule's table is timed, which
-    takes milliseconds.
+    `cut`: pieces of each stage. `exact`: time the schedule's table, which takes milliseconds; the profile must then
+    have the plan's own key.
     """
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
     stages = [_Stage([profile.pieces[index] for index in own], launch) for own in cut]
@@ -180,7 +180,7 @@ def bound(
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: "_Shard") -> float:
-    """Return the minimum seconds of a step until its last backward, by the formula at the top of this file."""
+    """Return the least seconds of a step up to its last backward, by the formula at the top of this file."""
     count = plan.microbatches
     if plan.pp == 1:
         return shard.alone(stages[0], along=count * stages[0].whole)
@@ -193,7 +193,7 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
 
 
 def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> tuple[float, float]:
-    """Return the seconds at which the schedule's last computation ends, and its last reduction."""
+    """Return the seconds until the end of the schedule's last computation, and until the end of its last reduction."""
     costs = [
         ActionCost(
             forward=stage.forward,
@@ -213,7 +213,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> t
 def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") -> Iterator[float]:
     """Yield the peak bytes of a rank in each action of its `row`, minus its state between steps.
 
-    Tensors that a backward in two parts keeps for the weights' gradients are not counted.
+    Tensors that a backward in two parts keeps for the weights' gradients do not count.
     """
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
     gathers, reduces = (
@@ -248,7 +248,7 @@ class _Shard:
     cluster: Cluster
 
     def rests(self, stages: Sequence[_Stage]) -> float:
-        """Return the bytes of a rank's device between steps, for the stages of the rank."""
+        """Return the bytes on the device of a rank with these stages, between steps."""
         zero, tiers, shares = self.plan.zero, self.plan.tiers, self.plan.dp or 1
         host = self.cluster.device.kind == "cpu"
         away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
@@ -268,7 +268,7 @@ class _Shard:
         return total
 
     def gathered(self, stage: _Stage) -> float:
-        """Return the bytes that a stage's gathered parameters add to the rank's shard; 0 without zero=3."""
+        """Return the bytes that gathered parameters of a stage add to the rank's shard; 0 without zero=3."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
         return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
@@ -300,11 +300,11 @@ class _Shard:
         return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
 
     def alone(self, stage: _Stage, *, along: float) -> float:
-        """Return the seconds for pp=1 until gradients are reduced; `along`: seconds of computing all micro-batches.
+        """Return the seconds for pp=1 until all gradients are reduced. `along`: seconds of all micro-batches' work.
 
-        If collectives overlap computation, the reduction can begin with the last backward; otherwise its time is added.
-        Under zero=3 parameters are gathered for each forward and each backward (the last piece may still be gathered),
-        and gradients are reduced after each backward.
+        If collectives overlap computation, the reduction can begin with the last backward; else its time is added.
+        Under zero=3, each forward and each backward gathers parameters (the last piece may still be gathered), and
+        gradients are reduced after each backward.
         """
         count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
         moved = self.reduce(stage)
@@ -315,7 +315,7 @@ class _Shard:
         return max(along, moved, along - stage.backward + self.reduce(stage))
 
     def _collective(self, kind: str, stage: _Stage, width: float) -> float:
-        """Return the seconds of a collective along dp of `width` times the bytes of a stage's used parameters."""
+        """Return the seconds of a collective along dp, of `width` times the bytes of a stage's used parameters."""
         if (self.plan.dp or 1) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
@@ -324,7 +324,7 @@ class _Shard:
         )
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
-        """Return the seconds of a message from stage `number` to the next; 0 if no other rank has a next stage."""
+        """Return the seconds of a message from stage `number` to the next one; 0 if no other rank has the next one."""
         if number + 1 >= len(rank_of) or rank_of[number] == rank_of[number + 1]:
             return 0.0
         apart = self.plan.mesh().size // self.plan.pp
@@ -342,7 +342,7 @@ class _Shard:
 
     @cached_property
     def _used(self) -> float:
-        """Bytes of the used parameters divided by the bytes of used parameters and masters."""
+        """Bytes of the used parameters, as a fraction of the bytes of used parameters and masters."""
         record = precision_of(self.plan)
         if record.parameters is None:
             return 1.0
@@ -351,7 +351,7 @@ class _Shard:
 
     @property
     def _wire(self) -> float:
-        """Bytes of reduced gradients divided by the bytes of used parameters; a lower bound."""
+        """Bytes of the reduced gradients, as a fraction of the bytes of used parameters; a lower bound."""
         record = precision_of(self.plan)
         if record.reduction is None:
             return 1.0

@@ -1,17 +1,17 @@
-"""List the plans that a search tries, without values that are never better than another value.
+"""List the plans that a search tries; values that are never better than another value are left out.
 
 | key | values that are tried |
 |---|---|
 | `tp` | divisors of the ranks within a node; `1d` with and without sequence parallelism, and every possible grid |
 | `pp`, `virtual_stages` | divisors of the ranks, with at most as many stages as the model has pieces |
 | `dp` | the remaining ranks |
-| `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; 1 micro-batch for pp=1, too |
-| `schedule` | 1f1b, interleaved, and schedules that split the backward; of equal tables one. Others are no better |
+| `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
+| `schedule` | 1f1b, interleaved, and schedules that split the backward; if tables are equal, one of them |
 | `partition` (cut) | even in predicted time; if that does not fit, even in memory |
 | `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
 | `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
 
-Plans that the compatibility table refuses, and schedules that do not exist for these numbers, are left out.
+Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers.
 """
 
 import dataclasses
@@ -38,16 +38,16 @@ NEVER_BETTER = ("naive", "gpipe", "looped")
 """Schedules that are tried only if the user fixes them."""
 
 PIPELINED = ("schedule", "virtual_stages")
-"""Keys that only a pipeline has; a fixed value does not restrict plans without a pipeline."""
+"""Keys that only a pipeline uses; if the user fixes them, plans without a pipeline stay in the search."""
 
 ROWS = (1, 2, 4, 8)
-"""Numbers of rows of a micro-batch that are tried; for pp=1 also all rows of a rank, which suits short rows."""
+"""Numbers of rows of a micro-batch to try. For pp=1 all rows of a rank are tried too, which suits short rows."""
 
 _FEW = 2
-"""Number of micro-batches up to which two schedules may have equal tables."""
+"""Number of micro-batches up to which the tables of two schedules are compared, because they may be equal."""
 
 VIRTUAL_STAGES = (2, 3, 4)
-"""Numbers of stages per rank that are tried, for schedules that allow several."""
+"""Numbers of stages per rank to try, if the schedule allows several."""
 
 LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -56,12 +56,12 @@ LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "recompute": ("none", "selective", "full"),
     }
 )
-"""Values of keys, from the most memory to the least. A later value takes at least as much time, except zero=3."""
+"""Values of keys, from most memory to least. A later value takes at least as much time, except zero=3."""
 
 TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"offload": ("none", "optimizer:cpu", "optimizer:cpu,params:cpu", "optimizer:disk,gradients:disk,params:disk")}
 )
-"""Values of `offload` that are tried if no plan fits the devices, from the most memory on the device to the least."""
+"""Values of `offload` to try if no plan fits the devices, from most memory on the device to least."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,22 @@ class PlanSpace:
     """Plan of the job; keys that are not in `SEARCHED` keep its values."""
     ranks: int
     node: int
-    """Ranks of a node, the maximum of tp unless tp is fixed."""
+    """Ranks of a node; the largest tp, unless the user fixes tp."""
     batch: int
     """Rows of a global batch."""
     pieces: int
-    """Maximum number of stages: pieces of the model."""
+    """Largest number of stages: the number of pieces of the model."""
     stages: int | None = None
     """Number of stages if the job fixes the cut; None if the search chooses it."""
     begins: Callable[[int], tuple[str, ...]] | None = None
-    """Function from a number of stages to the first module of each stage except the first, if a rule fixes the cuts;
+    """Function from a number of stages to the first module of each stage except the first, if a rule sets the cuts;
     None for even cuts."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that the user fixes."""
     lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
-    """Keys, with their values, that `leaner` may change to save memory."""
+    """Keys with the values to which `leaner` may change them, to save memory."""
     tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
-    """Keys, with their values, that `leaner` may change with `tiers=True`: they move state off the device."""
+    """Keys with the values to which `leaner` may change them with `tiers=True`, to move state off the device."""
 
     @property
     def most_rows(self) -> int:
@@ -95,7 +95,7 @@ class PlanSpace:
         return min(max(ROWS), self.batch)
 
     def plans(self) -> Iterator[Plan]:
-        """Yield all plans without savings of memory; `leaner` yields the variants that save memory."""
+        """Yield all plans without memory savings; `leaner` yields the variants with less memory."""
         for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
             dp, rest = divmod(self.ranks, tensor["tp"] * pp)
             if rest or dp > self.batch or pp > self.pieces or not self._allows({"pp": pp, "dp": dp}):
@@ -104,7 +104,7 @@ class PlanSpace:
                 yield from self._with({"dp": dp, "pp": pp, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
-        """Yield the plans with one key at its next value that needs less memory; `tiers`: also of `offload`."""
+        """Yield plans in which one key has its next value, which needs less memory; with `tiers`, also `offload`."""
         for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
@@ -128,7 +128,7 @@ class PlanSpace:
                 yield from self._made({**_values(self.base), **changes})
 
     def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
-        """Return whether the chosen schedule has the same table as an earlier one with so few micro-batches."""
+        """Return whether, for these few micro-batches, an earlier schedule has the same table as the chosen one."""
         name, pp, virtual = chosen["schedule"], chosen["pp"], chosen["virtual_stages"]
         if pp == 1 or microbatches > _FEW or "schedule" in self.fixed:
             return False
@@ -138,7 +138,7 @@ class PlanSpace:
         )
 
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
-        """Return the numbers of micro-batches to try that the schedule allows."""
+        """Return the numbers of micro-batches to try with which the schedule works."""
         mine = -(-self.batch // rows_shared(Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")})))
         counts = {-(-mine // rows) for rows in ROWS if rows <= mine} | ({1} if chosen["pp"] == 1 else set())
         wanted = [self.fixed["microbatches"]] if "microbatches" in self.fixed else sorted(counts)
@@ -182,7 +182,7 @@ class PlanSpace:
                     yield {"schedule": name, "virtual_stages": count}
 
     def _cuts(self, stages: int) -> bool:
-        """Return whether the model can be cut into this number of stages."""
+        """Return whether the model can be cut into `stages` stages."""
         ruled = self.begins is None or len(self.begins(stages)) == stages - 1
         return stages <= self.pieces and self.stages in (None, stages) and ruled
 
@@ -191,20 +191,20 @@ class PlanSpace:
         return VIRTUAL_STAGES if fixed is None else (fixed,)
 
     def _allows(self, values: Mapping[str, Any]) -> bool:
-        """Return whether these values do not contradict the fixed values; None contradicts nothing."""
+        """Return whether these values agree with the fixed values; None agrees with every value."""
         return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
 
 
 @functools.cache
 def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
-    """Return the table of a schedule as text, or its name if it does not exist for these numbers."""
+    """Return a schedule's table as text; its name if the schedule does not exist for these numbers."""
     if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
         return name
     return str(planned_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether the plan's schedule splits every backward into a part for inputs and a part for weights."""
+    """Return whether the plan's schedule runs every backward in two parts, for inputs and for weights."""
     if plan.pp > 1 and is_path(plan.schedule):
         return planned_schedule(plan.schedule, pp=plan.pp, microbatches=plan.microbatches).splits_backward
     return plan.pp > 1 and plan.schedule.startswith(("zb-", "dual"))
@@ -216,7 +216,7 @@ def rows_shared(plan: Plan) -> int:
 
 
 def parse_fixed(text: str) -> dict[str, Any]:
-    """Return the keys and values of a text like `tp=2 zero=1`. Raises PlanError if they are no valid plan."""
+    """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if they are no valid plan."""
     words = read_words(text)
     piped = {"pp": 2} if words.keys() & set(PIPELINED) else {}
     plan = Plan.from_toml(piped | words)

@@ -1,16 +1,16 @@
-"""Search a plan space for the fastest plans: estimate cheaply first, and rehearse only plans that may be best.
+"""Search a plan space for the fastest plans: estimate all plans cheaply, and rehearse only plans that may be best.
 
-A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the one before:
+A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one:
 
     | 0  counted     from a profile of the model without tensor parallelism, scaled   microseconds
     | 1  scaled      from a profile with the plan's tensor parallelism, scaled        seconds once per profile
     | 2  profiled    from a profile with the plan's own key                           seconds once per profile
-    | 3  timed       from this profile and the table of the schedule                  milliseconds
+    | 3  timed       from the profile of level 2, and the table of the schedule       milliseconds
     | 4  rehearsed   from a rehearsal of the plan                                     seconds
 
 Estimates 0 to 3 are lower bounds. The plan with the lowest time always gets its next estimate. So a rehearsed plan that
-is faster than all remaining bounds is the best plan, the next such plan the second best. Plans that are not rehearsed
-by then have lost, and their bounds show why. A plan that does not fit is replaced by plans that need less memory.
+is faster than all remaining bounds is the best plan, and the next such plan the second best. All plans that are not
+rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ UNDIVIDED: Mapping[str, Any] = MappingProxyType(
         "wire": "auto",
     }
 )  # fmt: skip
-"""Values of keys for the profile of level `COUNTED`: the model is only cut into stages, no layer is split."""
+"""Values of keys for the profile of level `COUNTED`, in which the model is cut into stages and no layer is split."""
 
 
 class EstimateLevel(IntEnum):
-    """Exactness of a plan's current estimate; the module's docstring has a table of the levels."""
+    """Exactness of a plan's current estimate; the table at the top of the file has the levels."""
 
     STARTED = -1
     COUNTED = 0
@@ -69,15 +69,15 @@ class Candidate:
     plan: Plan
     level: EstimateLevel = EstimateLevel.STARTED
     figures: PlanFigures = field(default_factory=PlanFigures)
-    """Time and memory of the plan: predicted values once rehearsed, before that lower bounds."""
+    """Time and memory of the plan: predicted values after its rehearsal, lower bounds before."""
     at: tuple[str, ...] = ()
     """First module of each stage except the first."""
     refused: str = ""
-    """Error message of the training code that refuses the plan, or ""."""
+    """Error message of the training code if it refuses the plan, else ""."""
 
     @property
     def rehearsed(self) -> bool:
-        """True if the plan was rehearsed without being refused."""
+        """True if the plan was rehearsed and not refused."""
         return self.level is EstimateLevel.REHEARSED and not self.refused
 
 
@@ -95,14 +95,14 @@ class SearchEffort:
 
 @dataclass
 class SearchResult:
-    """Result of a search so far: all considered plans with their estimates. It changes while the search runs."""
+    """Result of a search so far: all considered plans with their estimates. It changes during the search."""
 
     limit: float
     """Bytes that a rank may use."""
     candidates: dict[Plan, Candidate] = field(default_factory=dict)
     """All plans that were considered."""
     proven: int = 0
-    """Number of plans at the begin of `best()` for which no plan that was not rehearsed can be faster."""
+    """Number of plans, from the start of `best()`, that no plan without a rehearsal can beat."""
     rehearsals: int = 0
     """Number of rehearsals that were started."""
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class SearchResult:
         return candidate.figures.memory <= self.limit
 
     def best(self) -> list[Candidate]:
-        """Return the rehearsed plans that fit, fastest first; of equally fast plans, the one with less memory first."""
+        """Return the rehearsed plans that fit, fastest first, and of equally fast plans the smaller one first."""
         found = [one for one in self._rehearsed.values() if self.fits(one)]
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
@@ -131,10 +131,10 @@ class SearchResult:
 def search(
     subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
 ) -> Iterator[SearchResult]:
-    """Search for the fastest plans. Yield the one result object after each change, and at the end.
+    """Search for the fastest plans. After each change and at the end, yield the one result object.
 
-    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried, too. Closing the iterator
-    ends the worker processes.
+    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too. If the iterator is
+    closed, the worker processes end.
     """
     with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
@@ -147,7 +147,7 @@ class PlanSearch:
     """One search: its queue of candidates, the profiles so far, and the worker processes."""
 
     evaluate: Callable[[Prediction], PlanFigures]
-    """Function from a prediction to the plan's figures. It may replace `figures_of` if its time is never less."""
+    """Function from a prediction to the plan's figures; by default `figures_of`. It must never return less time."""
 
     def __init__(
         self, subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
@@ -179,7 +179,7 @@ class PlanSearch:
         self._workers.close()
 
     def run(self, *, tiers: bool) -> Iterator[SearchResult]:
-        """Search all plans of the space; `tiers`: instead, variants with offloaded state of plans that did not fit."""
+        """Search all plans of the space; `tiers`: instead, variants of unfit plans that offload state."""
         if tiers:
             for candidate in [one for one in self.result.candidates.values() if not self.result.fits(one)]:
                 self._make_room(candidate, tiers=True)
@@ -197,7 +197,7 @@ class PlanSearch:
         self._heap.clear()
 
     def _climb(self, *, tiers: bool) -> None:
-        """Give the plans with the lowest time their next estimate until all workers are busy or the search is over."""
+        """Give the plans with the lowest time their next estimate, until all workers are busy or the search ends."""
         while self._heap and self._workers.free and self.result.rehearsals < self._effort.rehearsals:
             if self._is_over():
                 return
@@ -222,7 +222,7 @@ class PlanSearch:
                     self._workers.start(key, work=functools.partial(self._profiled, key))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
-        """Process the result of a worker: a profile (None if it failed), or the figures or error of a rehearsal."""
+        """Use a worker's result: a profile (None if it failed), or the figures or the error of a rehearsal."""
         if isinstance(key, ProfileKey):
             self._profiles[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
@@ -262,7 +262,7 @@ class PlanSearch:
         heapq.heappush(self._heap, order)
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
-        """Store a plan's new estimate; queue the plan, or variants with less memory if it does not fit."""
+        """Store a plan's new estimate. Queue the plan, or if it does not fit, variants with less memory."""
         self.result.note(candidate)
         if not self.result.fits(candidate):
             self._make_room(candidate, tiers=tiers)
@@ -271,14 +271,14 @@ class PlanSearch:
 
     def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
         for plan in self._space.leaner(candidate.plan, tiers=tiers):
-            # A plan with less memory is no faster, except zero=3, which does not gather at the end of the step.
+            # A plan with less memory is no faster, except under zero=3, which gathers nothing at the end of the step.
             least = dataclasses.replace(candidate.figures, memory=0)
             self._enter(Candidate(plan, figures=PlanFigures() if plan.zero == 3 != candidate.plan.zero else least))
 
     # ---- estimates ---------------------------------------------------------------------------------------------
 
     def _key(self, plan: Plan, level: EstimateLevel) -> ProfileKey | None:
-        """Return the key of the profile for a level; None for a model that has fewer than two pieces."""
+        """Return the key of the profile for a level; None if the model has fewer than two pieces."""
         if self._pieces is None or self._pieces.count < 2:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
@@ -301,7 +301,7 @@ class PlanSearch:
         return self._splits.get(split, "")
 
     def _undivided(self, own: ProfileKey) -> ProfileKey:
-        """Return the key for level `COUNTED`, with at least the rows of `own`, because costs scaled up are no bound."""
+        """Return the key for level `COUNTED`, with at least as many rows as `own`: costs scaled up are no bounds."""
         return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
     def _bounded(self, candidate: Candidate, level: EstimateLevel, profile: LayerProfile) -> Candidate:
@@ -322,7 +322,7 @@ class PlanSearch:
         return dataclasses.replace(candidate, level=level, at=at, figures=dataclasses.replace(figures, memory=memory))
 
     def _as(self, key: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
-        """Return the profile scaled to `key`; results are kept, because many plans share one."""
+        """Return the profile scaled to `key`; results are kept, because many plans share a profile."""
         if profile.key == key:
             return profile
         if (profile.key, key) not in self._scaled:
@@ -330,7 +330,7 @@ class PlanSearch:
         return self._scaled[profile.key, key]
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
-        """Return the first module of each stage except the first, for stages as even as the pieces allow."""
+        """Return the first module of each stage except the first, for stages that are as even as possible."""
         where = self._subject.options.cut.at
         if where or plan.pp == 1 or self._pieces is None:
             return where
@@ -368,7 +368,7 @@ class PlanSearch:
 
 
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:
-    """Return, for each stage, the cost of each piece in it: seconds, or bytes if `schedule` is given."""
+    """Return, for each stage, what each piece would cost there: seconds, or with a `schedule` bytes."""
     if schedule is None:
         return [[work.forward.seconds + work.backward.seconds for work in whole.pieces]] * stages
     rests = [float(sum(piece.states.values())) for piece in whole.pieces]

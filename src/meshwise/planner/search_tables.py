@@ -14,11 +14,11 @@ FULL = "out of memory"
 REFUSED = "refused"
 """First word of the reason of plans that the training code refuses."""
 UNTRIED = "not rehearsed: it may still be among the best"
-"""Reason of plans whose lower bound is faster than the slowest plan of the table."""
+"""Reason of plans that were not rehearsed, and whose lower bound is faster than the table's slowest plan."""
 
 
 def best_table(result: SearchResult, *, top: int) -> Table:
-    """Return the best plans with time, memory, bubble and waits; `?` after the number: not proven to be this place."""
+    """Return the best plans with time, memory, bubble and waits. `?` after a number: the place is not proven."""
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
     best = result.best()[:top]
     for number, one in enumerate(best):
@@ -39,7 +39,7 @@ def best_table(result: SearchResult, *, top: int) -> Table:
 
 
 def lost_table(result: SearchResult, *, top: int) -> Table:
-    """Return a row for each reason why plans lost: their number, least and greatest excess, and the nearest plan."""
+    """Return a row for each reason why plans lost: number of plans, least and greatest excess, the nearest plan."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
     for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
         nearest = min(candidates, key=lambda one: _excess(one, result, reason))
@@ -91,7 +91,7 @@ def _record(one: Candidate) -> dict[str, Any]:
 
 
 def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
-    """Return the plans that lost, by reason; refusals that differ only in numbers are one reason."""
+    """Return the plans that lost, by reason. Refusals that differ only in numbers are one reason."""
     best = result.best()[:top]
     last = best[-1].figures.seconds if best else 0.0
     found: dict[str, list[Candidate]] = defaultdict(list)
@@ -112,13 +112,13 @@ def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
 
 
 def _where(one: Candidate, best: Candidate) -> str:
-    """Return the part of the step whose seconds exceed the best plan's most."""
+    """Return the part of the step in which a plan exceeds the best plan by the most seconds."""
     parts, least = one.figures.parts(), best.figures.parts()
     return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
 
 
 def _excess(one: Candidate, result: SearchResult, reason: str) -> float:
-    """Return the extra time as a fraction of the best time; bytes above the limit for `FULL` or without a best plan."""
+    """Return the extra time as a fraction of the best time; for `FULL`, or without a best plan, the excess bytes."""
     best = result.best()
     if reason == FULL or not best:
         return one.figures.memory - result.limit
@@ -130,7 +130,7 @@ def _furthest(candidates: Sequence[Candidate], result: SearchResult, reason: str
 
 
 def _unplanned(one: Candidate) -> str:
-    """Return the first sentence of a refusal without its plan, so that equal reasons are printed once."""
+    """Return the first sentence of a refusal without the plan's text, so that equal reasons are equal texts."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
     message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # a plan with its own cut differs from `one.plan`
     words = " ".join(word for line in message.splitlines()[:2] for word in line.split())

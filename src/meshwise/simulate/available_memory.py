@@ -1,12 +1,12 @@
 """Find how many bytes of memory a rank may still allocate on its device.
 
-On a GPU it is the free memory of the device (`comm/api/streams.py`). On a CPU it is the smallest of these limits:
+On a GPU this is the free memory of the device (`comm/api/streams.py`). On a CPU it is the smallest of these limits:
 
     | of the process   the limits that `ulimit` sets
     | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
     |                  (a container, a batch job, a service)
 
-The memory in use of a cgroup includes the page cache. Inactive pages of the cache count as free, as container runtimes
+The page cache belongs to the memory in use of a cgroup. Its inactive pages count as free here, as container runtimes
 count them.
 """
 
@@ -26,7 +26,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class _Version:
-    """File names of one cgroup version: its folder, the limit, the memory in use, the key of inactive page cache."""
+    """Names of one cgroup version: folder, file of the limit, file of the memory in use, key of inactive page cache."""
 
     folder: str
     most: str
@@ -52,10 +52,10 @@ def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
 
 
 def cgroup_bytes_left(own: str, *, root: Path) -> Iterator[int]:
-    """Yield the bytes left in each cgroup with a limit, for the cgroups in `own` and their parents under `root`.
+    """Yield the bytes left in each of the process's cgroups that has a limit, and in their parents under `root`.
 
-    `own`: the text of /proc/self/cgroup. In a container its paths may be paths of the host. Folders that do not exist
-    are skipped, so `root` itself, the container's cgroup, is used.
+    `own`: the text of /proc/self/cgroup. In a container its paths may be paths of the host. A folder that does not
+    exist is skipped; `root` itself, the container's cgroup, always exists.
     """
     for line in own.splitlines():
         _, kinds, path = line.split(":", 2)

@@ -1,11 +1,11 @@
 """Define a cluster as data (devices, links, hosts) and read it from a TOML file.
 
-A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or read in a data sheet. The cost
-model (`cost_model.py`) computes the seconds of an operation or a collective from them:
+A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet. The
+cost model (`cost_model.py`) computes the seconds of an operation or a collective from these constants:
 
     | matrix products    flops / (peak · best · k/(k + inner) · P/(P + outputs)), for P = batch·m·n sums of k terms
-    | other operations   bytes / rate of the operation (`rates`), or of a tensor of that size (`bandwidth`)
-    | new memory         bytes / rate at which the system provides pages (`fresh`); 0 where an allocator reuses memory
+    | other operations   bytes / rate: of this operation if `rates` has it, else of `bandwidth` for this size
+    | new memory         bytes / rate at which the system provides pages (`fresh`); 0 if an allocator reuses memory
     | collectives        latency · steps + bytes sent / rate of the link at that size; all-gathers and reduce-scatters
     |                    over several nodes take at least `hop` for each rank of the ring
 """
@@ -59,11 +59,11 @@ class MatmulEfficiency:
     """Fraction of the peak that a matrix product reaches, as a function of its shape."""
 
     best: float = 0.8
-    """Efficiency of a very large product, at most 1. Flops that causal attention skips do not count as computed."""
+    """Efficiency of a very large product, at most 1. Flops that causal attention skips do not count."""
     inner: float = 0.0
     """Length of the summed dim at which the efficiency is half of `best`."""
     outputs: float = 0.0
-    """Number of results (batch·m·n) at which the efficiency is half of `best`: fewer results do not fill the device."""
+    """Number of results (batch·m·n) at which the efficiency is half of `best`; fewer do not fill the device."""
 
     def efficiency(self, *, inner: float, outputs: float) -> float:
         """Return the fraction of the peak for a matrix product of `outputs` results, each a sum of `inner` terms."""
@@ -81,7 +81,7 @@ class Device:
     memory: float = math.inf
     """Bytes of the device's memory per rank; infinite if the file does not give them."""
     own: float = 0.0
-    """Bytes of `memory` that libraries take (the CUDA context, NCCL); tensors cannot use them."""
+    """Bytes of `memory` that libraries use (the CUDA context, NCCL), and tensors cannot use."""
     peak: Mapping[str, float] = field(default_factory=dict)
     """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`. `peak_of` handles dtypes that have no
     entry."""
@@ -92,23 +92,23 @@ class Device:
     bandwidth: Curve = ()
     """Bytes per second that an operation reads and writes, as a function of its total bytes."""
     fresh: Curve = ()
-    """Bytes per second at which the system provides memory for a tensor of that size: it clears each page. Empty if an
-    allocator keeps freed memory, so new tensors cost nothing."""
+    """Bytes per second at which the system provides memory for a tensor of a size; it clears each page. Empty if an
+    allocator keeps freed memory, so that new tensors cost nothing."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of single operations that `bandwidth` does not describe, by their name: `gelu = 1.5e9`."""
+    """Bytes per second, by name, of operations that `bandwidth` does not describe: `gelu = 1.5e9`."""
     launch: float = 0.0
     """Seconds that the host takes to start an operation. A GPU computes earlier operations during this time."""
     kernel: float = 0.0
     """Minimum seconds of an operation on the device, without `launch`."""
     step: float = 0.0
-    """Seconds of a step that belong to no operation and no collective."""
+    """Seconds of a step that belong neither to an operation nor to a collective."""
     action: float = 0.0
     """Seconds that the host takes for each forward and each backward of a micro-batch, in addition to `launch`."""
     fused: float = 1.0
-    """Fraction of the bytes of elementwise operations that fused kernels still move; 1 if no kernels are fused."""
+    """Fraction of their bytes that elementwise operations still move when kernels are fused; 1 without fusion."""
 
     def peak_of(self, dtype: str) -> float:
-        """Return the flops per second of a dtype; without its own peak, of the narrowest wider dtype or the widest."""
+        """Return the flops per second of a dtype; if unknown, of the narrowest wider known dtype, or of the widest."""
         if dtype in self.peak or not dtype:
             return self.peak.get(dtype, max(self.peak.values()))
         widths = {name: getattr(torch, name).itemsize for name in (*self.peak, dtype)}
@@ -122,14 +122,14 @@ class Link:
     """Link between ranks. Rates are per rank and direction, as the bus bandwidth of nccl-tests."""
 
     latency: float = 0.0
-    """Seconds before the first byte arrives, per step: ⌈log2(ranks)⌉ steps in a collective, one in a message."""
+    """Seconds before the first byte arrives, for each step. A collective has ⌈log2(ranks)⌉ steps, a message one."""
     hop: float = 0.0
     """Seconds from one rank to the next in a ring. Over several nodes an all-gather and a reduce-scatter take at least
     the hops of all ranks, because NCCL has no tree for them."""
     bandwidth: Curve = ()
-    """Bytes per second, by the bytes of the whole collective. Between nodes: of one adapter, by its own bytes."""
+    """Bytes per second, by the bytes of the whole collective. Between nodes: of one adapter, by the adapter's bytes."""
     collectives: Mapping[str, Curve] = field(default_factory=dict)
-    """Bytes per second of single collectives, by name; they replace `bandwidth`."""
+    """Bytes per second, by name, of collectives that do not follow `bandwidth`."""
 
 
 @dataclass(frozen=True)

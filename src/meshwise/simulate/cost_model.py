@@ -19,7 +19,7 @@ FUSED = frozenset(
         "native_dropout_backward",
     }
 )
-"""Operations that torch runs as one kernel already, so `Device.fused` does not reduce their bytes."""
+"""Operations that torch already runs as one kernel; `Device.fused` does not reduce their bytes."""
 
 SEND_RECV = "send_recv"
 """Name of point-to-point messages in `Link.collectives`."""
@@ -30,11 +30,11 @@ RINGS = frozenset({"all_gather", "reduce_scatter"})
 
 @dataclass
 class CostModel:
-    """Seconds of operations and collectives on one cluster. Results for operations are kept."""
+    """Seconds of operations and collectives on one cluster. It keeps the results for operations."""
 
     cluster: Cluster
     shift: int = 0
-    """Number to add to a call's ranks when this tape, recorded on one rank, is used for another rank."""
+    """Number to add to the ranks of a call, if the tape was recorded on another rank."""
     _known: dict[TapeOperation, float] = field(default_factory=dict)
     _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
@@ -61,12 +61,12 @@ class CostModel:
         return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: MemoryChange) -> float:
-        """Return the seconds to provide new memory, once for each time that its pages are new (`fresh`); 0 if never."""
+        """Return the seconds in which the system provides the pages of new memory, `fresh` times; 0 for old memory."""
         fresh = self.cluster.device.fresh
         return memory.fresh * memory.bytes / rate_at(fresh, size=memory.bytes) if memory.fresh else 0.0
 
     def collective(self, call: TapeCall) -> float:
-        """Return the seconds of one collective or message, while the other groups along its axes run the same call."""
+        """Return the seconds of one collective or message. Other groups along its axes run the same call meanwhile."""
         kind = SEND_RECV if call.record.point_to_point else call.record.kind
         size, ranks = call.record.bytes, call.ranks
         count = len(ranks)
@@ -96,7 +96,7 @@ class CostModel:
         return (self.cluster.between if self.crosses_nodes(ranks) else self.cluster.inside).latency
 
     def _around(self, ranks: tuple[int, ...]) -> float:
-        """Return the seconds of the hops around a ring: nodes - 1 hops between nodes, the other hops inside nodes."""
+        """Return the seconds for all hops of a ring: nodes - 1 hops are between nodes, the others inside nodes."""
         nodes = self._nodes(ranks)
         return (nodes - 1) * self.cluster.between.hop + (len(ranks) - nodes) * self.cluster.inside.hop
 

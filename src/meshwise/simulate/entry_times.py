@@ -1,4 +1,4 @@
-"""Compute the start and stop of each entry of a rank's tape, from the seconds that a cost model gives it."""
+"""Compute when each entry of a rank's tape starts and stops, from its seconds in a cost model."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -22,8 +22,8 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> It
     """Yield the times of the entries of consecutive segments, except messages between stages.
 
     Collectives along the same axes run one after the other on one stream; the rank computes until it waits for one. If
-    the cluster cannot compute and communicate at once (`overlap` is False), each call is followed by a wait. On a GPU
-    the host runs ahead of the device.
+    the cluster cannot compute and communicate together (`overlap` is False), a wait follows each call. On a GPU the
+    host runs ahead of the device.
     """
     cluster = cost_model.cluster
     launch, action, runs_ahead = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"

@@ -16,7 +16,7 @@ from meshwise.simulate.available_memory import kernel_counts
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 STEPS = 3
-"""Default number of steps: all memory that a run keeps is allocated by then."""
+"""Default number of steps; after them a run has allocated all memory that it keeps."""
 
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -26,8 +26,8 @@ _RESET_PEAK = "5"
 MALLOC = MappingProxyType(
     {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 )
-"""Environment variables for ranks whose memory is measured on a CPU. With them glibc returns freed tensors to the
-system at once, so the resident memory is the memory of live tensors."""
+"""Environment variables for ranks whose memory is measured on a CPU. With them, glibc returns freed tensors to the
+system at once, so that resident memory is the memory of live tensors."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class MeasuredRank:
     index: int
     """Index of the rank along pp."""
     peak: int
-    """Peak bytes in the steps after the first, minus those before the plan was applied. On a GPU: allocated by torch;
-    on a CPU: resident private memory plus the rank's part of shared memory."""
+    """Peak bytes in the steps after the first, minus the bytes before the plan was applied. On a GPU: bytes that torch
+    allocated. On a CPU: resident private memory plus the rank's part of shared memory."""
     seconds: tuple[float, ...]
     """Seconds of each step, the first included."""
 
@@ -90,8 +90,8 @@ def _forget_peak(device: torch.device) -> None:
 def _peak(device: torch.device) -> int:
     """Return the peak bytes of this rank since `_forget_peak`.
 
-    Linux counts the peak of all resident memory. Files and shared memory are subtracted, because they hardly change
-    from step to step; then the rank's part of shared memory is added.
+    Linux counts the peak of all resident memory. Files and shared memory hardly change from step to step, so they are
+    subtracted; then the rank's part of shared memory is added.
     """
     if (memory := streams_of(device).memory) is not None:
         return memory.peak
@@ -100,7 +100,7 @@ def _peak(device: torch.device) -> int:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Use the libraries once, because they allocate at first use: on a CPU, the buffers that matrices are packed in."""
+    """Use the libraries once, because they allocate at first use, on a CPU for example buffers for matrices."""
     torch.ones(4096, 384, device=device) @ torch.ones(384, 8192, device=device)
     x = torch.ones(64, 64, device=device, requires_grad=True)
     y = functional.layer_norm(functional.gelu(x @ x), (64,)).view(1, 1, 64, 64)

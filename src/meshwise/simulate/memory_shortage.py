@@ -1,11 +1,11 @@
 """Explain an out-of-memory error: the predicted memory, the memory in use, and the cheapest plan that fits.
 
 An out-of-memory error names only the bytes of the last allocation. This file rehearses the plan to predict its memory
-by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive, until one
-fits the available memory.
+by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive one, until a
+plan fits the available memory.
 
-If a process exceeds the memory of its machine or its cgroup, the system kills it without an error. Then the process
-that started it uses this file for the explanation (`cli/train_command.py`).
+If a process exceeds the memory of its machine or cgroup, the system kills it without an error. Then the process
+that started it explains the end with this file (`cli/train_command.py`).
 """
 
 import math
@@ -46,8 +46,8 @@ CHANGES = (
     "zero=3 offload=optimizer:disk,gradients:disk,params:disk",
     "zero=3 recompute=full offload=optimizer:disk,gradients:disk,params:disk",
 )
-"""Changes of a plan that save memory, from the cheapest in time: smaller micro-batches, recomputation, offload to the
-host, offload to disk; `*2` multiplies. Each is tried with `zero` from the plan's value up: zero costs less."""
+"""Changes of a plan that save memory, the cheapest in time first: smaller micro-batches, recomputation, offload to the
+host, offload to disk; `*2` multiplies. Each is tried with every `zero` from the plan's value to 3, cheapest first."""
 
 
 class ShortageError(MemoryError):
@@ -58,7 +58,7 @@ class ShortageError(MemoryError):
         self.used = used
 
     def __reduce__(self) -> "tuple[partial[ShortageError], tuple[Any, ...]]":
-        """Return how to unpickle this error with `used`; by default only the message would be pickled."""
+        """Return how to unpickle this error together with `used`; the default would pickle only the message."""
         return partial(ShortageError, used=self.used), self.args
 
 
@@ -107,7 +107,7 @@ class MemoryNeeds:
     """Predicted bytes by category on the fullest rank, for any plan of a training. Each plan is rehearsed once."""
 
     def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
-        """`shared`: all ranks are processes of one host; if it has no GPU, they share memory."""
+        """`shared`: all ranks are processes of one host. If this host has no GPU, they share memory."""
         self.device: Device = "cuda" if gpu_count() else "cpu"
         self.rows = tree.row_count(subject.batch)
         self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
@@ -129,14 +129,14 @@ class MemoryNeeds:
 
 
 def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
-    """Return the predicted memory of `plan`, which ran out of memory, and the cheapest plan that fits `room` bytes."""
+    """Return the predicted memory of `plan`, which ran out of memory, and the cheapest plan that fits into `room`."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
         return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
-        # The last candidate needs (almost) the least memory: if it does not fit, the others are not rehearsed.
+        # The last candidate needs (almost) the least memory. If it does not fit, no other is rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
             return MemoryShortage(plan, predicted, used, room, candidate, int(needs.total(candidate)))
@@ -153,7 +153,7 @@ def needs(
     options: Options | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryShortage:
-    """Return the memory that a plan needs on each rank of this host; if it does not fit, also the cheapest change.
+    """Return the memory that a plan needs on each rank of this host; if it does not fit, also the cheapest that does.
 
     Print the result. Call this function with the arguments of `parallelize` and a typical global batch, before
     `parallelize` changes the model. It allocates no tensors of the model's size. Raises PlanError if the plan does not
@@ -177,7 +177,7 @@ def needs(
 
 
 def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
-    """Yield the plan with a change of `CHANGES`, with each `zero` from the plan's value up to 3, in that order."""
+    """Yield the plan with a change of `CHANGES` and each `zero` from the plan's value to 3, in ascending order."""
     if needs.device == "cpu" and "optimizer:cpu" in change:
         return  # all tensors are in the host's memory already
     words = dict(word.split("=", 1) for word in change.split())

@@ -1,6 +1,6 @@
 """Compute the memory of each rank of a rehearsed plan, by category, for every action of a step.
 
-The peak is the maximum of two steps: the first step allocates the optimizer's state, the second begins with it.
+The peak is the maximum over two steps: the first allocates the optimizer's state, the second starts with that state.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ class ActionMemory:
     """Peak memory of a rank during one action."""
 
     label: str
-    """Activity, as `2F0` or `update`; "" for the state before the step."""
+    """Activity, such as `2F0` or `update`; "" for the time before the step."""
     bytes: int
     """Bytes on the device at the peak, over all categories."""
     before: tuple[Mapping[Category, int], Mapping[Category, int]]
@@ -32,13 +32,13 @@ class ActionMemory:
 
     @cached_property
     def host(self) -> Mapping[Category, int]:
-        """Most bytes by category in the host's memory; empty if the device is a CPU."""
+        """Largest bytes of each category in the host's memory; empty if the device is a CPU."""
         return _sum(self.before[1], self.more[1])
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank along pp over the first and a later step; all its replicas use as much."""
+    """Memory of one rank along pp in the first and in a later step; all its replicas use the same."""
 
     index: int
     built: Mapping[Category, int]
@@ -78,7 +78,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> Rank
     level.play(tape.build)
     built = level.device
     first = tuple(map(level.play, rehearsal.step(index, first=True)))
-    # Recorded segments are exact. Segments that represent other micro-batches may leave memory until the step ends.
+    # Recorded segments are exact, but segments that represent other micro-batches may leave memory until a step ends.
     exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
         exact.play(segment)

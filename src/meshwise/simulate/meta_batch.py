@@ -1,12 +1,12 @@
-"""Replace the tensors of the user's batch by meta tensors, and keep the values of integers and booleans.
+"""Replace the tensors of the user's batch by meta tensors, but keep the values of integers and booleans.
 
     | batch of the user       batch of the rehearsal      values kept
     | input_ids   [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
     | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
     | images      [6, 3, 9]   [8, 3, 9] on meta           none
 
-A model reads masks, positions and lengths to choose a branch or a size. Floating-point values rarely decide which
-operations run.
+A model may read masks, positions and lengths to choose a branch or a size. Floating-point values rarely decide
+which operations run.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 
 LARGEST = 2**24
-"""Most elements of a tensor whose values are kept."""
+"""Largest number of elements of a tensor whose values are kept."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MetaBatch:
 
     @classmethod
     def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
-        """Return a batch as meta tensors of `rows` rows each; kept values repeat the batch's rows in order."""
+        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows in order."""
         values: list[tuple[Tensor, Tensor]] = []
 
         def stand_in(tensor: Tensor) -> Tensor:

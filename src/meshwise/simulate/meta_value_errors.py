@@ -1,4 +1,4 @@
-"""Explain errors of models that read values of meta tensors, which have none.
+"""Explain errors of models that read the values of meta tensors, which have no values.
 
 A rehearsal runs the model on meta tensors: `x.item()` or `if mask.any():` fails unless the value follows from sizes or
 from integers of the batch.
@@ -14,10 +14,10 @@ import torch
 from meshwise.model.shape_constants import ShapeConstants
 
 ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
-"""Reason to append to an error for which `asks_for_values` is True."""
+"""Reason to append to an error if `asks_for_values` is True for it."""
 
 ASKS_ITS_BATCH = "The model reads values of its batch. The rehearsal uses the values of the job's first batch."
-"""Note to print for a rehearsal whose `asked` is True: another batch may lead to other operations."""
+"""Note to print if a rehearsal's `asked` is True: with another batch, other operations may run."""
 
 _NO_VALUES = (
     f"{ASKED}. Only integers and booleans of the batch have values, if the batch has values and is not too large. "
@@ -33,9 +33,9 @@ def asks_for_values(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def explaining_values() -> Iterator[None]:
-    """Add a note about missing values to errors that the block raises when it reads a meta tensor.
+    """Add a note about missing values to an error of the block that comes from reading a meta tensor.
 
-    Raises RuntimeError with the note, also for the TypeError that torch raises when numpy reads a meta tensor.
+    The error is raised again. A TypeError, which torch raises if numpy reads a meta tensor, becomes a RuntimeError.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def explaining_values() -> Iterator[None]:
 def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
     """Return `call`, wrapped to run on meta tensors.
 
-    In it torch's default device is meta, and `constants` knows values that follow from sizes or integers of the batch.
+    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch.
     """
 
     def run(*given: Any) -> Any:

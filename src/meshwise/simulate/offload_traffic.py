@@ -7,8 +7,8 @@
     | masters                                             read, written
     | optimizer                                           read, written
 
-Bytes between a GPU and its host cross the link between them. Bytes of the tier `disk` also use the disk. If the
-optimizer's state is off the GPU, the host updates: then gradients and parameters on the GPU cross the link once.
+Bytes between a GPU and its host cross the link between them. Bytes of the tier `disk` also use the disk. If optimizer
+state is off the GPU, the host runs the update; gradients and parameters on the GPU then cross the link once.
 """
 
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ def update_traffic(
 ) -> TierTraffic:
     """Return the bytes that a rank moves between tiers at the update.
 
-    `sizes` and `on_gpu` as in `microbatch_traffic`. `updated`: bytes of the `params` that the rank updates, and of
-    their `gradients`.
+    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes that the rank updates, of `params` and of their
+    `gradients`.
     """
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
@@ -51,7 +51,7 @@ def update_traffic(
 
 
 def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
-    """Return the seconds of a step including the traffic between tiers; without traffic the step takes `took` seconds.
+    """Return the seconds of a step with the traffic between tiers. `took`: its seconds without this traffic.
 
     Traffic of the micro-batches overlaps computation; traffic of the update follows it. `on_host`: the optimizer of a
     GPU runs on the host, at the rate of the host's memory.
@@ -65,5 +65,5 @@ def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) ->
 
 
 def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
-    """Return the seconds of traffic: the slower of the rank's link and the disk, which all ranks of a node share."""
+    """Return the seconds of traffic: the slower of the rank's link, and of the disk that a node's ranks share."""
     return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)

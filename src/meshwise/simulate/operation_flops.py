@@ -31,10 +31,10 @@ LOOK_UPS = frozenset(
         "aten::nll_loss2d_forward",
     }
 )
-"""Operations that read only as many bytes of their input as they return."""
+"""Operations that read as many bytes of their input as they return, not all of it."""
 
 ZERO_FILLED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
-"""Operations that fill a tensor with zeros and a few values: the bytes that they read count as 0."""
+"""Operations that fill a tensor with zeros and a few values; their reads count as 0 bytes."""
 
 NO_WORK = frozenset(
     {
@@ -53,12 +53,12 @@ NO_WORK = frozenset(
         "profiler::_record_function_exit",
     }
 )
-"""Operations without flops and bytes whose schema does not show it."""
+"""Operations that have no flops and no bytes, although their schema does not show it."""
 
 
 @cache
 def moves_nothing(func: OpOverload) -> bool:
-    """Return whether an operation only makes a view or uninitialized memory, so it has no flops and no bytes."""
+    """Return whether an operation has no flops and no bytes: it makes a view or uninitialized memory."""
     name = func._schema.name
     if name in NO_WORK:
         return True
@@ -96,9 +96,9 @@ def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[st
 def causal_part(keys: int, *, cpu: bool) -> float:
     """Return the fraction of causal attention's flops that a kernel computes for `keys` keys per sequence.
 
-    On a GPU the fraction is 1/2, because published rates count half of the flops; real kernels compute whole tiles, so
-    they compute more for short sequences. On a CPU it is (keys + 512) / (2 · keys), at most 1: torch's kernel takes 512
-    keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp).
+    On a GPU the fraction is 1/2, because published rates count half of the flops. Real kernels compute whole tiles, so
+    for short sequences they compute more. On a CPU it is (keys + 512) / (2 · keys), at most 1, because torch's kernel
+    takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
 
@@ -148,7 +148,7 @@ def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, at most the bytes of its storage: an expanded tensor counts once."""
+    """Return the bytes of a tensor, at most those of its storage, so that expanded elements count once."""
     if tensor.is_sparse:
         return sum(map(_nbytes, storages_of(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -180,7 +180,7 @@ def _product(
 
 
 def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
-    """Return the sizes of a grouped matrix product: groups divide the rows, the columns or the summed terms."""
+    """Return the sizes of a grouped matrix product, in which groups divide the rows, columns or summed terms."""
     batch = output.shape[0] if output.dim() == 3 else 1
     terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
     return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])

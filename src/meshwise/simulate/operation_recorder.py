@@ -1,11 +1,11 @@
-"""Record operations, collective calls and memory of a rank while the training code runs on meta tensors.
+"""Record a rank's operations, collective calls and memory while the training code runs on meta tensors.
 
 Meta tensors have no values, so operations on them cost little time and no memory. The code that runs is the training
-code itself with its hooks, buffers and schedules; no second model of it exists. Memory is counted per storage: from the
-operation that returns the storage until its last reference ends.
+code itself with its hooks, buffers and schedules, not a second model of it. The memory of a storage counts from the
+operation that returns it until the last reference ends.
 
-Some choices depend on the device that is predicted, which need not exist. This file makes them for that device: the
-kernels of attention, dropout and RMS norm, and the implementation of an optimizer (fused or not).
+Some choices depend on the predicted device, which need not exist here. This file makes the choices for that device: the
+kernels of attention, dropout and RMS norm, and the kind of optimizer (fused or not).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class _Watched:
 
 
 class Recorder:
-    """Recorder of one rank's tape: it appends entries, each under the activity that the flight recorder has then."""
+    """Recorder of one rank's tape; it appends each entry under the current activity of the flight recorder."""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
         self.flight_recorder = flight_recorder
@@ -62,7 +62,7 @@ class Recorder:
         self._entries.append((self.flight_recorder.doing, entry))
 
     def segments(self) -> tuple[TapeSegment, ...]:
-        """Return the entries since the last call of `segments` as one segment per activity, and forget them."""
+        """Return the entries since the last call of `segments`, as one segment per activity, and forget them."""
         found: list[tuple[Activity, list[Entry]]] = []
         for activity, entry in self._entries:
             if not found or found[-1][0] != activity:
@@ -80,7 +80,7 @@ class Recorder:
                 self.record_allocation(one)
 
     def record_allocation(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
-        """Count a tensor's storage once, until it is released. `category`: None for the category of the activity."""
+        """Count the storage of a tensor once, until it is freed. `category`: None for that of the current activity."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -96,7 +96,7 @@ class Recorder:
         self.note(MemoryChange(*self._sizes[key], fresh=fresh))
 
     def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
-        """Return a meta tensor that counts as shared memory; it reuses the slab of a freed tensor if one fits."""
+        """Return a meta tensor that counts as shared memory. It reuses the slab of a freed tensor if one fits."""
         with without_modes():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
@@ -108,13 +108,13 @@ class Recorder:
         return tensor
 
     def watch(self, tensor: Tensor, *, category: Category) -> None:
-        """Count the memory of a tensor whose storage may be resized; `record_growth` records its changes."""
+        """Count the memory of a tensor whose storage may be resized; call `record_growth` to record the changes."""
         self.record_allocation(tensor, category=category)
         storage = tensor.untyped_storage()
         self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
 
     def ignore(self, tensor: Tensor) -> None:
-        """Do not count the memory of a tensor, from now on: it is not on the device or belongs to the caller."""
+        """From now on, do not count a tensor's memory, because it is not on the device or belongs to the caller."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -132,7 +132,7 @@ class Recorder:
         return tensor.untyped_storage()._cdata in self._holders
 
     def record_growth(self) -> None:
-        """Record watched tensors that were resized since the last call: no operation shows a resize."""
+        """Record the watched tensors that were resized since the last call, because no operation shows a resize."""
         for watched in self._watched.values():
             if (whole := watched.storage.nbytes()) == watched.bytes:
                 continue
@@ -160,7 +160,7 @@ class Recorder:
 
 
 def _repeats() -> bool:
-    """Return whether a backward repeats a forward now: only a repeated forward has gradients enabled inside it."""
+    """Return whether a backward is repeating a forward: only then are gradients enabled during a backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
@@ -236,10 +236,10 @@ _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
 class KernelChoice(ForwardAndBackwardMode):
-    """Mode in which meta tensors use the kernels of device `kind`, and `is_cpu` answers for that device.
+    """Mode in which meta tensors use the kernels of device `kind`; `is_cpu` too answers for this device.
 
-    `local`: dropout is torch's own, so a GPU's fused attention applies it. Otherwise dropout masks are equal under
-    every plan and are made outside of kernels.
+    `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
+    every plan, and are made outside of the kernels.
     """
 
     def __init__(self, kind: str, *, local: bool = False) -> None:
@@ -281,7 +281,7 @@ _DROPOUTS = frozenset({functional.dropout, torch.dropout})
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-    """Apply dropout as a GPU does: one kernel that keeps a mask of one byte for each element."""
+    """Apply dropout as on a GPU: one kernel, which keeps a mask of one byte per element."""
     if not training or not p:
         return x
     dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
@@ -297,9 +297,9 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Apply an RMS norm as a GPU does: one kernel for the forward and one for the backward.
+    """Apply an RMS norm as on a GPU: one kernel for the forward and one for the backward.
 
-    Here it is a layer norm, which reads and writes as many bytes; values do not matter.
+    A layer norm replaces it here, because it reads and writes as many bytes; values do not matter.
     """
     normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
     return normed
@@ -332,7 +332,7 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
 
 
 def _fused(kind: str, given: dict[str, Any]) -> bool:
-    """Return whether the device has a fused kernel; for a CPU torch chooses with small tensors of the same kind."""
+    """Return whether the device has a fused kernel. For a CPU, torch is asked with small tensors of the same kind."""
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return False
@@ -348,7 +348,7 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
 
 
 class _Pretence(TorchFunctionMode):
-    """Mode in which meta tensors report a device of type `kind` as their own."""
+    """Mode in which meta tensors report a device of type `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class _Pretence(TorchFunctionMode):
 
 
 def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
-    """Return an optimizer class that treats meta parameters as parameters on a device of this kind (`cpu`, `cuda`)."""
+    """Return an optimizer class that takes meta parameters for parameters on a device of this kind (`cpu`, `cuda`)."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         return optimizer  # parallelize refuses it
 

@@ -1,4 +1,4 @@
-"""Compute the timeline of a predicted step, and the memory of each rank over the step, for drawings.
+"""Compute the timeline of a predicted step, and each rank's memory over the step, for drawings.
 
 The pipeline's clock gives the start and stop of each action. This file adds the collectives and waits inside actions,
 the phases before and after the schedule, and the memory changes of the tape:
@@ -23,8 +23,8 @@ from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
 
 _MOST_EVENTS = 20_000
-"""Most collectives and waits inside actions that a timeline shows. If there are more, it shows for each action one wait
-per set of axes, at the action's end."""
+"""Largest number of collectives and waits inside actions that a timeline shows. If there are more, each action has only
+one wait per set of axes, at the action's end."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MemoryLevel:
     seconds: float
     """Seconds since the step began."""
     during: str
-    """Activity of the rank, as its timeline names it, or `before 0F1` between activities."""
+    """Activity of the rank under its name in the timeline; between activities, `before 0F1`."""
     device: Mapping[Category, int]
     """Bytes by category."""
 
@@ -52,7 +52,7 @@ class MemoryHistory:
     seconds: float
     """Seconds of the step."""
     levels: tuple[MemoryLevel, ...]
-    """The moment with the most memory in each of equally long parts of the step; its `seconds` is the part's start."""
+    """For equally long parts of the step, the moment with the most memory; `seconds` is the start of the part."""
 
     @property
     def peak(self) -> MemoryLevel:
@@ -66,7 +66,7 @@ class MemoryHistory:
 
 @dataclass(frozen=True)
 class _Played:
-    """Segment with the times of its entries, counted from the start of the first of consecutive segments."""
+    """Segment with the times of its entries, in seconds since the first of the consecutive segments began."""
 
     activity: Activity
     start: float
@@ -105,7 +105,7 @@ def _play(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator
 
 @dataclass(frozen=True)
 class _Act:
-    """Activity of a rank with its start and stop in the step; an action lasts the mean time of its kind."""
+    """Activity of a rank, with its start and stop in the step. An action lasts the mean time of its kind."""
 
     activity: Activity
     start: float
@@ -113,7 +113,7 @@ class _Act:
     played: _Played | None = None
 
     def at(self, moment: float) -> float:
-        """Return the time in the step that corresponds to a time of the played segment, scaled to this activity."""
+        """Convert a time of the played segment to a time in the step, scaled to this activity."""
         assert self.played is not None
         own = self.played.stop - self.played.start
         return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
@@ -124,7 +124,7 @@ class _Act:
             yield Event(rank, stream, kind, self.at(start), self.at(stop))
 
     def waits(self, *, rank: int) -> Iterator[Event]:
-        """Yield one wait per set of axes, placed at the end of this activity."""
+        """Yield one wait per set of axes, at the end of this activity."""
         stop = self.stop
         for axes, seconds in self.played.waits.items() if self.played else ():
             start = stop - (self.at(seconds) - self.at(0.0))
@@ -255,7 +255,7 @@ class PredictionReplay:
         return self._alone[key]
 
     def _cost_model_of(self, index: int) -> CostModel:
-        """Return the cost model of a rank; it depends on the rank rehearsed for it and on its place in a node."""
+        """Return the cost model of a rank; it depends on the rank rehearsed for it, and on its place in a node."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
         each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
         key = tape, index * each % cluster.ranks_per_node

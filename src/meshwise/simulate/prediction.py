@@ -1,8 +1,8 @@
 """Predict the time, bubble, waits, traffic and flops of a step from the tapes of all ranks and a cluster.
 
-First each segment of a tape is played alone. A rank computes on one stream; a GPU starts an operation after its host
-has launched it. Collectives along the same axes run one after the other on a stream of their own. The rank stops only
-where its tape waits for a collective. Then the pipeline's clock (`schedule_clock.py`) combines the stages, with
+First each segment of a tape is played alone. A rank computes on one stream; on a GPU, an operation starts after the
+host has launched it. Collectives along the same axes run one after the other on their own stream. The rank stops only
+where its tape waits for a collective. Then the pipeline's clock (`schedule_clock.py`) combines the stages with their
 messages, gathers and reductions.
 """
 
@@ -33,7 +33,7 @@ class PlayedSegment:
     computing: float
     """Seconds in which the rank computes."""
     exposed: Mapping[str, float]
-    """Seconds in which the rank waits for collectives, by their axes joined with `·` (`dp·cp`)."""
+    """Seconds in which the rank waits for collectives, by the collectives' axes joined with `·` (`dp·cp`)."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Prediction:
     bubble: float
     """Fraction of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
     exposed: Mapping[str, float]
-    """Seconds of the step in which a rank only waits, mean over ranks. Keys: axes of the collectives (`dp·cp`), and
-    `host` for offloaded state."""
+    """Seconds of the step in which a rank only waits, mean over ranks. The keys are the axes of collectives (`dp·cp`),
+    and `host` for offloaded state."""
     traffic: Mapping[str, float]
-    """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes; for each link the maximum
-    over ranks."""
+    """Bytes that a rank sends in a step, by link: `inside` a node and `between` nodes. Each is the largest over all
+    ranks."""
     timeline: Timeline | None
     """Timeline of the pipeline's actions; None for pp=1."""
 
@@ -62,18 +62,18 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the peak of every rank plus the memory of libraries is within the device's memory."""
+        """True if every rank's peak, with the memory of libraries, is within the device's memory."""
         device = self.cluster.device
         return fullest(self.memory).peak.bytes + device.own <= device.memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all ranks, as the loss counts them."""
+        """Tokens per second over all ranks; tokens are what the loss counts."""
         return self.rehearsal.tokens / self.seconds
 
     @property
     def model_flops(self) -> float:
-        """Model flops of a step over all ranks, without recomputation: at most 3 times the flops of forwards."""
+        """Flops of the model in a step over all ranks, without recomputation: at most 3 times those of the forwards."""
         return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
 
     @property
@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def utilisation(self) -> float:
-        """Model flops utilisation (MFU): model flops divided by the peak flops of all ranks in the same time."""
+        """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
         ranks = self.rehearsal.plan.mesh().size
         return self.model_flops / (self.seconds * ranks * self._peak)
 
@@ -135,7 +135,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
 def _add_host_time(
     rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
 ) -> tuple[float, Mapping[str, float]]:
-    """Return a step's seconds and waits including the time for offloaded state; its wait has the key `host`."""
+    """Return a step's seconds and waits, with the time for offloaded state added; its wait has the key `host`."""
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
     whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
     return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
@@ -153,7 +153,7 @@ def _once(rehearsal: Rehearsal) -> list[int]:
 
 
 def _first_flops(parts: Sequence[TapeSegment]) -> int:
-    """Return the flops of the segments of actions without recomputation; equal segments are counted once and scaled."""
+    """Return the flops of all actions without recomputation. Equal segments are counted once and multiplied."""
     actions = [part for part in parts if part.action is not None]
     times = Counter(id(part.entries) for part in actions)
     each = {id(part.entries): part for part in actions}
@@ -161,7 +161,7 @@ def _first_flops(parts: Sequence[TapeSegment]) -> int:
 
 
 def _own_flops(part: TapeSegment) -> int:
-    """Return the flops of a segment without repeated forwards; in a forward no operation counts as repeated."""
+    """Return the flops of a segment without repeated forwards. In a forward, no operation counts as repeated."""
     forward = part.kind is ActionKind.F
     return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and (forward or not one.again))
 
@@ -176,7 +176,7 @@ def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (
 
 
 _Place = tuple[int, int]
-"""Index along pp of the rehearsed rank, and number of the actual rank in its node. Equal pairs have equal times."""
+"""(index along pp of the rehearsed rank, number of the actual rank in its node). Equal pairs have equal times."""
 
 
 def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
@@ -204,7 +204,7 @@ class _Rank:
         self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
 
     def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
-        """Return the times of consecutive segments, without messages between stages: the pipeline's clock adds them."""
+        """Return the times of consecutive segments without messages between stages, which the clock adds."""
         now = computing = 0.0
         axes: dict[int, str] = {}
         exposed: dict[str, float] = defaultdict(float)
@@ -243,7 +243,7 @@ class _Rank:
         return self.play(self._around)
 
     def busy(self) -> float:
-        """Return the seconds of all forwards and backwards, with waits for collectives in them."""
+        """Return the seconds of all forwards and backwards, including their waits for collectives."""
         return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
 
     def waits(self) -> Mapping[str, float]:
@@ -257,7 +257,7 @@ class _Rank:
     def sent(self) -> dict[str, float]:
         """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
 
-        A ring over several nodes leaves each node at one of its ranks there; its other ranks send inside the node.
+        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node.
         """
         found = {"inside": 0.0, "between": 0.0}
         for part, times in (

@@ -1,14 +1,14 @@
-"""Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each stage.
+"""Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each kind.
 
-| equal parts | the part that is run |
+| equal parts | the part that runs |
 |---|---|
 | ranks that differ in dp, tp or cp only | the first of these ranks |
 | stages that do the same work (`rehearsed_ranks`) | the first of these stages |
 | micro-batches between the first and the last | one of these micro-batches |
 | steps after the first, which allocates the optimizer's state | the second step |
 
-A rehearsal raises every error of the training code in the same words, except errors that depend on values: a loss that
-is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor.
+A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
+that is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor.
 """
 
 import dataclasses
@@ -49,15 +49,15 @@ class Rehearsal:
     """Result of a rehearsal: the plan, its schedule, and a tape for every rank along pp."""
 
     plan: Plan
-    """Plan without `auto`: every degree is a number."""
+    """Plan without `auto`: each degree is a number."""
     rows: int
     """Rows of the global batch."""
     tokens: int
-    """Count that the loss returns for the global batch, usually its tokens."""
+    """Count that the loss returns for the global batch, usually the number of tokens."""
     schedule: Schedule
     """Actions of each rank along pp, with transfers, gathers and reductions; for pp=1 only F and B."""
     tapes: tuple[Tape, ...]
-    """Tape for each index along pp; equal ranks share one."""
+    """Tape for each index along pp; ranks of one kind share a tape."""
     device: Device
     """Kind of device of each rank."""
     _steps: dict[tuple[int, bool], tuple[TapeSegment, ...]] = dataclasses.field(
@@ -67,13 +67,13 @@ class Rehearsal:
 
     @property
     def asked(self) -> bool:
-        """True if the model or the loss read values of the batch: another batch may lead to other operations."""
+        """True if the model or the loss read values of the batch, so that another batch may run other operations."""
         return any(tape.asked for tape in self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
         """Return the segments of a whole step of the rank with this index along pp.
 
-        Recorded micro-batches represent those that were not run. `first`: the step is the first of a run.
+        Recorded micro-batches stand for the micro-batches that did not run. `first`: for the first step of a run.
         """
         if (index, first) not in self._steps:
             self._steps[index, first] = self._step(index, first=first)
@@ -102,7 +102,7 @@ class Rehearsal:
 
 
 def _is_alone(activity: Activity, parts: Collection[Activity]) -> bool:
-    """Return whether an activity is the forward of a skipped micro-batch: it has no backward, but may leave buffers."""
+    """Return whether an activity is the forward of a skipped micro-batch: without backward, it may leave buffers."""
     if not isinstance(activity, Action) or activity.kind is not ActionKind.F:
         return False
     return activity._replace(kind=ActionKind.B) not in parts
@@ -117,10 +117,10 @@ def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = Fal
 
 
 def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
-    """Return the segments that represent micro-batches that were not run, by stage and kind of action.
+    """Return the segments that stand for micro-batches that did not run, by stage and kind of action.
 
-    Each is the segment of the middle micro-batch that was run. If this micro-batch leaves memory allocated, its last
-    backward (B or W) is changed to free that memory. So a represented micro-batch never changes the memory in total.
+    Each is the segment of the middle micro-batch that ran. If this micro-batch leaves memory allocated, its last
+    backward (B or W) is changed to free that memory, so that no replayed micro-batch changes the memory in total.
     """
     ran: dict[tuple[int, ActionKind], list[tuple[int, Action]]] = defaultdict(list)
     for action in found:
@@ -144,7 +144,7 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
 def rehearse(
     subject: RehearsalSubject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
 ) -> Rehearsal:
-    """Run a plan on meta tensors for one rank of each kind, as if there were `ranks` ranks with this kind of device.
+    """Run a plan on meta tensors, for one rank of each kind, as if there were `ranks` ranks with this kind of device.
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory.
 
@@ -177,7 +177,7 @@ def rehearse(
 
 
 def _counting(loss: Loss, *, counts: list[float]) -> Loss:
-    """Return the loss, wrapped so that each call appends its count per row to `counts`, if the count is a number."""
+    """Return the loss, wrapped so that each call appends its count per row to `counts` if it is a number."""
 
     def run(output: Any, batch: Any) -> Any:
         result = loss(output, batch)
@@ -189,7 +189,7 @@ def _counting(loss: Loss, *, counts: list[float]) -> Loss:
 
 
 def _tokens(batch: Any) -> int:
-    """Return the elements of the batch's first integer tensor, or its rows: the count if the loss returns no number."""
+    """Return the elements of the batch's first integer tensor, else its rows. Used if the loss returns no count."""
     given = (one for one in tree.tensors(batch) if not (one.is_floating_point() or one.is_complex()))
     found = next((one for one in given if one.dtype is not torch.bool), None)
     return tree.row_count(batch) if found is None else found.numel()
@@ -229,7 +229,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _representatives(schedule: Schedule) -> frozenset[int]:
-    """Return the micro-batches to run: for each stage and kind of action the first, a middle and the last."""
+    """Return the micro-batches to run: the first, a middle and the last one of each stage and kind of action."""
     found: dict[tuple[int, ActionKind], list[int]] = defaultdict(list)
     for action in schedule.actions():
         if action.microbatch is not None:
@@ -246,8 +246,8 @@ def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedul
     """Return, for each rank along pp, the first rank that does the same work. Without a cut all ranks differ.
 
     Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
-    equally many values, and share no parameter with another stage. The first and the last stage equal no other stage.
-    `ends`: True if the first and the last of a list of blocks do more work than the others.
+    the same number of values, and share no parameter with another stage. The first and last stage equal no other.
+    `ends`: True if the first and the last block of a list do more work than the others.
     """
     if cut is None:
         return tuple(range(schedule.ranks))

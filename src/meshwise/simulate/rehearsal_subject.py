@@ -1,4 +1,4 @@
-"""Define `RehearsalSubject`, the training that a rehearsal runs: model, loss, batch, optimizer and options, no plan."""
+"""Define `RehearsalSubject`, the training that a rehearsal runs: all that `parallelize` gets, except the plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class RehearsalSubject:
     loss: Loss
     """Function `loss(output, batch)` that returns (sum, count)."""
     batch: Any
-    """Global batch like those of the training. Its shapes count; values only of integer and boolean tensors."""
+    """Global batch like those of the training. Its shapes count, and the values of integer and boolean tensors."""
     optimizer: OptimizerClass = torch.optim.AdamW
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the optimizer."""

@@ -1,8 +1,8 @@
-"""Provide the world of a rehearsal: it records every call and passes Python values between the stages of a pipeline.
+"""World of a rehearsal: it records every call, and passes Python values between the stages of a pipeline.
 
-One rank of each kind of stage is rehearsed, each on its own thread, because the code of one stage decides the inputs of
-the next. Small Python values (shapes, sizes) travel between the threads as in a real run. Tensors have no values, so
-they are not sent. If a stage is not rehearsed, its messages come from the rehearsed stage that is equal to it.
+One rank of each kind of stage is rehearsed, each on its own thread, because the code of a stage decides the inputs of
+the next one. Small Python values (shapes, sizes) travel between the threads as in a real run. Tensors have no values,
+so they are not sent. The messages of a stage that is not rehearsed come from the rehearsed stage of its kind.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from meshwise.simulate.step_tape import Category, TapeCall, TapeWait
 class StageMessages:
     """Messages between the threads that rehearse the ranks along pp.
 
-    Only one thread runs at a time; the next runs when it waits. Otherwise all threads would compete for Python's
-    interpreter lock and switch at every operation. If a thread fails, threads that wait for its messages get
+    Only one thread runs at a time, until it waits. Otherwise all threads would compete for Python's interpreter lock,
+    and switch at every operation. If a thread fails, threads that wait for its messages raise
     threading.BrokenBarrierError.
     """
 
@@ -45,7 +45,7 @@ class StageMessages:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Wait for this thread's turn, then run the block. If it fails, waiting threads fail, too."""
+        """Wait for this thread's turn, then run the block. If the block fails, waiting threads fail too."""
         with self._turn:
             try:
                 yield
@@ -55,7 +55,7 @@ class StageMessages:
                 raise
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
-        """Return the values of all ranks along pp, in order; every rehearsed rank calls it with its own `value`."""
+        """Return the values of all ranks along pp, in order. Every rehearsed rank calls it with its own `value`."""
         self._values[index] = value
         with self._waiting():
             self._barrier.wait()
@@ -109,11 +109,11 @@ class RehearsalWorld(TraceWorld):
         return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self._in_step else None)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an empty meta buffer for a reduction; it counts as memory of the rank's current activity."""
+        """Return an empty meta buffer for a reduction; it counts under the rank's current activity."""
         return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
 
     def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
-        """Return a buffer; large buffers of a step use shared memory. `category`: None for the activity's category."""
+        """Return a buffer; in a step, large ones are in shared memory. `category`: None for the activity's category."""
         if self._shared and self._in_step and numel * dtype.itemsize > PAYLOAD_BYTES:
             return self._recorder.borrow(numel, dtype=dtype, category=category)
         tensor = super().empty(numel, dtype=dtype)
@@ -131,7 +131,7 @@ class RehearsalWorld(TraceWorld):
         return tensor
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return the values of all ranks along `axes` (None: all axes); equal ranks have the rehearsed rank's value."""
+        """Return the values of all ranks along `axes` (None: all axes); ranks of one kind have the same value."""
         group = self.group(self.mesh.names if axes is None else axes)
         if len(self._stages.rehearsed) == 1 or "pp" not in group.axes:
             return [value] * group.size

@@ -1,4 +1,4 @@
-"""Turn predicted memory and time into tables of text, for `meshwise simulate` and error messages."""
+"""Turn predicted memory and time into text tables, for `meshwise simulate` and for error messages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
-    """Return the peak memory of each rank along pp by category, with measured peaks and their error if given."""
+    """Return each rank's peak memory along pp by category; if measured, with the measured peak and the error."""
     categories = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
     tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
@@ -48,7 +48,7 @@ def time_table(prediction: Prediction) -> Table:
         ("", ""),
         ("step", f"{prediction.seconds:.4g} s"),
         ("tokens/s", f"{prediction.tokens_per_second:,.0f}"),
-        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without what is recomputed"),
+        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without recomputation"),
         ("bubble", f"{100 * prediction.bubble:.1f} % of the step"),
         *(
             (f"waits for {axes}", f"{100 * took / prediction.seconds:.1f} % of the step")

@@ -1,8 +1,8 @@
 """Define the tape of a rank: the recorded operations, collective calls and memory changes of its steps, in order.
 
 A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
-micro-batch 0) or of one phase between actions (`exchange`, `update`). Micro-batches after the first are equal, so a
-tape has only a few of them.
+micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Micro-batches after the first one are equal,
+so a tape has only a few of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,16 +43,16 @@ class TapeOperation:
     """One operation that a rank ran, with its flops and bytes."""
 
     name: str
-    """Name of the operation in `aten`, as `mm`."""
+    """Name of the operation in `aten`, such as `mm`."""
     dtype: str
-    """Dtype of its first tensor, as `bfloat16`; "" without a tensor."""
+    """Dtype of its first tensor, such as `bfloat16`; "" without a tensor."""
     flops: int
     bytes: int
     """Bytes that it reads and writes."""
     product: MatrixProduct | None = None
     """Sizes of its matrix product; None if it multiplies no matrices."""
     part: float = 1.0
-    """Fraction of `flops` that is computed, below 1 for causal attention: formulas count masked scores, too."""
+    """Fraction of `flops` that is computed; below 1 for causal attention, whose formula also counts masked scores."""
     again: bool = False
     """True if it belongs to a forward that a backward repeats (recomputation)."""
 
@@ -63,7 +63,7 @@ class TapeCall:
 
     record: CallRecord
     ranks: tuple[int, ...]
-    """Global ranks of the group; of a message, its source and target."""
+    """Global ranks of the group; for a message, its source and its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class MemoryChange:
     host: bool = False
     """True for memory of the host, if the rank computes on a device with its own memory."""
     fresh: int = 0
-    """Number of times that the system must provide its pages; for shared memory, once more for the other ranks. 0 for
-    freed memory and for memory that changes its category."""
+    """Number of times that the system provides its pages: one more than usual for shared memory, whose pages are new to
+    the other ranks too. 0 for freed memory, and for memory that changes its category."""
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
@@ -136,9 +136,9 @@ class Tape:
     build: TapeSegment
     """Memory that exists after `parallelize`, before the first step."""
     first: tuple[TapeSegment, ...]
-    """First step, with one micro-batch; it allocates the optimizer's state."""
+    """First step, with one micro-batch; this step allocates the optimizer's state."""
     steady: tuple[TapeSegment, ...]
-    """Second step, with the micro-batches that represent all."""
+    """Second step, with the micro-batches that stand for all."""
     away: Mapping[str, int]
     """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)

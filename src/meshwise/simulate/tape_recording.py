@@ -1,6 +1,6 @@
-"""Run the training code on meta tensors for one rank of each kind, and record the tape of each.
+"""Run the training code on meta tensors for one rank of each kind, and record the tape of each such rank.
 
-Ranks along pp that do the same work are one kind. The tape has the memory that exists after the plan is applied, and
+Ranks along pp that do the same work are of one kind. The tape has the memory that exists after the plan is applied, and
 every operation, call and allocation of two steps (`operation_recorder.py`).
 """
 
@@ -42,7 +42,7 @@ class TapeRecording:
     subject: RehearsalSubject
     plan: Plan
     only: frozenset[int]
-    """Micro-batches that are run; they represent the others."""
+    """Micro-batches that run; they stand for the others."""
     source: ParameterSource
     """Model, with parameters on meta."""
     device: Device
@@ -55,7 +55,7 @@ class TapeRecording:
     memo: OperationMemo = field(default_factory=OperationMemo)
 
     def tapes(self) -> tuple[Tape, ...]:
-        """Rehearse one rank of each kind, each in a thread, and return the tape of each rank along pp."""
+        """Rehearse one rank of each kind, each in its own thread, and return the tape of each rank along pp."""
         like = self.stages.rehearsed
         ranks_run = sorted(set(like))
         with ThreadPoolExecutor(len(ranks_run)) as threads:
@@ -91,7 +91,7 @@ class TapeRecording:
                 )
             recorder.segments()
             for tensor in tree.tensors(self.subject.batch):
-                recorder.ignore(tensor)  # the caller's batch is no memory of the trainer
+                recorder.ignore(tensor)  # the batch belongs to the caller, not to the trainer
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
             with OperationRecorder(recorder, memo=self.memo), constants:
@@ -114,7 +114,7 @@ class TapeRecording:
         )
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
-        """Return the bytes off the device by tier (`cpu`, `disk`); `saved`: offloaded activations of a micro-batch."""
+        """Return the bytes off the device by tier (`cpu`, `disk`). `saved`: offloaded activations per micro-batch."""
         away: Counter[str] = Counter()
         for what, size in trainer.tiers.disk_bytes.items():
             away[getattr(self.plan.tiers, what)] += size
@@ -133,7 +133,7 @@ class TapeRecording:
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:
-    """Return the bytes of the `params` that a rank updates, and of their `gradients` in the dtype of the masters."""
+    """Return the bytes that a rank updates: of `params`, and of their `gradients` in the dtype of the masters."""
     updated: Counter[str] = Counter()
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         count = bucket.owned[1] - bucket.owned[0]
