@@ -1,10 +1,10 @@
-"""Batch norm statistics over the rows that all ranks have in a micro-batch, not over the rows of one rank.
+"""Compute batch norm statistics over the rows that all ranks have in a micro-batch, not over one rank's rows.
 
-With replicas, each rank has only some rows of a micro-batch. Statistics over these rows would change the model. Here
-the statistics cover the rows of micro-batch i on all ranks. One process that trains on the same micro-batches computes
-the same statistics. So `dp` changes no result; `microbatches` does, as on one process.
+With replicas, each rank has only some rows of a micro-batch, and statistics over these rows would change the model.
+Here the statistics cover the rows of micro-batch i on all ranks, as on one process that trains on the same
+micro-batches. So `dp` changes no result; `microbatches` does, as on one process.
 
-Each rank sends its mean, sum of squared deviations Mᵢ and number of values nᵢ. The statistics of all ranks are (Chan,
+Each rank sends its mean, its sum of squared deviations Mᵢ and its number of values nᵢ. Statistics of all ranks (Chan,
 Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979):
 
     n = Σ nᵢ        mean = Σ nᵢ meanᵢ / n        M = Σ (Mᵢ + nᵢ (meanᵢ - mean)²)        variance = M / n
@@ -12,10 +12,10 @@ Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
 The formula loses no digits if the mean is large. For C channels, a forward takes one all-gather of 2C+1 numbers per
 rank, and a backward one reduce-scatter of the same size. A rank without rows takes part with n = 0.
 
-An instance norm computes nothing over the batch, but its running statistics for eval mode are means over samples. They
-become the mean over the ranks, weighted by the samples of each rank.
+An instance norm computes nothing over the batch, but its running statistics for eval mode are means over samples. Here
+they are means over the ranks, weighted by the samples of each rank.
 
-While the model runs, calls of `F.batch_norm` are intercepted. So every module that calls it works and stays unchanged.
+While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ class _Call:
 
 
 class BatchStatistics(ForwardAndBackwardMode):
-    """Context managers in which the batch norms of a module take their statistics over all ranks."""
+    """Contexts in which the batch norms of a module compute their statistics over all ranks."""
 
     def __init__(self, module: nn.Module, *, world: World, axes: tuple[str, ...], joined: bool) -> None:
         """Find the norms of `module`.
 
         axes: mesh axes whose ranks have different rows of the batch.
-        joined: some stage of the model has such norms, so all ranks have to run their micro-batches together.
+        joined: True if some stage of the model has such norms; then all ranks run their micro-batches together.
         """
         super().__init__()
         self._world, self._axes = world, axes
@@ -69,17 +69,17 @@ class BatchStatistics(ForwardAndBackwardMode):
 
     @contextlib.contextmanager
     def running(self, *, counts: bool, again: bool = False) -> Iterator[None]:
-        """Intercept the norms of a forward or backward that runs inside.
+        """Intercept the norms of the forward or backward that runs in the block.
 
-        counts: False if the rows must not enter the statistics, such as a spare row on a rank without rows.
-        again: parts of a forward are repeated, so running statistics are not updated.
+        counts: False if the rows must not enter the statistics, as the spare row of a rank without rows.
+        again: True if parts of a forward are repeated, so running statistics must not be updated.
         """
         self._counts, self._again, self._counter = counts, again, None
         with self:
             yield
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of `func`, for a training batch norm with statistics over all ranks."""
+        """Return the result of `func`; for a batch norm in training, with statistics over all ranks."""
         if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
             return self._normalised(call)
         if func is functional.instance_norm:
@@ -125,7 +125,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return output
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean (C,), sum of squared deviations (C,) and number (1,) of the values of x (B, C, …) on all ranks.
+        """Return mean (C,), sum of squared deviations (C,) and number (1,) of all ranks' values x (B, C, …).
 
         Raises ValueError, as torch does, if there is only one value per channel.
         """
@@ -145,7 +145,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return mean, (squares + counts * (means - mean).square()).sum(0), count
 
     def _remember(self, running: Tensor | None, value: Tensor, count: Tensor, momentum: float) -> None:
-        """Update running statistics by a value; do nothing if `count` is 0 or the forward is repeated."""
+        """Update a running statistic by `value`. Do nothing if `count` is 0, or if the forward is repeated."""
         if running is not None and not self._again:
             running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
 
@@ -154,7 +154,7 @@ _INSTANCES = inspect.signature(functional.instance_norm)
 
 
 class _OneOfMany(nn.SyncBatchNorm):
-    """SyncBatchNorm that runs as a plain batch norm, without torch's process group; the engine joins its statistics."""
+    """SyncBatchNorm that runs as a plain batch norm without torch's process group; the engine joins its statistics."""
 
     forward = BatchNorm.forward
 

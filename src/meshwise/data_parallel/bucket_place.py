@@ -1,13 +1,13 @@
-"""Compute the place of each parameter in a bucket's flat buffer, and the shard of each rank. Nothing is allocated.
+"""Compute the place of each parameter in a bucket's flat buffer, and each rank's shard; nothing is allocated.
 
     | a.weight      | b.weight | pad | b.bias | c.scale | pad |      pieces, sorted by optimizer options
     |<---- run: decay -------------->|<-- run: no decay ----->|      a run: neighbours with the same optimizer options
     |   rank 0    |   rank 1     |   rank 2    |    rank 3    |      shards: equal, so a gather is one collective
 
-A shard may begin inside a piece. Runs begin at a multiple of `ALIGNMENT`, like shards. So a vectorised kernel computes
-only full registers, and gives every element the same bits wherever a run is cut. Sorting by options makes the elements
-with the same learning rate and weight decay one contiguous slice. So an elementwise optimizer updates at most one
-tensor for each parameter group and bucket.
+A shard may begin inside a piece. Runs and shards begin at multiples of `ALIGNMENT`. So a vectorised kernel computes
+only full registers, and gives every element the same bits wherever a run is cut. Because pieces are sorted by options,
+the elements with the same learning rate and weight decay are one contiguous slice. So an elementwise optimizer updates
+at most one tensor for each parameter group and bucket.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from meshwise.model.parameter_table import ParameterRow
 
 ALIGNMENT = 16
-"""Shards are a multiple of this many elements: 64 bytes in fp32, one cache line and one vector register."""
+"""A shard's size is a multiple of this many elements: 64 bytes in fp32, one cache line and one vector register."""
 
 Options: TypeAlias = tuple[tuple[str, Any], ...]
 """Optimizer options of a parameter that differ from the optimizer's defaults: (key, value), sorted by key."""
@@ -27,7 +27,7 @@ Options: TypeAlias = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class BucketPiece:
-    """One parameter in the flat buffer: elements [start, stop); `shape` is the shape of this rank's tensor."""
+    """One parameter in the flat buffer: elements [start, stop). `shape` is the shape of this rank's part."""
 
     row: ParameterRow
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class BucketPlace:
         return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
 
     def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[OptionRun]]:
-        """Yield the owned elements (start, stop) in parts of at most `most` elements (None: one part), as runs."""
+        """Yield the owned elements (start, stop) in chunks of at most `most` (None: one chunk), each as runs."""
         start, stop = owned
         for low in range(start, stop, most or stop - start):
             high = min(stop, low + most) if most else stop

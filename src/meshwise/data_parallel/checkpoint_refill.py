@@ -1,6 +1,6 @@
-"""List the tensors of a rank that a checkpoint fills, and create the optimizer's state that does not exist yet.
+"""List the tensors of a rank that a checkpoint fills, and create optimizer state that does not exist yet.
 
-The parameters exist before a load. The optimizer's state does not exist before its first step. It is created slice by
+The parameters exist before a load, but the optimizer's state only after its first step. It is created slice by
 slice from the checkpoint's index, so a rank never allocates more than its plan needs.
 """
 
@@ -31,12 +31,12 @@ Slots: TypeAlias = Mapping[str, RefillSlot]
 """Saved tensors of one parameter, by slot: `parameter`, `optimizer/exp_avg`, `scalar/step`, `reduction/error`."""
 
 OPTIMIZER_KINDS = ("optimizer", "scalar", "number")
-"""First words of the slots of an optimizer's state: tensors, one-element tensors, Python numbers."""
+"""Kinds of optimizer state, the first words of their slots: tensors, one-element tensors, Python numbers."""
 
 
 @dataclass(frozen=True)
 class _Number:
-    """Saved scalar of one parameter, which `finish` puts into the optimizer state of the parameter's slice."""
+    """Saved scalar of one parameter. `finish` puts it into the optimizer state of the parameter's slice."""
 
     name: str
     slot: str
@@ -46,7 +46,7 @@ class _Number:
 
 
 class CheckpointRefill:
-    """One load of a checkpoint: the caller fills the tensors of `needed`, then `finish` sets the optimizer's state."""
+    """One load of a checkpoint: the caller fills the tensors of `needed`; then `finish` sets the optimizer's state."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, slots: Mapping[str, Slots]) -> None:
         """Check that the checkpoint fits the model; change nothing.
@@ -73,9 +73,9 @@ class CheckpointRefill:
         self._keys = self._common_keys()
 
     def needed(self) -> Iterator[StoredSlice]:
-        """Yield every slice that the caller has to fill on this rank; other ranks may store the same elements.
+        """Yield every slice that the caller must fill on this rank; other ranks may store the same elements.
 
-        Zeroes the reduction's state. Optimizer tensors of the right shape and dtype are filled in place.
+        Sets the reduction's state to zero. Optimizer tensors of the right shape and dtype are filled in place.
         """
         for bucket in self._buckets():
             here = values_to_load(bucket)
@@ -87,7 +87,7 @@ class CheckpointRefill:
         yield from buffers(self._engine.modules)
 
     def finish(self) -> None:
-        """Replace the optimizer's state by the loaded one; call it when all slices of `needed` are filled.
+        """Replace the optimizer's state by the loaded state. Call it when all slices of `needed` are filled.
 
         Raises ValueError if the parameters of one slice were saved with different numbers, such as step counts.
         """
@@ -112,9 +112,9 @@ class CheckpointRefill:
             yield from unit.buckets
 
     def _common_keys(self) -> tuple[str, ...]:
-        """Return the slots of the optimizer's state. Raises ValueError if they differ between trained parameters.
+        """Return the slots of the optimizer's state. Raises ValueError if trained parameters have different slots.
 
-        Some plans update several parameters as one slice. So one parameter alone cannot start with new state.
+        Some plans update several parameters as one slice, so a single parameter cannot start with new state.
         """
         found = [(name, tuple(sorted(filter(_is_optimizer_slot, self._slots[name])))) for name in self._trained]
         for name, keys in found[1:]:
@@ -129,7 +129,7 @@ class CheckpointRefill:
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
 
-        A saved `summed_state` is a sum over ranks. Each rank loads only its shard of it and keeps zeros elsewhere.
+        A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere.
         """
         for name, values in bucket.reduction_state.items():
             values.zero_()
@@ -144,7 +144,7 @@ class CheckpointRefill:
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
         pieces = _inside(part)
-        names = [piece.row.name for piece in pieces] or self._trained[:1]  # padding alone: as any parameter
+        names = [piece.row.name for piece in pieces] or self._trained[:1]  # a slice of padding gets any parameter's
         for slot in self._keys:
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
@@ -163,7 +163,7 @@ class CheckpointRefill:
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
         """Return the tensor for one state of a slice: `old` if it has the right shape and dtype, else a new one.
 
-        State that was saved in the dtype of its parameter now gets the current dtype of the parameter.
+        State that was saved in its parameter's dtype gets the dtype that the parameter has now.
         """
         follows = slots[slot] == slots["parameter"]
         dtype = parameter.dtype if follows else slots[slot].dtype
@@ -172,7 +172,7 @@ class CheckpointRefill:
         return self._update.zero_state(parameter, key=slot.partition("/")[2], dtype=dtype)
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
-        """Return the device of a parameter's scalar state: the parameter's if fused or capturable, else the CPU."""
+        """Return the device of a parameter's scalar state: its own if fused or capturable, else the CPU."""
         for group in self._optimizer.param_groups:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Refuse plans under which an embedding with `max_norm` would train wrongly.
 
 The forward of such an embedding scales down, in place, the weight rows that it looks up. Ranks with other batch rows
-look up other weight rows, so the copies of the weight would differ. If a separate master is updated, the next update
-would undo the scaling. So such an embedding needs a weight that exists once.
+look up other weight rows, so their copies of the weight would differ. If a separate master is updated, the next update
+would undo the scaling. So only one copy of the weight may exist.
 """
 
 from torch import Tensor, nn
@@ -13,14 +13,13 @@ from meshwise.plan import Plan, PlanError
 
 
 def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
-    """Raise PlanError if other copies or a master exist of the weight of an embedding with `max_norm`."""
+    """Raise PlanError for an embedding with `max_norm` if other copies, or a master, of its weight exist."""
     owners: dict[Tensor, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
         owners[parameter] = owners.get(parameter, 0) + 1
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
-        stored = storage.precision.parameters or part.weight.dtype
         if world.group(plan.loss_axes).size > 1:
             wrong = "other ranks look up other rows. Nearest that works: dp=1, and tp_mode=1d if tp > 1"
         elif storage.precision.master_of(stored) != stored:

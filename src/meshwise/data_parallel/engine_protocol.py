@@ -1,4 +1,4 @@
-"""Interface of an object that stores a model's parameters on a rank."""
+"""Interface of the object that stores a model's parameters on a rank (`Engine`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class Engine(Protocol):
-    """Parameters and gradients of a rank and their collectives: a `DataParallel`, or a `StagedEngine` of stages."""
+    """A rank's parameters, gradients and their collectives: a `DataParallel`, or a `StagedEngine` with stages."""
 
     world: World
     table: ParameterTable
@@ -34,25 +34,25 @@ class Engine(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The module as a list of one, or the modules of this rank's stages."""
+        """List of the modules of this rank's stages; without stages, only the module."""
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """Return the flat slices that an optimizer updates on this rank, by options; the keys equal on all ranks."""
+        """Return the flat slices that an optimizer updates on this rank, by options. All ranks have the same keys."""
 
     def check_parameters(self) -> None:
         """Raise ValueError if a parameter's `requires_grad`, dtype or tensor was changed since `parallelize`."""
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
+        """Return this rank's part of the reduced gradient's squared norm, an fp64 scalar; callers add up the parts."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients that this rank owns by `factor`."""
 
     def publish(self) -> None:
-        """Round this rank's masters into the parameters, and send these to the other ranks (collectives)."""
+        """Round this rank's masters to parameters, and send the parameters to the other ranks (collectives)."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) in table order, on every rank (collectives); valid until the next is requested."""
+        """Yield (name, full tensor) in table order, on every rank (collectives); each is valid until the next one."""
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full reduced gradient) of each trainable parameter, on every rank (collectives)."""
@@ -60,7 +60,7 @@ class Engine(Protocol):
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
-        owned: returns the values of the elements of a bucket that this rank updates, (elements,).
+        owned: function from a bucket to the values, (elements,), of the elements that this rank updates.
         """
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:

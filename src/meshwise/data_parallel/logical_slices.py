@@ -1,4 +1,4 @@
-"""Give an optimizer that updates slices of buckets the norms and full tensors of whole parameters (collectives)."""
+"""Give an optimizer, which updates slices of buckets, norms and full tensors of whole parameters (collectives)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,10 +13,10 @@ from meshwise.model.full_parameter_access import SlicePart
 
 
 class LogicalSlices:
-    """The `LogicalTensors` that an optimizer receives as `logical` under a plan.
+    """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
-    `squared_norms` is one all-reduce over all ranks, of one fp64 number for each trainable parameter. `whole` gathers
-    each bucket once over the ranks that share it, and each parameter once over its layout's axes.
+    `squared_norms` is one all-reduce over all ranks, with one fp64 number per trainable parameter. `whole` gathers each
+    bucket once over the ranks that share it, and each parameter once over the axes of its layout.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -55,10 +55,10 @@ class LogicalSlices:
         return dict(zip(self._names, totals, strict=True))
 
     def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of `values`, and write the caller's changes back into `values` (collectives).
+        """Yield (name, full tensor) of `values`; the caller's changes are written back to `values` (collectives).
 
-        `values` has a tensor of the shape of each slice, by slice. Every rank iterates to the end. With a pipeline,
-        yields the parameters of this rank's stages.
+        `values`: by slice, a tensor of the slice's shape. Every rank iterates to the end. With a pipeline, a rank gets
+        the parameters of its own stages.
         """
         world = self._engine.world
 
@@ -78,5 +78,5 @@ class LogicalSlices:
 
 
 def _overlap(piece: BucketPiece, start: int, stop: int) -> tuple[int, int]:
-    """Return (low, high) of the elements of a piece in [start, stop) of its bucket; there are none if low >= high."""
+    """Return (low, high) of the elements of a piece in [start, stop) of its bucket; none if low >= high."""
     return max(piece.start, start), min(piece.stop, stop)

@@ -1,4 +1,4 @@
-"""Gradient reduction: what each rank keeps in full or as a shard, and which collectives sum the gradients.
+"""Gradient reduction: which tensors a rank keeps in full or as a shard, and which collectives sum the gradients.
 
 The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four reductions:
 
@@ -8,7 +8,7 @@ The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four re
     | 2      full              shard            its shard           reduce-scatter per micro-batch, all-gather per step
     | 3      shard             shard            its shard           reduce-scatter per micro-batch, all-gathers per pass
 
-A reduction may keep state between steps, such as a compression error or the momentum of an outer optimizer. It is one
+A reduction may keep state between steps, such as a compression error or the momentum of an outer optimizer: one
 tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 """
 
@@ -23,19 +23,19 @@ from meshwise.comm.api.world import Axes, Work, World
 
 @dataclass(frozen=True)
 class Reduction:
-    """Kind of gradient reduction: the tensors that a rank keeps as shards, and so the collectives of a step."""
+    """Kind of gradient reduction: which tensors a rank keeps as shards. The collectives of a step follow from this."""
 
     shards_updates: bool = False
     """Each rank updates only its shard of the parameters."""
     shards_gradients: bool = False
-    """Reduced gradients are kept as shards. So they are reduced after each micro-batch, not once a step."""
+    """Reduced gradients are kept as shards, so they are reduced after each micro-batch, not once a step."""
     shards_parameters: bool = False
     """Parameters are kept as shards, gathered before a unit runs and freed when the next unit runs."""
     owned_state: tuple[str, ...] = ()
     """Names of state tensors for the elements that this rank updates, in the dtype of the masters."""
     summed_state: tuple[str, ...] = ()
-    """Names of state tensors that every rank keeps for all elements, in the dtype of accumulated gradients. The values
-    differ from rank to rank; their sum over the ranks is the logical tensor."""
+    """Names of state tensors that every rank keeps for all elements, in the dtype of accumulated gradients. Ranks have
+    different values, whose sum is the logical tensor."""
 
     @property
     def each_microbatch(self) -> bool:
@@ -48,10 +48,10 @@ class Reduction:
         return self.shards_updates and not self.shards_parameters
 
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
-        """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks; may overwrite `gradients`.
+        """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks. It may overwrite `gradients`.
 
-        The result is the elementwise sum: only this rank's shard of it if `shards_updates`, else all elements. `into`
-        receives the shard, (elements of the shard,); None: the result stays in `gradients`.
+        The result is the elementwise sum: if `shards_updates`, only this rank's shard, else all elements. `into`
+        receives the shard, (elements of the shard,). None: the result stays in `gradients`.
         """
         world, axes, shard = peers.world, peers.axes, peers.shard
         if not self.shards_updates:

@@ -1,13 +1,13 @@
-"""Stored tensors of a rank as rectangles of logical tensors, for checkpoints.
+"""Describe the stored tensors of a rank as rectangles of logical tensors, for checkpoints.
 
-A rank stores flat slices of buckets, which ZeRO cuts at any element, of tensors that tensor parallelism may have cut
+A rank stores flat slices of buckets. ZeRO cuts them at any element, and tensor parallelism may have cut the tensors
 before. A checkpoint sees only rectangles, such as rows 3 to 7 of `head.weight`.
 
     | bucket           | a.weight        | b.weight | b.bias | pad |
     | shard of rank 1        |<-------------------->|
-    | stored slices          | a.weight   | b.weight|                   each up to three rectangles for a matrix
+    | stored slices          | a.weight   | b.weight|                   a matrix gives up to three rectangles each
 
-The slot of a tensor is its kind, and its key after a slash:
+The slot of a tensor is its kind, for some kinds with a key after a slash:
 
     | parameter            the parameter, in the dtype of its master
     | optimizer/exp_avg    optimizer state of the shape of the parameter
@@ -36,7 +36,7 @@ from meshwise.layout.rectangles import Rectangle, rectangles
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A rectangle of a logical tensor, and the tensor of this rank that stores its elements.
+    """A rectangle of a logical tensor, and this rank's tensor that stores its elements.
 
     | name     name of the parameter or buffer
     | slot     kind of the tensor, see the table of the file
@@ -64,7 +64,7 @@ class StoredSlice:
         return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).as_real()
 
     def as_real(self) -> "StoredSlice":
-        """Return the slice with a complex tensor viewed as real, with a last dim of 2; unchanged if it is real."""
+        """Return the slice with a complex tensor viewed as real (last dim 2); a real slice is returned unchanged."""
         if not self.tensor.is_complex():
             return self
         wide = Rectangle((*self.rectangle.offsets, 0), (*self.rectangle.sizes, 2))
@@ -81,11 +81,11 @@ class BucketSlice:
 
     @property
     def stop(self) -> int:
-        """Index in the bucket after the last element."""
+        """Index in the bucket of the element after the last one."""
         return self.start + self.values.numel()
 
     def slices_of(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
-        """Yield the elements of a parameter that lie in this slice and in `within`, as stored slices of `slot`.
+        """Yield those elements of a parameter that lie both in this slice and in `within`, as slices of `slot`.
 
         within: (start, stop) of elements of the bucket.
         """
@@ -102,7 +102,7 @@ class BucketSlice:
     def _sections(self, piece: BucketPiece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
         """Yield (rectangle of the full tensor, its place in `local`) for each part of `local`.
 
-        local: a rectangle of this rank's tensor, which may consist of several sections of the full tensor.
+        local: a rectangle of this rank's tensor; it may contain several sections of the full tensor.
         """
         world, row = self.bucket.shard_group.world, piece.row
         beside = 0
@@ -116,11 +116,11 @@ class BucketSlice:
 
 
 def slices_to_save(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
-    """Yield the slices that this rank saves: over all ranks, each element of each logical tensor exactly once.
+    """Yield the slices that this rank saves; all ranks together save each element of each logical tensor once.
 
-    Every rank calls it and iterates to the end: state of a reduction may need a collective.
+    Every rank calls it and iterates to the end, because state of a reduction may need a collective.
 
-    Raises ValueError for optimizer state that is neither one number nor of the shape of its parameter.
+    Raises ValueError for optimizer state that is neither a number nor of its parameter's shape.
     """
     for unit in engine.units:
         for bucket in unit.buckets:
@@ -133,18 +133,18 @@ def slices_to_save(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Itera
 
 
 def buffers(modules: Iterable[nn.Module]) -> Iterator[StoredSlice]:
-    """Yield the persistent buffers of `modules`, in full; a buffer with several names once, under the first."""
+    """Yield the persistent buffers of `modules`, in full. A buffer with several names comes once, under the first."""
     seen: set[int] = set()
     for path, owner in (named for module in modules for named in module.named_modules()):
         for key, buffer in owner.named_buffers(recurse=False):
-            # torch's public way to the persistent buffers is state_dict, which a ZeRO-3 model refuses.
+            # torch's public way to persistent buffers is `state_dict`, which a ZeRO-3 model refuses.
             if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield StoredSlice.of_full(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
 
 
 def values_to_load(bucket: Bucket) -> BucketSlice:
-    """Return the values that a load has to fill: the master if trainable, otherwise the kept parameters."""
+    """Return the values that a load must fill: the master if trainable, else the kept parameters."""
     if bucket.master is not None:
         return BucketSlice(bucket, bucket.owned[0], bucket.master)
     return BucketSlice(bucket, bucket.kept_from, bucket.kept)
@@ -187,7 +187,7 @@ def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
 
 
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
-    """Return whether this rank saves the first element of the full parameter, and so its scalars; one rank does."""
+    """Return whether this rank saves the first element of the full parameter, and its scalars; one rank does."""
     here = part.slices_of(piece, slot="parameter", within=part.bucket.shard)
     return any(not any(held.rectangle.offsets) for held in here)
 

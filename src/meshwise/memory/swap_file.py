@@ -1,9 +1,9 @@
 """Store tensors in a file without a name, and move them between the file and memory on threads.
 
-A tensor in the file is an ordinary tensor: a view of the file's mapping. Code that reads or fills the tensor (a
-checkpoint, a load, a user) needs no special call, but pays with page faults. Data that moves in every step bypasses the
-page cache (O_DIRECT), in large aligned pieces. Several threads read and write pieces at once, between the file and the
-caller's buffers. The kernel keeps the mapping and the direct transfers coherent.
+A tensor in the file is an ordinary tensor: a view of the file's mapping. Code that reads or fills it (a checkpoint, a
+load, a user) needs no special call, but pays with page faults. Data that moves in every step bypasses the page cache
+(O_DIRECT), in large aligned pieces. Several threads read and write pieces between the file and the caller's buffers.
+The kernel keeps the mapping and the direct transfers coherent.
 
     file    | master            | exp_avg           | exp_avg_sq        |       space reserved by `allocate`
             └── mapped: a tensor ┘        ▲ │
@@ -11,8 +11,8 @@ caller's buffers. The kernel keeps the mapping and the direct transfers coherent
                                           │ ▼
     memory          a buffer, aligned to 4096 bytes like the file
 
-The file has no name: the system frees it when the process ends for any reason, and no other process can remove it. Its
-space is reserved as it grows. So a full disk raises an error when a tensor is allocated, not when it is written to.
+The file has no name, so the system frees it when the process ends for any reason, and no other process can remove it.
+Its space is reserved as it grows, so a full disk raises an error at an allocation, not at a later write.
 """
 
 import fcntl
@@ -55,12 +55,12 @@ _CPU = torch.device("cpu")
 
 
 class TierError(RuntimeError):
-    """A tier cannot be used: it has no room for a tensor, or a read or write failed, or an update ended half way."""
+    """A tier cannot be used: it has no room for a tensor, a read or write failed, or an update ended half way."""
 
 
 @dataclass(frozen=True)
 class TierActivity:
-    """One read or write of a piece, or one update of masters on the CPU; times by `time.monotonic`.
+    """One read or write of a piece, or one update of masters on the CPU; times are of `time.monotonic`.
 
     `kind` is `read`, `write` or `update`.
     """
@@ -88,7 +88,7 @@ class SwapTransfer:
             future.result()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call `call` once when all pieces have ended, even if some failed: on the last piece's thread, or at once."""
+        """Call `call` once when all pieces have ended, even if some failed: on a thread of the file, or at once."""
         left = [len(self._futures)]
         lock = threading.Lock()
 
@@ -202,7 +202,7 @@ class SwapFile:
         )
 
     def _map(self, size: int) -> None:
-        """Map `size` bytes after the bytes in use. Each mapping keeps a descriptor, so mappings are few and grow."""
+        """Map `size` bytes after the bytes in use. Each mapping keeps a descriptor, so there are few, growing ones."""
         self._file.truncate(self.size + size)
         region = mmap.mmap(self._file.fileno(), size, offset=self.size)
         self._room = torch.frombuffer(region, dtype=torch.uint8)

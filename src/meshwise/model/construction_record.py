@@ -1,16 +1,16 @@
 """Build a model on meta tensors, and record how the values of its tensors are computed.
 
-A model larger than one device cannot be built first and split afterwards. Torch's meta device costs no memory but loses
-every value, and then needs a second initialization (`reset_parameters`), which buffers lack and users forget. So here
-the user's own constructor runs once on meta tensors, and every tensor operation is recorded (factories, in-place
+A model larger than one device cannot be built first and split afterwards. On torch's meta device it costs no memory,
+but loses every value; a second initialization (`reset_parameters`) is missing for buffers, and users forget it. So
+here the user's own constructor runs once on meta tensors, and every tensor operation is recorded (factories, in-place
 initialization, arithmetic, copies). `construction_replay.py` replays the record for one tensor at a time.
 
-The record is about storages, not tensors. A view only names a storage and a place in it, so operations that make views
-are not recorded. Two modes watch the constructor, in the calling thread only:
+The record is about storages, not tensors. A view is only a storage and a place in it, so operations that make views
+are not recorded. Two modes observe the constructor, in the calling thread only:
 
 - `_Recorder` sees every operation below autograd. Tensors with values that the constructor uses (`torch.tensor`, numpy,
   a checkpoint) are constants, each represented by a meta tensor.
-- `_CpuPretence` makes meta tensors report the CPU as their device, because initializers and models skip their work on
+- `_CpuPretence` makes meta tensors report the CPU as their device, because initializers and models do less on
   meta tensors. When the constructor reads values (`.tolist()`, `print`), the mode computes them.
 """
 
@@ -43,7 +43,7 @@ _OVERWRITING = frozenset(
 
 @contextlib.contextmanager
 def recording(*, seed: int) -> Iterator[ConstructionRecord]:
-    """Inside, tensors that this thread makes are meta tensors, and the operations on them go into the record."""
+    """Inside, this thread makes meta tensors, and the operations on them are recorded."""
     record = ConstructionRecord(seed=seed)
     with _Recorder(record), _CpuPretence(record):
         yield record
@@ -66,7 +66,7 @@ class _Traits:
 
 
 def _with_generator(func: Any) -> Any:
-    """Return the overload of a random operation that takes a generator. Raises ValueError where torch has none."""
+    """Return the overload of a random operation that takes a generator. Raises ValueError if torch has none."""
     taken = {argument.name: str(argument.type) for argument in func._schema.arguments}
     if "generator" in taken:
         return func
@@ -128,7 +128,7 @@ class _Recorder(TorchDispatchMode):
             kwargs["device"], on_cpu["device"] = META, CPU
         args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # `t_` changes its argument's shape
         try:
-            # A fill (zeros, a number, draws) changes no shape, and torch's meta kernel for it takes a millisecond.
+            # A fill (zeros, a number, draws) changes no shape, and torch's meta kernel for a fill takes a millisecond.
             result = args[0] if traits.overwrites and len(given) == 1 else func(*args, **kwargs)
         except NotImplementedError:  # the shape of the result depends on values, or torch has no meta kernel for it
             result = self._shells(func, args_then, kwargs_then)
@@ -143,7 +143,7 @@ class _Recorder(TorchDispatchMode):
         if not written and all(t is None for t in created):
             return result
         if "dtype" in traits.names and not given and kwargs_then.get("dtype") is None:
-            kwargs_then["dtype"] = outputs[0].dtype  # torch's default dtype may be another one at replay
+            kwargs_then["dtype"] = outputs[0].dtype  # at replay, torch's default dtype may be another
         used = [] if shapes_only else [storage(t) for t in tensors((args_then, kwargs_then))]
         anew = traits.overwrites and _fills(written[0]) and used.count(storage(written[0])) == 1
         self._record.add(
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return meta tensors like the results of the operation, which is run on values to learn their shapes."""
+        """Run the operation on values to learn its result's shapes, and return meta tensors of these shapes."""
         traits = self._traits[func]
         kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
         result = traits.run(*_values(self._record, args), **kwargs)
@@ -170,14 +170,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _values(record: ConstructionRecord, tree: Any) -> Any:
-    """Return the tree with the values of its meta tensors in their place."""
+    """Return the tree with values in place of its meta tensors."""
     with without_modes():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
 
 def _fills(t: Tensor) -> bool:
-    """Return whether a tensor covers all of its storage, each element once."""
+    """Return whether a tensor covers each element of its storage once."""
     return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
 
 
@@ -191,7 +191,7 @@ def _index(index: Any) -> Any:
 
 
 class _CpuPretence(TorchFunctionMode):
-    """Mode in which recorded meta tensors behave as tensors on the CPU."""
+    """Mode in which recorded meta tensors behave like tensors on the CPU."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compute the values of any one tensor of a model from the record of its construction.
+"""Compute the values of any single tensor of a model from the record of the model's construction.
 
     | index   operation          writes   reads        what w needs: 0, 3, 4
     |   0     empty()            a                     (1 and 2 were overwritten by 3; u is another tensor)
@@ -9,14 +9,13 @@
     |   5     empty()            b
     |   6     copy_(b, a)        b        a
 
-Values are computed by running, in order, only the operations that the wanted tensors depend on; memory is freed after
-its last use. So at most the tensor and the inputs of one operation are in memory.
+Only the operations on which the wanted tensors depend run, in order; memory is freed after its last use. So at most
+the tensor and the inputs of one operation are in memory.
 
-Every random operation draws from a generator of its own. The generator's seed is a hash of the model's seed, a tensor's
-name and a number. The tensor is the first parameter or buffer that depends on the operation; the number counts its
+Every random operation draws from its own generator. The generator's seed is a hash of the model's seed, a tensor's name
+and a number: the tensor is the first parameter or buffer that depends on the operation, and the number counts its
 operations. So the values of a parameter depend on no other part of the model, no order and no rank. The global
 generators stay unchanged.
-"""
 
 import hashlib
 from bisect import bisect_left
@@ -34,12 +33,12 @@ CPU = torch.device("cpu")
 """The device on which values are computed."""
 _CHUNK = 1 << 16
 CONSTRUCTION = "(construction)"
-"""Name that seeds random numbers which the constructor reads before they are part of a named tensor."""
+"""Name that seeds random numbers which the constructor reads before they belong to a named tensor."""
 
 
 @dataclass(frozen=True)
 class ConstructionOperation:
-    """One operation of the constructor. Its tensors are meta tensors: each is a storage and a view of it."""
+    """One operation of the constructor. Its tensors are meta tensors: each is a view of a storage."""
 
     run: Callable[..., Any]
     """The function to call; a random operation takes the keyword `generator`."""
@@ -53,12 +52,12 @@ class ConstructionOperation:
     reads: tuple[int, ...]
     """Identities of the storages whose earlier values the operation reads."""
     random: bool = False
-    """Whether the operation draws random numbers."""
+    """True if the operation draws random numbers."""
 
     uninitialised: bool = False
-    """Whether the results are memory that was never written (`torch.empty`)."""
+    """True if the results are memory that was never written (`torch.empty`)."""
     shapes_only: bool = False
-    """Whether the operation reads only shapes of its tensors, which stay meta tensors (`torch.zeros_like`)."""
+    """True if the operation reads only the shapes of its tensors (`torch.zeros_like`), which stay meta tensors."""
 
 
 def storage(t: Tensor) -> int:
@@ -84,12 +83,12 @@ class ConstructionRecord:
         return storage(t) in self._known
 
     def learn(self, t: Tensor) -> int:
-        """Make a meta tensor's storage known, and return the identity of the storage."""
+        """Make the storage of a meta tensor known, and return its identity."""
         self._known.setdefault(storage(t), t.untyped_storage())
         return storage(t)
 
     def learn_constant(self, t: Tensor, *, values: Tensor) -> None:
-        """Make a meta tensor's storage known, as a constant with the bytes `values`."""
+        """Make the storage of a meta tensor known as a constant, with the bytes `values`."""
         self._constants[self.learn(t)] = values
 
     def add(self, operation: ConstructionOperation) -> None:
@@ -99,7 +98,7 @@ class ConstructionRecord:
         self._operations.append(operation)
 
     def name_draws(self, wanted: Sequence[Tensor], *, name: str) -> None:
-        """Seed the random operations that `wanted` depends on by the tensor's `name`, if they have no name yet."""
+        """Give the random operations behind `wanted` seeds from the tensor's `name`, if they have none yet."""
         for index in self._needed(wanted):
             if self._operations[index].random and index not in self._streams:
                 self._streams[index] = f"{name}\0{self._counts[name]}"
@@ -125,9 +124,9 @@ class ConstructionRecord:
             return [_view(t, memory) for t in wanted]
 
     def unwritten(self, t: Tensor, *, values: Tensor) -> int:
-        """Return the number of elements of `values`, the values of `t`, that depend on memory never written.
+        """Return how many elements of `values`, the values of `t`, depend on memory that was never written.
 
-        Such elements equal `_poison`, because NaN spreads through arithmetic. Booleans are not checked.
+        Such elements equal `_poison`: NaN stays NaN in arithmetic. Booleans are not checked.
         """
         needed = (self._operations[index] for index in self._needed([t]))
         if values.dtype == torch.bool or not any(operation.uninitialised for operation in needed):
@@ -147,7 +146,7 @@ class ConstructionRecord:
             latest = bisect_left(writers, before) - 1
             if latest < 0:
                 continue  # a constant that no operation has changed
-            first = [] if key in self._constants else writers[:1]  # creates the memory that the latest overwrites
+            first = [] if key in self._constants else writers[:1]  # creates the memory that the latest one overwrites
             for index in {*first, writers[latest]} - found:
                 found.add(index)
                 open_ += [(read, index) for read in self._operations[index].reads]
@@ -174,7 +173,7 @@ class ConstructionRecord:
         results = list(tensors(operation.run(*args, **kwargs)))
         created = [(was, got) for was, got in zip(operation.outputs, results, strict=True) if was is not None]
         if any(was.dtype != got.dtype for was, got in created):
-            # Integers gave torch's default dtype, which was another one at construction.
+            # With integer arguments the result has torch's default dtype, which was another one at construction.
             dtype = next(was.dtype for was, _ in created)
             args = map_tensors(lambda t: t if t.dtype == torch.bool or t.is_floating_point() else t.to(dtype), args)
             results = [t.to(dtype) for t in tensors(operation.run(*args, **kwargs))]
@@ -185,13 +184,13 @@ class ConstructionRecord:
                     got.fill_(_poison(got.dtype))
 
     def _generator(self, stream: str) -> torch.Generator:
-        # torch's CPU generator keeps 32 bits of its seed: of 1,000 streams, some two are equal with a chance of 1e-4.
+        # torch's CPU generator keeps 32 bits of its seed. Among 1,000 streams two are equal with a chance of 1e-4.
         digest = hashlib.blake2b(f"{self.seed}\0{stream}".encode(), digest_size=4).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
-    """Return the tensor with values that has the same view of its storage as the meta tensor `t`."""
+    """Return the tensor with values that is the same view of its storage as the meta tensor `t`."""
     source = memory[storage(t)]
     view = torch.empty(0, dtype=t.dtype, device=source.device)
     view = view.set_(source, t.storage_offset(), t.size(), t.stride())

@@ -1,12 +1,12 @@
 """Initialize a model's parameters one at a time, so that no rank holds the whole model.
 
-`build_with_values` takes a model that exists, or a function that builds a model. The function's model stays on the meta
-device. Its parameters are computed one by one (`ParameterSource.full`), and each rank keeps its part.
+`build_with_values` takes a model that exists, or a function that builds a model. In the second case, the model stays on
+the meta device. Its parameters are computed one by one (`ParameterSource.full`), and each rank keeps its part.
 
-The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. These values
-differ from the values that the function would draw from torch's global generator, which stays unchanged. A generator
-that the function passes to torch is not used either. Random numbers of numpy and of Python are not replaced.
-If the constructor leaves elements of a tensor uninitialized, an error names the tensor.
+The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from
+the values that the function would draw from torch's global generator, which is neither read nor changed. A generator
+that the function passes to torch is not used either. Random numbers of numpy and Python are not replaced. If
+the constructor leaves elements of a tensor uninitialized, an error names the tensor.
 """
 
 import copy
@@ -24,13 +24,13 @@ from meshwise.model.parameter_table import ParameterRow, check_readable
 
 
 class ParameterSource:
-    """Source of the values of a model's parameters and buffers, which exist already or are computed on demand."""
+    """Source of the values of a model's parameters and buffers; the values exist, or are computed on demand."""
 
     def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
-        """`record` computes a meta model's values (None: they exist). `shapes_only`: `full` returns meta tensors."""
+        """`record`: computes the values of a model on meta; None: they exist. `shapes_only`: there are no values."""
         self.module = module
         self.deferred = record is not None or shapes_only
-        """Whether the parameters of `module` are on the meta device, and their values are yet to be filled in."""
+        """True if the parameters of `module` are on the meta device, and get their values later."""
         self._record = record
         self._shapes_only = shapes_only
         self._staging: Tensor | None = None
@@ -48,8 +48,8 @@ class ParameterSource:
     def full(self, name: str) -> Tensor:
         """Return the full tensor of a parameter or buffer, by any of its names.
 
-        With a record the values are computed on the CPU; otherwise the model's own tensor is returned, not a copy.
-        Raises ValueError for elements that the constructor never initialises.
+        With a record, the values are computed on the CPU; otherwise it is the model's own tensor, not a copy. Raises
+        ValueError if the constructor leaves elements uninitialised.
         """
         wanted = self._tensors[name]
         if self._shapes_only:
@@ -65,11 +65,11 @@ class ParameterSource:
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
 
     def broadcast_full(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
-        """Return the full tensor with equal values on all ranks, a collective along `axes` (default: all axes).
+        """Return the full tensor, with equal values on all ranks: a collective along `axes` (default: all axes).
 
-        If every rank holds the model, the first rank's values are broadcast. A deferred model computes equal values.
-        Every rank along `axes` must ask for the same names in the same order. The tensor is valid until the next call:
-        all calls use one buffer, because freed copies of single parameters would leave holes in the heap.
+        If every rank holds the model, the first rank's values are broadcast; a deferred model computes equal values.
+        Every rank along `axes` must ask for the same names in the same order. The tensor is valid until the next call,
+        because all calls use one buffer: freed copies of single parameters would leave holes in the heap.
         """
         value = self.full(name)
         if self.deferred or world.size == 1:
@@ -83,13 +83,13 @@ class ParameterSource:
         return staged
 
     def for_module(self, module: nn.Module) -> "ParameterSource":
-        """Return a source for `module`, a part of the model on the meta device with the same parameter names."""
+        """Return a source for `module`, a part of the model on meta whose parameters have the same names."""
         part = copy.copy(self)
         part.module, part.deferred = module, True
         return part
 
     def fill_buffers(self) -> None:
-        """Compute buffers and tensors in plain attributes that are on the meta device, and set them, on the CPU.
+        """Compute the buffers, and the tensors in plain attributes, that are on meta; set them on the CPU.
 
         Raises ValueError as `full` does.
         """
@@ -107,9 +107,9 @@ class ParameterSource:
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
-    The function is called once; its tensor operations are recorded and run on meta tensors. Raises ValueError for a
-    module on the meta device, a function that returns no module, and random draws that cannot be repeated. A built
-    module with other modules in plain lists or dicts raises ValueError too.
+    The function is called once, on meta tensors, and its tensor operations are recorded. Raises ValueError for a
+    module on the meta device, a function that returns no module, random draws that cannot be repeated, and a built
+    module with other modules in plain lists or dicts.
     """
     if isinstance(model, nn.Module):
         check_readable(model)
@@ -143,7 +143,7 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Param
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return the tensor on the meta device; a parameter stays a parameter."""
+    """Return a copy of the tensor on the meta device; a parameter stays a parameter."""
     bare = tensor.detach().to("meta")
     return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
@@ -151,8 +151,8 @@ def without_values(tensor: Tensor) -> Tensor:
 def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Parameter:
     """Replace a parameter under all its names by a new parameter over the memory of `tensor`, and return it.
 
-    A meta parameter cannot get memory on another device through `.data`. The new parameter keeps `requires_grad`, the
-    hooks and the Python attributes of the old parameter. `tensor` may be only this rank's part of the parameter.
+    A meta parameter cannot get memory on another device by `.data`. The new parameter keeps `requires_grad`, hooks and
+    Python attributes of the old one. `tensor` may be only this rank's part of the parameter.
     """
     old = module.get_parameter(row.name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)

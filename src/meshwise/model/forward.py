@@ -1,8 +1,8 @@
-"""Run a model's forward and its loss, which returns a sum and a count.
+"""Run a model's forward and its loss; the loss returns a sum and a count.
 
-An engine that receives the mean of a loss must guess the number of terms. Micro-batches, padding and ranks with unequal
-shares make the guess wrong. So a loss here returns a sum and the number of its terms (tokens, samples). The engine
-divides once, over the whole global batch.
+An engine that receives the mean of a loss must guess the number of terms. With micro-batches, padding, or unequal
+numbers of rows on the ranks, the guess is wrong. So a loss here returns a sum and the number of its terms (tokens,
+samples), and the engine divides once, over the whole global batch.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ class LossError(ValueError):
 
 
 class StageForwardLeft(Exception):
-    """Raised to leave a model's forward where a pipeline's stage ends; the later modules belong to other stages.
+    """Raised to leave a model's forward where a pipeline stage ends; the later modules belong to other stages.
 
-    It derives from Exception, so torch runs the hooks registered with `always_call` on the modules that are left. If
-    the model catches it, the next piece raises it again.
+    It is an Exception, so torch runs the `always_call` hooks of the modules that are left. If the model catches it, the
+    next piece raises it again.
     """
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
     """Call the model on the input part of a batch, and return its output.
 
-    A tensor is the input. A tuple or list begins with the input; its other items are for the loss. Of a mapping, the
-    entries named as parameters of `model.forward` are passed by keyword, or all entries if it takes `**kwargs`.
+    A tensor is the input itself. A tuple or list begins with the input; its other items are for the loss. From a
+    mapping, the entries that are parameters of `model.forward` are passed by keyword; all if it takes `**kwargs`.
 
     Raises ValueError for a mapping if `forward` takes none of its keys.
     """
@@ -62,7 +62,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
     """Run forward and loss; return the sum of the loss and the count of its terms, two scalar tensors (count: fp64).
 
     Raises LossError if `loss` does not return a scalar sum and a count of at least 0. A count in a tensor is not read,
-    because reading would wait for the GPU. Below 0 it becomes NaN, so every sum over counts is NaN.
+    because that would wait for the GPU. If it is below 0 it becomes NaN, and so does every sum of counts.
     """
     output = forward(model, batch)
     returned = loss(output, batch)
@@ -99,7 +99,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _attached(total: Tensor, output: Any) -> Tensor:
-    """Return the loss; without a graph, connect it to `output` with gradient zero: every rank must run a backward."""
+    """Return the loss. If it has no graph, connect it to `output` with gradient 0, so that a backward can run."""
     if torch.is_grad_enabled() and not total.requires_grad:
         for tensor in all_tensors(output):
             if tensor.requires_grad:

@@ -1,14 +1,14 @@
-"""Replay a forward that is repeated in the backward: restore the first forward's state, and reuse its kept results.
+"""Repeat a forward in the backward with the first forward's state, and reuse the results that it has kept.
 
-A block whose forward is repeated may keep results that are slow to compute and small: the outputs of matrix products.
+A block whose forward is repeated may keep results that are slow to compute but small: the outputs of matrix products.
 Code that computes such a result calls `once` of a `ForwardReplay`, which other files name `recall`:
 
     | first forward         y = recall.once(compute)     calls `compute`, and keeps the result
     | repeated forward      y = recall.once(compute)     returns the kept result, without computing or communicating
     | any other forward     y = recall.once(compute)     calls `compute`
 
-State that changes from forward to forward (the samples to draw for, the rows of each rank) is a `RememberedState`. A
-block takes a snapshot of the state when it begins, and restores the snapshot when it is repeated.
+State that differs between forwards (the samples to draw for, the rows of each rank) is a `RememberedState`. A block
+takes a snapshot of the state when it begins, and restores the snapshot when it is repeated.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 
 
 class RememberedState(Protocol):
-    """State that a forward reads, that changes from forward to forward, and that a repeated forward restores."""
+    """State that a forward reads and that differs between forwards; a repeated forward restores it."""
 
     def snapshot(self) -> Any:
-        """Return a copy of the present state."""
+        """Return a copy of the current state."""
 
     def restored(self, place: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the state is `place`, a value that `snapshot` has returned."""
@@ -39,7 +39,7 @@ class ReplayTape:
         """Number of results that the repeated forward has taken."""
 
     def protect(self, tensor: Tensor) -> None:
-        """Copy the kept results that share memory with `tensor`, which will be written to in place."""
+        """Copy those kept results that share memory with `tensor`, because it will be written to in place."""
         written = tensor.untyped_storage()._cdata
         for index, result in enumerate(self.results):
             if any(one.untyped_storage()._cdata == written for one in tensors(result)):
@@ -76,11 +76,11 @@ class ForwardReplay:
             yield
 
     def keeping(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
-        """Return a context of a first forward: `once` appends results to `tape`."""
+        """Return a context for a first forward, in which `once` appends results to `tape`."""
         return self._using(tape, plays=False)
 
     def playing(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
-        """Return a context of a repeated forward: `once` takes results from the start of `tape` on."""
+        """Return a context for a repeated forward, in which `once` returns the results of `tape` in order."""
         tape.played = 0
         return self._using(tape, plays=True)
 
@@ -98,7 +98,7 @@ class ForwardReplay:
             self._tape, self._plays = before
 
     def once(self, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute` (a tensor or tuple of tensors), computed now or kept by the first forward."""
+        """Return the result of `compute`, a tensor or tuple of tensors; in a repeated forward, the kept result."""
         tape = self._tape
         if tape is None:
             return compute()
@@ -112,12 +112,12 @@ class ForwardReplay:
         return result
 
     def protect(self, tensor: Tensor) -> None:
-        """Copy the kept results that share memory with `tensor`, which will be written to in place."""
+        """Copy those kept results that share memory with `tensor`, because it will be written to in place."""
         if self._tape is not None:
             self._tape.protect(tensor)
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """Return a new tensor over the memory of `tensor` that autograd does not connect with it, not even as a view."""
+    """Return a new tensor in the memory of `tensor`; autograd does not connect the two, not even as a view."""
     memory = tensor.untyped_storage()
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,7 +1,7 @@
-"""Interface through which an optimizer gets norms or full tensors of parameters that are split over ranks.
+"""Interface that gives an optimizer norms or full tensors of parameters that are split over ranks.
 
 An optimizer under a plan updates flat slices: parts of one or more parameters. A class that needs norms of whole
-parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and gets the argument `logical`:
+parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and receives the argument `logical`:
 
     class Normed(torch.optim.Optimizer):
         needs = "norms"                     # or "matrices"
@@ -20,8 +20,8 @@ parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and gets
                         step = gradients[p].view(-1)[here] / squares[part.name].sqrt()
                         p.data.view(-1)[here] -= group["lr"] * step
 
-`logical` is a `LogicalTensors`: a `WholeParameters` on one process, a `LogicalSlices` under a plan. Every rank must
-call its methods in the same order. Every slice has a gradient.
+`logical` is a `LogicalTensors`: `WholeParameters` on one process, `LogicalSlices` under a plan. Every rank must call
+its methods in the same order. Every slice has a gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SlicePart:
-    """Elements [start, stop) of an optimizer's flat slice, which belong to the parameter `name`."""
+    """Elements [start, stop) of an optimizer's flat slice; they belong to the parameter `name`."""
 
     name: str
     start: int
@@ -42,20 +42,20 @@ class SlicePart:
 
 
 NEEDS = ("norms", "matrices")
-"""Allowed values of an optimizer class's `needs`. Both give the same access; the value only documents the class."""
+"""Allowed values of `needs` in an optimizer class. Both give the same access; the value is documentation."""
 
 
 class LogicalTensors(Protocol):
-    """Access of an optimizer to whole parameters. `values`: a tensor for each slice, such as its gradient."""
+    """Access of an optimizer to whole parameters. `values`: a tensor for each slice, for example its gradient."""
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
-        """Return the parts of a slice that belong to one parameter each, in order; padding is in no part."""
+        """Return the parts of a slice in order, each of one parameter; padding belongs to no part."""
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
 
     def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, full tensor of `values`), and write the caller's changes of it back to `values`.
+        """Yield (parameter name, full tensor of `values`); changes that the caller makes to it go back to `values`.
 
         Every rank must iterate to the end, because each full tensor is gathered by a collective. With a pipeline, a
         rank gets the parameters of its own stages.

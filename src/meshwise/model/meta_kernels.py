@@ -1,4 +1,4 @@
-"""Run operations on meta tensors, also the operations for which torch has no meta kernel or a too narrow one."""
+"""Run operations on meta tensors, including those for which torch's meta kernel is missing or too limited."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -45,7 +45,7 @@ class MetaKernels(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """Return the meta result of a grouped matrix product; torch's own meta kernel accepts bfloat16 only."""
+    """Return the meta result of a grouped matrix product; torch's own meta kernel accepts only bfloat16."""
     groups = (offs.shape[0],) if a.dim() == b.dim() == 2 and offs is not None else ()
     return a.new_empty((*(a.shape[:1] if a.dim() == b.dim() == 3 else groups), a.shape[-2], b.shape[-1]))
 

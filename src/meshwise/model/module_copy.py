@@ -1,4 +1,4 @@
-"""Copy a model: its modules with chosen tensors in place of the model's, and the hooks of its parameters."""
+"""Copy a model: its modules, with chosen tensors in place of the model's, and the hooks of its parameters."""
 
 import copy
 from collections import OrderedDict
@@ -10,7 +10,7 @@ _CONTAINERS = (OrderedDict, dict, set)
 
 
 def copy_modules(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
-    """Return a copy of the model in which each key of `tensors` is replaced by its value; other tensors are copied.
+    """Return a copy of the model in which the keys of `tensors` are replaced by their values; copy other tensors.
 
     `copy.deepcopy` alone takes ten milliseconds for a dozen blocks, mostly for their empty dictionaries of hooks.
     """
@@ -18,7 +18,7 @@ def copy_modules(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Mo
     for module in model.modules():
         attributes = vars(module).values()
         memo |= {id(value): type(value)() for value in attributes if type(value) in _CONTAINERS and not value}
-        # A hook may make a tensor of parameters in each forward (a pruned matrix), which deepcopy refuses.
+        # A hook may compute a tensor from parameters in each forward (a pruned matrix); deepcopy refuses such tensors.
         made = (value for value in attributes if isinstance(value, Tensor) and not value.is_leaf)
         memo |= {id(value): value.detach().clone() for value in made if id(value) not in memo}
     return copy.deepcopy(model, memo)
@@ -33,10 +33,10 @@ def copy_with_hooks(model: nn.Module) -> nn.Module:
 
 
 def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
-    """Let the new parameter `to` call the hooks of `old`, the parameter that it replaces.
+    """Let the new parameter `to`, which replaces `old`, call the hooks of `old`.
 
-    `to` gets one hook that calls the hooks registered on `old` at that time: a hook removed from `old` is not called.
-    So the engine can add its own hooks to `to`, and two stages can share `old`.
+    `to` gets one hook that calls the hooks that `old` has at that time, so a hook that was removed is not called. The
+    engine can add its own hooks to `to`, and two stages can share `old`.
     """
 
     def call_gradient_hooks(gradient: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Find the parameters that a module's forward reads from its children without calling them.
+"""Find the parameters of child modules that a module's forward reads without calling the child.
 
 A unit is gathered when one of its modules is called. But a forward can also read the weight of a child directly:
 
     return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
 
-Then the child is never called, and its weight would not be gathered. torch's own MultiheadAttention reads its
-`out_proj` like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So the source
-code of `forward`, and of the methods that it calls on `self`, is searched for dotted names that lead from `self` to a
-child's parameter. The search misses a child under another name and a function without source code. Then the user names
-the module in `units`.
+Then the child is never called, and its weight would not be gathered. torch's own MultiheadAttention reads `out_proj`
+like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So the source code of
+`forward`, and of the methods that it calls on `self`, is searched for dotted names that lead from `self` to a
+child's parameter. The search misses a child under another name, and a function without source code. For these the user
+names the module in `units`.
 """
 
 import ast
@@ -24,7 +24,7 @@ _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "num
 
 
 def read_from_children(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters inside child modules that `module.forward` reads directly, in the order of their names."""
+    """Return the parameters of child modules that `module.forward` reads directly, sorted by dotted name."""
     found: dict[nn.Parameter, None] = {}
     for path in sorted(dotted_names(type(module))):
         owner: nn.Module | None = module
@@ -39,7 +39,7 @@ def read_from_children(module: nn.Module) -> list[nn.Parameter]:
 
 
 def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
-    """Return the names `self.a.b` in `forward` and in the methods that it names on `self`, as ("a", "b")."""
+    """Return the names `self.a.b` in `forward`, and in the methods that it names on `self`, as ("a", "b")."""
     found: set[tuple[str, ...]] = set()
     seen: set[str] = set()
     waiting = ["forward"]
@@ -54,7 +54,7 @@ def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
 
 
 def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
-    """Yield the definitions of a method in a class and its bases below nn.Module: one may call another by `super`."""
+    """Yield a method's definitions in a class and its bases below nn.Module, because `super` may call a base's."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         function = inspect.unwrap(vars(base)[method]) if callable(vars(base).get(method)) else None
         if inspect.isfunction(function):
@@ -89,8 +89,8 @@ def source_of(function: Any) -> ast.Module:
     """Return the syntax tree of a function's source code. The tree is cached: do not change it.
 
     Raises OSError for a function without source code, and SyntaxError for a function inside a larger expression.
-    CPython 3.11 counts the depth of all threads' syntax trees together, so parsing in two threads at once may fail
-    (python/cpython issue 106905); then it is tried again.
+    CPython 3.11 counts the depth of all threads' syntax trees together, so parsing in two threads may fail
+    (python/cpython issue 106905). Then parsing is tried again.
     """
     while True:
         try:

@@ -1,8 +1,8 @@
 """The parameter table: one row for each logical parameter of a model.
 
 All code that uses parameters (initialization, gradient reduction, the norm, the optimizer, checkpoints) reads this
-table and never walks the module itself. So a parameter has one name everywhere. A tied parameter, registered under
-several names, is one parameter: gathered once, counted once in the norm, updated once, saved once.
+table and never walks the module itself, so a parameter has one name everywhere. A tied parameter is registered under
+several names, but is one parameter: gathered once, counted once in the norm, updated once, saved once.
 """
 
 import difflib
@@ -38,7 +38,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One logical parameter: the parameter as one process has it, and the ranks that hold parts or copies of it."""
+    """One logical parameter: as one process would have it, and the ranks that hold parts or copies of it."""
 
     name: str
     """Its first name in registration order."""
@@ -47,7 +47,7 @@ class ParameterRow:
     dtype: torch.dtype
     """Dtype in the module."""
     trainable: bool
-    """Whether it gets a gradient."""
+    """True if the parameter gets a gradient."""
     aliases: tuple[str, ...]
     """Other names of the same parameter, if it is tied."""
     unit: str
@@ -57,9 +57,9 @@ class ParameterRow:
     layout: Layout
     """Layout of the full tensor over the ranks. ZeRO may split a rank's part further, over the axes `summed`."""
     summed: tuple[str, ...]
-    """Mesh axes over which the gradients are summed: their ranks have other rows or tokens of the batch."""
+    """Mesh axes over which the gradients are summed, because their ranks have other rows or tokens of the batch."""
     held_at: tuple[tuple[str, int], ...] = ()
-    """(axis, coordinate) pairs: only ranks with these coordinates hold it (a stage, an expert). Empty: all ranks."""
+    """(axis, coordinate) pairs: only ranks with all of them hold it (a stage, an expert). Empty: all ranks hold it."""
     counted_elsewhere: bool = False
     """True if an earlier pipeline stage holds the same parameter, and counts it in norms and checkpoints."""
 
@@ -69,11 +69,11 @@ class ParameterRow:
         return torch.Size(self.shape).numel()
 
     def at(self, placement: Placement) -> "ParameterRow":
-        """Return the row with the layout and the axes of `placement`."""
+        """Return the row with the layout and the summed axes of `placement`."""
         return replace(self, layout=placement.layout, summed=placement.summed)
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes of `mesh` over which both the parameter and its gradient are the same on every rank."""
+        """Return the axes of `mesh` whose ranks have the same parameter and the same gradient."""
         other = {*self.layout.axes, *self.summed, *dict(self.held_at)}
         return tuple(axis for axis in mesh.names if axis not in other)
 
@@ -103,7 +103,7 @@ class ParameterUnit:
     name: str
     """The modules that own its parameters, joined by `+`."""
     modules: tuple[str, ...]
-    """Names of all modules whose forward needs one of the parameters; the root is the empty string."""
+    """Names of all modules whose forward needs one of the parameters; the root has the name ""."""
     rows: tuple[ParameterRow, ...]
     """Rows of its parameters, in the order of registration."""
 
@@ -130,15 +130,15 @@ class ParameterTable:
 
     @property
     def numel(self) -> int:
-        """Number of elements, ties counted once."""
+        """Number of elements of all parameters; a tied parameter counts once."""
         return sum(row.numel for row in self.rows)
 
     def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
-        """Return the table with the placement of every row, by the parameter's first name; none may be missing."""
+        """Return the table in which each row has its placement from `placements`, by first name; all are needed."""
         return self._with_rows(lambda row: [row.at(placements[row.name])])
 
     def held_at(self, *where: tuple[str, int], counted_elsewhere: Collection[str] = ()) -> "ParameterTable":
-        """Return the table of a part of the model (a stage) that only ranks with these (axis, coordinate) pairs hold.
+        """Return the table of a part of the model (a stage); only ranks with all these (axis, coordinate) hold it.
 
         `counted_elsewhere`: names of parameters that an earlier stage holds too.
         """
@@ -147,7 +147,7 @@ class ParameterTable:
         )
 
     def on(self, mesh: Mesh, *, rank: int) -> "ParameterTable":
-        """Return the table of the parameters that `rank` holds, without modules whose parameters are all elsewhere."""
+        """Return the table of the parameters that `rank` holds; modules with all parameters elsewhere are left out."""
         units = []
         for unit in self.units:
             here = tuple(row for row in unit.rows if row.is_on(mesh, rank=rank))
@@ -160,12 +160,12 @@ class ParameterTable:
         return ParameterTable(tuple(units))
 
     def _with_rows(self, rows_for: Callable[[ParameterRow], Sequence[ParameterRow]]) -> "ParameterTable":
-        """Return the table with `rows_for(row)` in place of each row, without the units that have no row left."""
+        """Replace each row by the rows of `rows_for(row)`; units without rows are left out."""
         units = [replace(unit, rows=tuple(new for row in unit.rows for new in rows_for(row))) for unit in self.units]
         return ParameterTable(tuple(unit for unit in units if unit.rows))
 
     def row(self, name: str) -> ParameterRow:
-        """Return the row of a parameter by any of its names. Raises ValueError, with similar names, for others."""
+        """Return the row of a parameter by any of its names. Raises ValueError, with similar names, if unknown."""
         if name not in self._by_name:
             near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
             raise ValueError(f"no parameter {name!r}; near names: {near or list(self._by_name)[:3]}")
@@ -173,7 +173,7 @@ class ParameterTable:
 
 
 def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: ARG001 (the signature of all such rules)
-    """Return the default optimizer options: no weight decay for biases, gains of norms and other vectors, as GPT-2."""
+    """Return the default optimizer options: as in GPT-2, no weight decay for biases, norm gains and other vectors."""
     return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 
 
@@ -191,8 +191,8 @@ def parameter_table(
     | replicas   axes over which the gradients of every parameter are summed
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
-    Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two parameters
-    that share memory, and for a pattern in `units` that matches nothing.
+    Raises ValueError as `check_trains` and `check_readable` do; also for options that are no mapping, for two
+    parameters that share memory, and for a pattern in `units` that matches nothing.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,13 +1,13 @@
 """Divide a model into units: the parameters that are gathered and reduced together.
 
 The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. So a unit should
-contain modules that run close together. Two units together must be a small part of the model, but a unit must be large
-enough that its collective is not mostly latency. torch's FSDP asks the user to wrap modules; here the units follow from
-the model's own structure:
+contain modules that run close together. Two units together must be a small part of the model, but a unit must be
+large enough that its collective is not mostly latency. torch's FSDP asks the user to wrap modules; here the units
+follow from the structure of the model:
 
     GPT                          opened: the root
-    ├── embedding                ┐ pieces in a row, merged while the unit stays near
-    ├── positions                ┘ the size of the largest piece
+    ├── embedding                ┐ neighbouring pieces; merged while the unit is about
+    ├── positions                ┘ as large as the largest piece
     ├── blocks   ModuleList      opened: a container
     │   ├── 0    Block           a block: a unit of its own
     │   └── 1    Block           a block: a unit of its own
@@ -17,15 +17,15 @@ the model's own structure:
 1. *Opened* modules are divided further. They are the root, containers (modules without a forward of their own, and
    `Sequential`) and every module that contains a stack of blocks. A stack is a list or sequence with two or more
    entries that have parameters in their own children.
-2. A *block* is an entry of a container that has children with parameters. A block is not opened: the data choose the
-   experts of a mixture, so only the block as a whole runs at a known time. An entry that is itself a container with a
-   stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture. If it is a
-   stage of a vision network, name its blocks in `units`.
+2. A *block* is an entry of a container, and has children with parameters. A block is not opened, because the data
+   choose the experts of a mixture, so only the whole block runs at a known time. An entry that is itself a container
+   with a stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture; if
+   it is a stage of a vision network, name its blocks in `units`.
 3. Every other module with parameters is a *piece* as a whole.
-4. Some parameters belong to an opened module as a whole. They are its own parameters, parameters of children without a
-   forward (`ParameterList`), and parameters that its forward reads from a child without a call (`parameter_reads`).
-   These parameters are a unit that is in use during the module's whole forward.
-5. Neighbouring pieces that are not blocks are merged while the unit stays within 1.25 times the largest piece or block.
+4. Some parameters belong to an opened module as a whole: its own parameters, those of children without a forward
+   (`ParameterList`), and those that its forward reads from a child without a call (`parameter_reads`). They are a
+   unit that is in use during the module's whole forward.
+5. Neighbouring pieces that are not blocks are merged while the unit is at most 1.25 times the largest piece or block.
    So a small piece (a final norm, a position embedding) joins its neighbour.
 6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.
 
@@ -44,7 +44,7 @@ from torch import nn
 from meshwise.model.parameter_reads import read_from_children
 
 Patterns: TypeAlias = Sequence[str | Sequence[str]]
-"""Patterns over module names (`*` matches one part of a dotted name); an inner sequence makes one unit together."""
+"""Patterns over module names; `*` matches one part of a dotted name. An inner sequence makes one unit together."""
 
 MERGE_LIMIT = 1.25
 """Largest size of a merged unit, as a multiple of the largest piece or block."""
@@ -52,10 +52,10 @@ MERGE_LIMIT = 1.25
 
 @dataclass(frozen=True)
 class GatheredModule:
-    """A module (`module`: its name) whose forward needs `parameters`, named by their first names.
+    """A module (`module`: its name), and the `parameters` that its forward needs, by their first names.
 
     | block   True for an entry of a container, and for a module that the user named
-    | spans   True for an opened module: the parameters are used in its whole forward, its children are other pieces
+    | spans   True for an opened module: its whole forward uses the parameters, and its children are other pieces
     """
 
     module: str
@@ -65,10 +65,10 @@ class GatheredModule:
 
 
 def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
-    """Return the model's units in forward order, each as a list of its pieces; every parameter is in some piece.
+    """Return the model's units in forward order, each as a list of pieces. Every parameter is in a piece.
 
-    Each module that a pattern of `units` matches is a unit of its own; the modules that an inner sequence of patterns
-    matches are one unit together. Raises ValueError as `select` does.
+    Each module that a pattern of `units` matches is a unit; all modules that an inner sequence of patterns matches are
+    one unit together. Raises ValueError as `select` does.
     """
     walk = _Walk(module, select(module, units=units))
     walk.visit("", module, entry=False)
@@ -77,7 +77,7 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
 
 
 def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
-    """Return the names of the modules that `units` match, each with the number of its unit among them.
+    """Return the names of the modules that `units` match, each with the number of its unit.
 
     Raises ValueError for a pattern that matches no module with parameters, and for a match inside another match.
     """
@@ -123,7 +123,7 @@ class _Walk:
             yield GatheredModule(name, tuple(self._direct[name]), spans=True) if piece.spans else piece
 
     def visit(self, name: str, module: nn.Module, *, entry: bool, owner: str = "") -> None:
-        """Add the pieces of a module. `entry`: a container holds it; `owner`: the nearest opened forward above."""
+        """Add the pieces of a module. `entry`: it is in a container. `owner`: the nearest opened module around it."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -178,7 +178,7 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str, int]) -> list[list[GatheredModule]]:
-    """Return the units: pieces joined by `units`, by rule 6 (ties) and by rule 5 (small neighbours)."""
+    """Return the units: pieces that are joined by `units`, by rule 6 (ties) or by rule 5 (small neighbours)."""
     owner: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         for name in piece.parameters:

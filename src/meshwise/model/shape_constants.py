@@ -1,16 +1,16 @@
-"""Compute the values of meta tensors that a forward derives from sizes and from the integers of its batch.
+"""Compute the values of meta tensors that a forward derives from sizes, and from the integers of its batch.
 
-A rehearsal's tensors have no values, so a model that reads a value could not be rehearsed:
+A rehearsal's tensors have no values, so a model that reads values could not be rehearsed:
 
     positions = torch.arange(x.size(1), device=x.device)
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
     if mask.all(): ...                                   # is nothing padded?
 
-The first answer is the same for every batch: `positions` is made without any other tensor (as by `arange`, `ones_like`)
-or only from such tensors. The values of such small tensors are computed together with their meta tensors. The second
-answer depends on integers of the batch, which have the user's values (`meta_batch.py`). Another batch may have other
-values, so `asked` records that a value was read. Tensors that depend on a parameter, a draw or other numbers of a batch
-have no values.
+The first condition is the same for every batch: `positions` is made from no other tensor (as by `arange`, `ones_like`)
+or only from such tensors. The values of such small tensors are computed along with their meta tensors. The second
+condition depends on integers of the batch, which have the user's values (`meta_batch.py`). Another batch may have other
+values, so `asked` records that a value was read. Tensors that depend on a parameter, a draw or other numbers of a
+batch have no values.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from meshwise.model.torch_private import TorchDispatchMode, in_backward, without
 aten = torch.ops.aten
 
 LARGEST = 2**22
-"""Most elements of a tensor whose values are computed."""
+"""Largest number of elements of a tensor whose values are computed."""
 
 _CPU = torch.device("cpu")
 
@@ -55,10 +55,10 @@ class _Known(NamedTuple):
 
 
 class ShapeConstants(TorchDispatchMode):
-    """Mode that returns the known values of meta tensors to the model, in all steps of one rank's rehearsal.
+    """Mode that gives the model the known values of meta tensors, in all steps of one rank's rehearsal.
 
-    Values are known for the batch's integers, and for tensors made of known tensors. In a `forward` and in a backward,
-    values are also known for tensors made without other tensors.
+    Known are the values of the batch's integers, and of tensors made from known tensors. In a `forward` and in a
+    backward, the values of tensors made without other tensors are known too.
     """
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
@@ -72,7 +72,7 @@ class ShapeConstants(TorchDispatchMode):
         self._drawn = WeakTensorKeyDictionary()
         with without_modes():
             for bare, values in given:
-                self._note(bare, values.clone(), by_batch=True)  # the model may write to them
+                self._note(bare, values.clone(), by_batch=True)  # a clone, because the model may write to them
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -127,9 +127,9 @@ class ShapeConstants(TorchDispatchMode):
         return any(known.by_batch for known in map(self._values.get, given) if known is not None)
 
     def _is_models(self, output: Any) -> bool:
-        """Return whether the model, and not the engine, made a tensor from sizes alone.
+        """Return whether the model, not the engine, made a tensor from sizes alone.
 
-        In a backward, the engine makes zeros as large as parameters; the model makes integers, or repeats a forward.
+        In a backward, the engine makes zeros as large as parameters. The model makes integers, or repeats a forward.
         """
         if self._forwards:
             return True
@@ -151,7 +151,7 @@ class ShapeConstants(TorchDispatchMode):
             return func(*self._valued(args), **self._valued(kwargs))
 
     def _valued(self, given: Any) -> Any:
-        """Return arguments with CPU tensors in place of meta tensors: known values, or uninitialized memory."""
+        """Return arguments with CPU tensors for meta tensors; they have the known values, or are uninitialized."""
         if isinstance(given, dict):
             return {name: self._valued(value) for name, value in given.items()}
         if isinstance(given, list | tuple):
@@ -170,7 +170,7 @@ class ShapeConstants(TorchDispatchMode):
         return bare
 
     def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return indices with each known mask replaced by the indices of its True elements: their count is a size."""
+        """Replace each known mask in `indices` by the indices of its True elements, whose number is a size."""
         found: list[Tensor | None] = []
         for one in indices:
             mask = None if one is None or one.dtype not in _MASKS else self._values.get(one)
@@ -189,7 +189,7 @@ class ShapeConstants(TorchDispatchMode):
         self._places.add(bare.untyped_storage()._cdata)
 
     def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool, by_batch: bool) -> None:
-        """Apply an in-place operation to the known values of its arguments, or forget them."""
+        """Apply an in-place operation to its arguments' known values; if it cannot be applied, forget them."""
         by_name = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
         names = (one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
         written = [one for name in names for one in tensors(by_name.get(name)) if one.is_meta]
@@ -206,8 +206,8 @@ class ShapeConstants(TorchDispatchMode):
 
 
 def _is_answer(func: OpOverload, args: Any) -> bool:
-    """Return whether an operation returns values of its arguments, or a tensor whose size depends on values."""
-    if func._overloadpacket is aten.index:  # with numbers, the size is known
+    """Return whether an operation returns values of its arguments, or a tensor whose size depends on the values."""
+    if func._overloadpacket is aten.index:  # if it gets no mask but indices, the size is known
         return any(one.dtype in _MASKS for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 

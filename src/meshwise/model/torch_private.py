@@ -1,4 +1,4 @@
-"""Wrap functions of torch's private modules: about dispatch modes and about the running backward."""
+"""Wrap functions of torch's private modules, for dispatch modes and for the running backward."""
 
 import contextlib
 from typing import Any
@@ -18,7 +18,7 @@ def in_backward() -> bool:
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:
     """Return, for each argument of an autograd function, whether the running backward needs its gradient.
 
-    `ctx` is the function's context. One part of a split backward needs fewer gradients than `ctx.needs_input_grad`.
+    `ctx`: the function's context. A part of a split backward needs fewer gradients than `ctx.needs_input_grad` says.
     """
     nodes = (node for node, _ in ctx.next_functions if node is not None)  # of each argument that needs a gradient
     return tuple(need and _runs(next(nodes)) for need in ctx.needs_input_grad)
@@ -32,6 +32,6 @@ def _runs(node: Node) -> bool:
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:
-    """Hide operations inside the block from all dispatch modes, because they are not part of the model's step."""
+    """Inside the block, hide operations from all dispatch modes, because they do not belong to the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden

@@ -179,7 +179,7 @@ class PlanSearch:
         self._workers.close()
 
     def run(self, *, tiers: bool) -> Iterator[SearchResult]:
-        """Search all plans of the space; `tiers`: instead, variants of unfit plans that offload state."""
+        """Search all plans of the space; with `tiers`, variants that offload state of the plans that did not fit."""
         if tiers:
             for candidate in [one for one in self.result.candidates.values() if not self.result.fits(one)]:
                 self._make_room(candidate, tiers=True)
