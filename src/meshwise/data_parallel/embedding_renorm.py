@@ -20,6 +20,7 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: Sto
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
+        stored = storage.precision.parameters or part.weight.dtype
         if world.group(plan.loss_axes).size > 1:
             wrong = "other ranks look up other rows. Nearest that works: dp=1, and tp_mode=1d if tp > 1"
         elif storage.precision.master_of(stored) != stored:

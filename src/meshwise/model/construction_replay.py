@@ -16,6 +16,7 @@ Every random operation draws from its own generator. The generator's seed is a h
 and a number: the tensor is the first parameter or buffer that depends on the operation, and the number counts its
 operations. So the values of a parameter depend on no other part of the model, no order and no rank. The global
 generators stay unchanged.
+"""
 
 import hashlib
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""Print text and tables to standard output: a terminal, a file on a full disk, or a pipe whose reader has ended."""
+"""Print text and tables to standard output: a terminal, a pipe whose reader may have ended, a file on a full disk."""
 
 import io
 import select
@@ -27,15 +27,15 @@ class OutputConsole(Console):
 
 
 def console_of_width(width: int) -> OutputConsole:
-    """Return a console on stdout; where stdout is no terminal, its lines have at most `width` columns."""
+    """Return a console on stdout. If stdout is no terminal, its lines have at most `width` columns."""
     return OutputConsole() if OutputConsole().is_terminal else OutputConsole(width=width)
 
 
 def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = (), failed: str = "") -> Table:
     """Return a rich table of text cells; the first row holds the titles of the columns.
 
-    Columns whose title is in `wrapped` are aligned to the left, and long cells may wrap. A row is red if one of its
-    cells ends in the text `failed`; "" makes no row red.
+    Columns whose title is in `wrapped` are aligned to the left, and their long cells wrap. A row is red if a cell
+    ends with the text `failed`; "" makes no row red.
     """
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, title in enumerate(rows[0]):
@@ -61,7 +61,7 @@ def replace_missing_characters() -> None:
 
 
 def stdout_failed() -> bool:
-    """Return whether writing to stdout fails now, because its reader has ended or its disk is full. Flushes stdout."""
+    """Return whether writing to stdout fails because its reader has ended or its disk is full. Flushes stdout."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -8,7 +8,7 @@ number to a sample of the dataset:
     rank 0 reads      0 … 3           8 … 11
     rank 1 reads      4 … 7           12 … 15
 
-torch's DataLoader reads, pins and collates. The numbers follow from a count of samples, so a sampler has no state.
+torch's DataLoader reads, pins and collates. Global numbers follow from a count of samples, so a sampler has no state.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
 
 ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
-"""Function from the size of a global batch to the rows [start, stop) of it that this rank reads, as `Trainer.share`."""
+"""Function from the size of a global batch to its rows [start, stop) that this rank reads, such as `Trainer.share`."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class RunData:
     | train        map-style dataset to train on
     | validation   map-style dataset for the validation; None without one
     | summary      one line about the data, for the user
-    | text         whether the samples are `TextDataset`'s pairs of byte windows
-    | content      text that a resumed run compares: size and digest of a text, or number of samples of a dataset
+    | text         True if the samples are `TextDataset`'s pairs of byte windows
+    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples
     """
 
     train: Dataset[Any]
@@ -53,8 +53,8 @@ class RunData:
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Pairs (input, target) of windows of a token file, each an int64 tensor `(context,)`. Sample i has the tokens from
-    i·context and from i·context + 1 on, counted from token `start`; tokens from `stop` on are not read.
+    """Pairs (input, target) of windows of a token file, each an int64 tensor `(context,)`. In sample i, the input
+    begins at token i·context, counted from token `start`, and the target one token later. Token `stop` ends the data.
     """
 
     def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
@@ -71,13 +71,13 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the arguments, so that a worker process maps the file anew; a pickled map would be a copy."""
+        """Pickle only the arguments, so that a worker process maps the file again; a pickled map would be a copy."""
         path, start, stop, context = self._arguments
         return partial(TextDataset, path, start=start, stop=stop, context=context), ()
 
 
 class DatasetPart(Dataset[Any]):
-    """Part of a shuffled dataset: the samples with the numbers `start` … `stop`-1 of `order`. It stores no indices."""
+    """Part of a shuffled dataset: the samples with numbers `start` … `stop`-1 in `order`. It stores no indices."""
 
     def __init__(self, dataset: Dataset[Any], *, order: SampleOrder, start: int, stop: int) -> None:
         self._dataset = dataset
@@ -94,7 +94,7 @@ class DatasetPart(Dataset[Any]):
 
 
 def load_data(job: DataJob) -> RunData:
-    """Return the datasets of a job; writes a text into the cache as a token file. Raises JobError for too few data."""
+    """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data."""
     return _load_text(job) if job.dataset is None else _load_dataset(job)
 
 
@@ -114,7 +114,7 @@ def read_batches(
 ) -> Iterator[Any]:
     """Yield this rank's rows of each global batch, collated by torch. A rank without rows gets a batch of 0 rows.
 
-    | numbers     global numbers to read; the step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
+    | numbers     global numbers to read; its step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
     | share       the rows of a global batch that this rank reads
     | order       maps a global number to a sample; None: sample i has the number i
     | workers     processes that read ahead; 0: this process reads
@@ -133,7 +133,7 @@ def read_batches(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Batch sampler of this rank's samples. For a batch without rows it gives one sample, whose shape is then used."""
+    """Batch sampler of this rank's samples. For a batch without rows it yields one sample, for its shape."""
 
     numbers: range
     share: ShareFunction

@@ -1,6 +1,6 @@
 """Read typed values from dotted command-line flags (`parse_flags`), and turn TOML tables into such flags (`flags_of`).
 
-tyro parses the flags in both cases. So a TOML file and a command line accept the same keys and give the same messages:
+tyro parses the flags in both cases, so a TOML file and a command line accept the same keys with the same messages:
 
     | [train]                    --train.steps=10
     | steps = 10                 --plan=dp=2
@@ -38,9 +38,9 @@ _PYTHON_MESSAGES: Mapping[str, str] = MappingProxyType(
 
 
 def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
-    """Return a copy of the dataclass `default` with the values of the flags in `words`. `prog`: name for the help text.
+    """Return a copy of the dataclass `default` with the flags' values. `prog`: name of the program in the help text.
 
-    For `--help` it prints the help and exits with status 0. Raises JobError that names a wrong flag and the nearest.
+    For `--help` it prints the help and exits with status 0. Raises JobError that names a wrong flag and a similar one.
     """
     output = io.StringIO()
     try:
@@ -56,7 +56,7 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
 
 @functools.cache
 def _stderr_lock() -> threading.Lock:
-    """Return the lock that a thread holds while it redirects stderr; ranks that are threads of one process share it."""
+    """Return the lock that a thread holds while it redirects stderr, which ranks in threads of a process share."""
     return threading.Lock()
 
 
@@ -64,7 +64,7 @@ _stderr_lock()  # makes the lock at import, when there is only one thread
 
 
 def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key = ()) -> Iterator[tuple[Key, list[str]]]:
-    """Yield each key of a TOML table, with the words of the flag that sets it; `prefix` is the key of the table itself.
+    """Yield each key of a TOML table, with the words of the flag that sets the key. `prefix`: key of the table itself.
     A table whose key is in `leaves` is one value, not a section: its flag is `--key name=value …`.
     """
     for name, value in table.items():
@@ -85,7 +85,7 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
 
 
 def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
-    """Yield the keys of all fields of a dataclass, and of the dataclasses in its fields; a Plan is one value."""
+    """Yield the keys of all fields of a dataclass and of the dataclasses in it; a Plan is a single value."""
     for item in dataclasses.fields(value):
         inner = getattr(value, item.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, Plan):
@@ -95,7 +95,7 @@ def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
 
 
 def _explain(output: str, *, keys: Collection[str]) -> str:
-    """Return one line from tyro's error output, which names the flag; `keys` are the known dotted keys."""
+    """Return one line that names the flag, from tyro's error output. `keys`: the known dotted keys."""
     message = re.sub(r"^Error parsing (?:[\w.]+: )?", "", _first_paragraph(output))
     if unknown := re.match(r"Unrecognized options: (\S+?)(?:[,\s]|$)", message):
         return _explain_unknown(unknown[1], keys)
@@ -105,7 +105,7 @@ def _explain(output: str, *, keys: Collection[str]) -> str:
 
 
 def _explain_unknown(word: str, keys: Collection[str]) -> str:
-    """Return what to change about a word that is neither a flag nor a value of one."""
+    """Return what to change about a word that is neither a flag nor the value of a flag."""
     if word.endswith(".toml"):
         return f"{word!r} comes after a flag; name one job file, before all flags"
     if not word.startswith("--"):

@@ -1,8 +1,8 @@
 """Declare the settings of a training run: `Job`, a tree of frozen dataclasses.
 
 Each field is declared here once, with its type, default and meaning. The TOML file, the flags, the help text and the
-job.toml in the folder of a run follow this declaration (`job_toml`). The docstrings are the help text. A field that may
-be None has the default None, because TOML has no null.
+job.toml in a run's folder follow from this (`job_toml`). The docstrings are the help text. A field that may be None has
+the default None, because TOML has no null.
 """
 
 import tomllib
@@ -32,7 +32,7 @@ def _least(key: str, value: int, least: int) -> None:
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     """Return a dict of keyword arguments from words such as `layers=4 widths=[64,64] tied=True position=rotary`.
 
-    A value is read as TOML or as `True` or `False`; any other text is a string.
+    A value is read as TOML, or as `True` or `False`; any other text is a string.
     """
     arguments: dict[str, Any] = {}
     for word in words:

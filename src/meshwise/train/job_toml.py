@@ -1,7 +1,7 @@
 """Read a job from a TOML file and command-line flags, write a job as TOML, and change single keys of a TOML file.
 
-The values of the file become the defaults of the flags. So a flag overrides the file, and `--help` shows the file's
-values.
+The values of the file become the defaults of the flags, so a flag overrides the file, and `--help` shows the values of
+the file.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ J = TypeVar("J", bound=Job)
 def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
     """Return the job of a command line: an optional TOML file, then dotted flags.
 
-    `kind` is the class of the job: Job or a subclass with more fields. For `--help` it prints the help text and exits
-    with status 0. Raises JobError that names the flag, or the file and its key.
+    `kind`: class of the job, Job or a subclass with more fields. For `--help` it prints the help and exits with status
+    0. Raises JobError that names the wrong flag, or the file and the wrong key.
     """
     flags = list(arguments)
     job = kind()
@@ -60,13 +60,13 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
 
 
 def to_toml(job: Job) -> str:
-    """Return the job as TOML text, without the fields that are None. `from_text` reads it back as an equal job."""
+    """Return the job as TOML text, without fields that are None. `from_text` reads an equal job from the text."""
     return tomlkit.dumps(_table(job))
 
 
 def change_file(path: Path, *, changes: Mapping[Key, Any]) -> None:
     """Set keys of a TOML file, such as `("plan",)` or `("model", "cut_at")`; the value None removes a key. Comments
-    stay. Raises JobError when the file cannot be written; the file is then unchanged.
+    stay. Raises JobError when the file cannot be written; the file then stays unchanged.
     """
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     for (*tables, name), value in changes.items():
@@ -106,7 +106,7 @@ def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
 
 
 def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
-    """Return the error message of one key when it is parsed alone, or None if it is right."""
+    """Return the error message for one key, parsed alone; None if the key is right."""
     try:
         parse_flags(words, prog="job", default=kind())
     except JobError as error:
@@ -116,7 +116,7 @@ def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
 
 
 def _merge(base: J, job: J) -> J:
-    """Return `job` with the arguments that only `base` has added: a flag changes one argument, not the whole table."""
+    """Return `job` with those arguments of `base` that it lacks: a flag sets one argument, not the whole table."""
     for section, name in _mappings(type(job)):
         own = getattr(job, section)
         arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}

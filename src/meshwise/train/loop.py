@@ -68,7 +68,7 @@ from meshwise.train.token_file import START_TOKEN
 @dataclass(frozen=True)
 class RunSummary:
     """Results of a run: loss of the last step, and loss of the last validation (None without one). `folder`: path of
-    the run's folder, None on all ranks but rank 0.
+    the run's folder on rank 0; None on all other ranks.
     """
 
     loss: float
@@ -220,7 +220,7 @@ class _Run:
             self._emit(slow)
 
     def _compare_prediction(self) -> None:
-        """Emit the prediction of `meshwise plan` beside the measured values, if there is one for this plan."""
+        """Emit the prediction of `meshwise plan` and the measured values, if there is a prediction for this plan."""
         predicted = self._job.predicted
         if len(self._seconds) > 1 and predicted.seconds and Plan.parse(predicted.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
@@ -232,12 +232,12 @@ class _Run:
             return self._trainer.step(batch, local=True, total=self._job.train.batch)
         except NonFiniteError as error:
             self._emit(NonFinite(step, str(error)))
-            # Every rank raises here, and no rank may end before rank 0 has printed the reason.
+            # Every rank raises here, but no rank may end before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise
 
     def _set_rate(self) -> float:
-        """Set the learning rate of the next step by the number of updates so far; return the first group's rate."""
+        """Set the next step's learning rate by the number of updates so far; return the rate of the first group."""
         fraction = self._rate(self._progress.updates)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
@@ -317,10 +317,10 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) -> str:
-    """Generate `sample.length` bytes after the prompt, and return them decoded as UTF-8, bad bytes as U+FFFD.
+        """Generate `sample.length` bytes after the prompt; return them decoded as UTF-8, with U+FFFD for bad bytes.
 
     The model maps tokens (1, T), T at most `context`, to logits (1, T, vocabulary). Every rank calls it and generates
-    the same text from `seed`, because a forward under zero=3 gathers parameters from all ranks.
+    the same text from `seed`, because under zero=3 a forward gathers parameters from all ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     prompt = [START_TOKEN, *sample.prompt.encode()]
@@ -402,7 +402,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a copy: numpy forbids resizing memory that it views, and zero=3 resizes parameters."""
+    """Return the bytes of a copy, because numpy forbids resizing memory that it views, and zero=3 resizes it."""
     copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.reshape(-1).view(torch.uint8).numpy().data
 

@@ -1,7 +1,7 @@
 """Find the model, loss, optimizer and dataset function that a job names, and check their arguments.
 
-A wrong name or argument is refused before any rank starts. Examples are a missing file, a module without the function,
-an argument that the function does not accept, and an optimizer that refuses its learning rate.
+A wrong name or argument is refused before any rank starts: a missing file, a module without the function, an
+argument that the function does not accept, an optimizer that refuses its learning rate.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from meshwise.train.flags import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 
 BYTE_VALUES = 256
-"""Number of values of a byte: the least vocabulary of a model of text."""
+"""Number of values of a byte: the smallest vocabulary of a text model."""
 
 
 def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -81,7 +81,7 @@ def loss_function(job: Job) -> Loss:
 
 
 def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer's class and keyword arguments, tried on a small parameter. Raises JobError if wrong."""
+    """Return the optimizer's class and keyword arguments. Raises JobError if a trial on a small parameter fails."""
     kinds = {
         name: kind
         for name, kind in vars(torch.optim).items()
@@ -103,10 +103,10 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:
-    """Import and return the function or class that `package.module:function` or `path/to/file.py:function` names.
+    """Import and return the function or class with this name: `package.module:function` or `path/to/file.py:function`.
 
-    `key` is the job's key, for error messages. Side effect: puts the folder of the file, or the current folder, first
-    on the import path. Raises JobError when there is no such object, and any exception of the imported module.
+    `key`: the job's key, for error messages. Side effect: the folder of the file, or else the current folder, becomes
+    the first of the import path. Raises JobError for an unknown object; raises any exception of the imported module.
     """
     where, _, what = name.rpartition(":")
     if not where:

@@ -1,6 +1,6 @@
 """Load the model function, loss, optimizer and data that a job names (`prepare`), and check its plan (`check_plan`).
 
-A command does this before it starts ranks, so that a bad job ends with one message and exit status 2. Then each rank
+A command does this before it starts ranks, so that a wrong job ends with one message and exit status 2. Each rank then
 calls `prepare` again.
 """
 
@@ -36,7 +36,7 @@ from meshwise.train.token_file import STDLIB
 class Prepared:
     """A checked job and the objects that it names. `model` builds the model.
 
-    | job     with its plan resolved for the number of ranks, and absolute paths, so that it runs from any folder
+    | job     the job with its plan resolved for the number of ranks, and absolute paths: it runs from any folder
     """
 
     job: Job
@@ -47,7 +47,7 @@ class Prepared:
     data: RunData
 
     def options(self, example: Any) -> Options:
-        """Return the options of the job for `parallelize`. `example`: a batch for cutting the model into stages."""
+        """Return the options of the job for `parallelize`. `example`: a batch with which to cut the model."""
         job = self.job
         return Options(
             clip_norm=job.train.clip_norm,
@@ -113,9 +113,9 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
 
 
 def check_plan(prepared: Prepared) -> None:
-    """Split the model by its plan on one rank without tensor values. Raises PlanError if the plan cannot split it.
+    """Split the model by its plan, on one rank and without tensor values. Raises PlanError if that is impossible.
 
-    Other errors are ignored, because they may come from the missing values; if not, the ranks raise them again.
+    Any other error is ignored, because missing values may be its cause; otherwise, the ranks raise it again.
     """
     job, example = prepared.job, default_collate([prepared.data.train[0]])
     options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), example))

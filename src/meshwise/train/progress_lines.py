@@ -1,4 +1,4 @@
-"""Print the events of a training run: on a terminal with a progress line that is redrawn, elsewhere as plain lines."""
+"""Print the events of a training run: on a terminal with a progress line that is redrawn, else as plain lines."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from meshwise.train.run_events import (
 )
 
 _MOST_STEPS = 5
-"""Most numbers of slow steps in a line."""
+"""Largest number of slow steps that a line names."""
 _STYLES = MappingProxyType(
     {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
 )
@@ -41,8 +41,8 @@ _RECENT_STEPS = 20
 class ProgressLines:
     """An event sink that prints one or more lines for each event.
 
-    On a terminal, all steps share one progress line below the other lines. Elsewhere every `every`-th step, the first
-    and the last step have a line. The rate is the mean of the last 20 steps, because the rate of one step varies.
+    On a terminal, all steps share one progress line below the other lines. Elsewhere, every `every`-th step and the
+    first and last step have a line. The rate is the mean of the last 20 steps, because the rate of one step varies.
     """
 
     def __init__(self, console: Console, *, every: int) -> None:
@@ -190,7 +190,7 @@ def _memory(memory: Mapping[str, int]) -> str:
 
 
 def _dtypes(precision: Mapping[str, str]) -> str:
-    """Return each dtype with the kinds of tensors that have it, as text; kinds that the rank lacks are left out."""
+    """Return the dtypes as text, each with its kinds of tensors. Kinds that the rank lacks are left out."""
     kinds: dict[str, list[str]] = {}
     for kind, dtype in precision.items():
         if dtype != NO_DTYPE:

@@ -1,11 +1,11 @@
 """Resume a training run from a checkpoint, and refuse a checkpoint of another job.
 
 The resumed run reads the samples and sets the learning rates of a run without interruption. The trainer restores the
-model, the optimizer and, under the same plan, the random generators. Besides these, a run has three counts, which do
-not depend on the plan: steps done, samples read, and updates applied (on which the learning rate depends).
+model, the optimizer and (under the same plan) the random generators. In addition, a run has three counts that do not
+depend on the plan: steps done, samples read, and updates applied (which set the learning rate).
 
-The job must be equal to the job of the checkpoint. Keys that do not change the results may differ, and the difference
-is printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content, so a text
+The job must be equal to the job of the checkpoint. Keys that do not change the results may differ; the difference is
+printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content, so a text
 may be in another file.
 """
 
@@ -40,7 +40,7 @@ FREE_KEYS = (
     *("train.tensorboard", "train.timeline", "train.save_every", "train.keep_last"),
     *("train.output", "train.resume", "train.accept"),
 )
-"""Keys that may differ from the job of the checkpoint: they do not change the results, or only the number of steps."""
+"""Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
 _SILENT_KEYS = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output", "train.resume", "train.accept")
 
 
@@ -55,7 +55,7 @@ class RunProgress:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":
-        """Return the progress from a dict that `to_json` has made; a loss of None becomes NaN."""
+        """Return the progress from a dict of `to_json`; a loss of None becomes NaN."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(saved["step"], saved["samples"], saved["updates"], loss)
 
@@ -72,7 +72,7 @@ class RunProgress:
 
 
 def on_first_rank(call: Callable[[], T], *, world: World) -> T:
-    """Return on every rank the result of `call` on rank 0. Its JobError or PlanError is raised on every rank too."""
+    """Return the result of `call` on rank 0 to every rank. Its JobError or PlanError is raised on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
@@ -99,7 +99,7 @@ def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunS
 def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
     """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
-    Raises JobError for a checkpoint of another job, DamageError when there are checkpoints but none is valid.
+    Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one.
     """
     found = _restored(trainer, start, own=tuple(prepared.optimizer_arguments))
     if found is None:
@@ -127,7 +127,7 @@ def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[
 
 
 def _restored(trainer: Trainer, start: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
-    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the job's values."""
+    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the values of the job."""
     groups = trainer.optimizer.param_groups
     wanted = [{name: group[name] for name in own} for group in groups]
     found = next(filter(None, map(trainer.restore, start.roots)), None)
@@ -139,13 +139,13 @@ def _restored(trainer: Trainer, start: RunStart, *, own: tuple[str, ...]) -> Res
 
 
 def _seed_anew(trainer: Trainer, *, seed: int, samples: int) -> None:
-    """Seed this rank's generator anew; the checkpoint's generators belong to the ranks of another plan."""
+    """Seed this rank's generator anew, because the checkpoint's generators belong to ranks of another plan."""
     place = f"{seed} {samples} {trainer.world.rank} of {trainer.world.size}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))
 
 
 def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
-    """Return one line for each difference between `job` and the job of the checkpoint that the user should see.
+    """Return one line for each difference from the checkpoint's job that the user should see.
 
     `saved` is from `run_extra`; `content` is `RunData.content`. Raises JobError that names every forbidden difference.
     """

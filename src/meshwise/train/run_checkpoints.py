@@ -1,8 +1,8 @@
 """Write the checkpoints of a training run in the background, and report each as saved or failed.
 
 `save` starts a save and returns, and training continues. Rank 0 emits `Saved` when the checkpoint is complete. All
-ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end. After a
-failure the older checkpoints are unchanged, and the run continues.
+ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the run.
+After a failure the older checkpoints are unchanged, and the run continues.
 """
 
 import time
@@ -33,8 +33,8 @@ class RunCheckpoints:
         self._failed: SaveError | None = None
 
     def save(self, step: int, *, extra: Mapping[str, Any]) -> None:
-        """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values). A failure
-        of either save is emitted as `SaveFailed`, not raised.
+        """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values). If one of
+        the two saves fails, `SaveFailed` is emitted and nothing is raised.
         """
         self._await()
         self._step, self._began, self._reported = step, time.monotonic(), False
@@ -56,7 +56,7 @@ class RunCheckpoints:
         """Wait for the save in progress. Raises SaveError if the last save failed."""
         self._await()
         if self._failed is not None:
-            # Every rank raises here, and no rank may end the job before rank 0 has printed the reason.
+            # Every rank raises here, but no rank may end the job before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise self._failed
 

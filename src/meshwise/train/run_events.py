@@ -39,7 +39,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """The recompute budget of the plan has chosen what each block recomputes; `table` shows the choice on rank 0."""
+    """The plan's recompute budget has set what each block recomputes; `table` shows this for rank 0."""
 
     step: int
     table: str
@@ -47,10 +47,10 @@ class Budgeted:
 
 @dataclass(frozen=True)
 class Resume:
-    """The run continues in the folder of an earlier start, or begins from a checkpoint.
+    """The run continues in the folder of an earlier start, or begins at a checkpoint.
 
     | step, samples   number of steps and samples before the checkpoint was saved; 0 without a checkpoint
-    | path            the checkpoint; empty if there was none yet, so that the run begins at step 1
+    | path            the checkpoint; "" if there is none yet, so that the run begins at step 1
     | changes         one line for each difference between the job and the job of the checkpoint
     | damaged         one line for each damage in newer checkpoints, which were skipped
     """
@@ -74,7 +74,7 @@ class Step:
     | rate        `tokens` per second of this step, all ranks together
     | memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
     | eta         estimated seconds to the end of the last step, from the mean time of the steps so far
-    | skipped     whether the update of the parameters was skipped
+    | skipped     True if the update of the parameters was skipped
     """
 
     step: int
@@ -116,7 +116,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step has been measured action by action: of the last `steps` steps, the step of median time.
+    """A step has been measured action by action: the step of median time among the last `steps` steps.
 
     | table   text table of the times, one row for each rank
     | path    the file that `meshwise draw timeline` reads
@@ -130,7 +130,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint of the state after `step` is complete. Saving took `seconds`; training waited `held` of them."""
+    """The checkpoint of the state after `step` is complete. It took `seconds`, for `held` of which training waited."""
 
     step: int
     path: str
@@ -169,7 +169,7 @@ class Compared:
     """The prediction of `meshwise plan --write` on the cluster `on`, and the measurement of rank 0.
 
     | seconds   of a step; the measured seconds are the median, without the first step
-    | memory    peak bytes; the measured bytes are without those that the process used before it made the trainer
+    | memory    peak bytes; without the bytes that the process used before it made the trainer
     """
 
     on: str

@@ -1,4 +1,4 @@
-"""Make or find the folder of a training run, and decide from which checkpoint the run begins.
+"""Make or find the folder of a training run, and decide at which checkpoint the run begins.
 
     runs/demo/job.toml                  the resolved job; `meshwise train runs/demo/job.toml` runs it again
     runs/demo/metrics.jsonl             every event, one JSON object a line
@@ -14,8 +14,8 @@
     | auto              `output`, if it exists          its newest valid checkpoint; nothing without one
     | a folder          a new one                       that checkpoint, or the newest valid one of that run
 
-Ranks that torchrun has started again find the folder by the run ID in `launch`. They resume from its checkpoints.
-Without a checkpoint they begin where the first start began.
+Ranks that torchrun has started again find the folder by the run ID in `launch`, and resume from its checkpoints.
+If it has none, they begin where the first start began.
 """
 
 import itertools
@@ -43,7 +43,7 @@ LAUNCH = "launch"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and the paths of its files. `tensorboard`: whether TensorBoard files are written too."""
+    """The folder of a run, and the paths of its files. `tensorboard`: True if TensorBoard files are written too."""
 
     path: Path
     tensorboard: bool = False
@@ -52,7 +52,7 @@ class RunFolder:
     def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> "RunFolder":
         """Return the folder at `path` (None: a new folder at `train.output`) and write the job into it.
 
-        A new folder whose name exists gets `-2`, `-3` and so on appended. Raises JobError when it cannot be written.
+        If the name of a new folder exists, `-2`, `-3` … is appended. Raises JobError when the folder cannot be written.
         """
         try:
             folder = cls(_new_folder(Path(job.train.output)) if path is None else path, job.train.tensorboard)
@@ -102,8 +102,8 @@ class RunStart:
     """Where a run begins: its folder, and its first checkpoint.
 
     | folder    the existing folder in which the run continues; None: a new folder
-    | roots     folders of checkpoints; the first folder with a checkpoint counts, and its newest valid one is restored
-    | chosen    one checkpoint, which is restored if `roots` have none; None: the run begins without a checkpoint
+    | roots     folders of checkpoints; from the first one with a checkpoint, the newest valid one is restored
+    | chosen    a checkpoint to restore if `roots` have none; None: the run then begins without a checkpoint
     """
 
     folder: Path | None = None
@@ -111,7 +111,7 @@ class RunStart:
     chosen: Path | None = None
 
     def candidate(self) -> Path | None:
-        """Return the checkpoint that will be restored unless loading it finds damage; None without a checkpoint."""
+        """Return the checkpoint to restore, unless loading finds damage in it; None if there is no checkpoint."""
         found = (newest_valid(root).path for root in self.roots)
         return next((path for path in found if path is not None), self.chosen)
 
@@ -154,7 +154,7 @@ def _resume_start(job: Job) -> RunStart:
 
 
 def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
-    """Return the folder that an earlier start of this job has made; None if there is none."""
+    """Return the folder that an earlier attempt of this job has made; None if there is none."""
     if not attempt.is_named and not attempt.restarts:
         return None
     mine = [
@@ -178,7 +178,7 @@ def _numbered(wanted: Path) -> Iterator[Path]:
 
 
 def _new_folder(wanted: Path) -> Path:
-    """Make and return a new folder: `wanted`, or `wanted` with a number appended. No two runs get the same folder."""
+    """Make and return a new folder, `wanted` or with a number appended. Two runs never get the same folder."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for path in _numbered(wanted):
         try:

@@ -6,11 +6,11 @@ s·B … (s+1)·B − 1, under every plan:
     | number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
     | sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
 
-So every plan trains on the same global batches, and every batch is full: the last batch of an epoch also has samples of
-the next epoch. A checkpoint only stores the count.
+So every plan trains on the same global batches, and every batch is full: an epoch's last batch also has samples of the
+next epoch. A checkpoint stores only the count.
 
-The permutation of an epoch is a keyed Feistel network on two digits in base ⌈√size⌉. It is applied again while the
-result is not below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). Its round function is the
+The permutation of an epoch is a keyed Feistel network on two digits in base ⌈√size⌉. It is applied again until the
+result is below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). Its round function is the
 finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per sample do not depend on `size`.
 """
 
@@ -30,7 +30,7 @@ UInt64Array = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run reads a dataset of `size` samples, shuffled anew every epoch by `seed`."""
+    """The order in which a run reads a dataset of `size` samples; `seed` shuffles it anew in every epoch."""
 
     size: int
     seed: int
@@ -49,7 +49,7 @@ class SampleOrder:
 
 
 def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
-    """Return `index` (values in 0 … size-1) after the permutation that `key` selects; both arrays have one length."""
+    """Apply to each index (0 … size-1) the permutation that its `key` selects; both arrays have one length."""
     base = np.uint64(math.isqrt(size - 1) + 1)
     result = index
     outside = np.ones(index.shape, dtype=np.bool_)

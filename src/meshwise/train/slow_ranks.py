@@ -1,10 +1,10 @@
-"""Find slow ranks, for which the other ranks wait: `BusyTimer` times this rank, `RankPace` compares all ranks.
+"""Find slow ranks, which make other ranks wait: `BusyTimer` times this rank, `RankPace` compares all ranks.
 
-Collectives make every rank's step as long as the step of the slowest rank. So the ranks compare their busy time: the
-time of the step without the waiting in collectives, which comm's flight recorder measures. Every 20 steps they exchange
-these times. A rank is slow in a step if its busy time is more than twice the other ranks' median, and 50 ms above it.
+Collectives make every rank's step as long as that of the slowest rank. So the ranks compare their busy time: the
+time of the step without waits in collectives, which comm's flight recorder measures. They exchange these times every
+20 steps. A rank is slow in a step if its busy time is more than twice the other ranks' median, and 50 ms above it.
 
-Slow GPUs are not found, because on CUDA the device waits for a collective, not the process.
+Slow GPUs are not found, because on CUDA not the process, but the device waits for a collective.
 """
 
 import statistics
@@ -39,7 +39,7 @@ class BusyTimer:
 
 
 class RankPace:
-    """Collects the busy times of this rank's steps, and compares them with the other ranks' every 20 steps."""
+    """Collects the busy times of this rank's steps; every 20 steps, it compares them with those of the other ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,8 +1,8 @@
 """Join texts into one file of byte tokens in a cache folder (`token_file`), and map it into memory (`open_tokens`).
 
-A token is a byte (0 … 255). A zero byte precedes the bytes of every text file, so that a model learns where a text
-begins. The ranks of a machine share the memory of the mapped file. Its name is a hash of the paths, sizes and
-modification times of the text files. It is built under a lock and appears whole.
+A token is a byte (0 … 255). A zero byte precedes every text file, so that a model learns where a text begins. The
+ranks of a machine share the memory of the mapped file. The file's name is a hash of the paths, sizes and modification
+times of the texts. The file is built under a lock, and appears when it is complete.
 """
 
 import fcntl
@@ -61,7 +61,7 @@ def open_tokens(path: Path) -> NDArray[np.uint8]:
 
 
 def digest(tokens: NDArray[np.uint8]) -> str:
-    """Return a hash of 256 evenly spaced blocks of 4 KiB; it takes milliseconds for any number of tokens."""
+    """Return a hash of 256 evenly spaced blocks of 4 KiB, which takes milliseconds for any number of tokens."""
     starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
     content = hashlib.sha256()
     for start in starts:
@@ -80,7 +80,7 @@ def default_cache() -> Path:
 
 
 def _build(files: Sequence[Path], target: Path) -> None:
-    """Write the token file, unless another process has written it while this process waited for the lock."""
+    """Write the token file, unless another process has written it during the wait for the lock."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():

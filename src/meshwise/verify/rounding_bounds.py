@@ -1,17 +1,17 @@
-"""Bounds for the difference between two runs of the same model: 1e-9 in float64, otherwise measured from rounding.
+"""Bounds for the difference between two runs of a model: 1e-9 in float64, otherwise measured from rounding.
 
 In a narrower precision no constant bound is right, because the growth of a rounding error depends on the model. An
 optimizer that divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a full
-update. So the growth is measured. Two neighbours train the same model on one process; each of their initial parameters
-is moved by one unit in the last place. By backward error analysis (Higham, Accuracy and Stability of Numerical
-Algorithms, ch. 1), reordered sums are exact results for such neighbours. Rounding explains the difference between a
-neighbour and the reference run, so the plan may differ as much:
+update. So the growth is measured: two neighbours train the same model on one process, from initial parameters that are
+each moved by one unit in the last place. By backward error analysis (Higham, Accuracy and Stability of Numerical
+Algorithms, ch. 1), reordered sums are exact results for such neighbours. So rounding explains the difference between a
+neighbour and the reference run, and the plan may differ as much:
 
     bound = max(16 eps, 16 · the larger difference of both neighbours)      eps of the narrowest dtype in the forward
 
-Rounding may choose the direction of an update if the gradient is small. The limit is 16 times the difference of the
-neighbours; in float64 it is the rounding of the largest gradient. After such an update that element of the parameter is
-not compared. An example is the bias of an attention's keys: its exact gradient is zero.
+If a gradient is small, rounding may choose the direction of its update. Small means: up to 16 times the difference of
+the neighbours; in float64, up to the rounding of the largest gradient. After such an update, that element of the
+parameter is not compared. An example is the bias of an attention's keys, whose exact gradient is zero.
 """
 
 import math
@@ -37,10 +37,10 @@ _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 class TrialForward:
     """Facts found by forward passes on one process, before the comparison.
 
-    | precision   the narrowest floating dtype that the forward computed in
+    | precision   the narrowest floating dtype in which the forward computed
     | where       name of the first operation with a result of this dtype
-    | random      whether two passes of one batch gave different losses, or some draws depend on the plan
-    | drew        whether the model drew random numbers of any kind
+    | random      True if two passes of one batch gave different losses, or if some draws depend on the plan
+    | drew        True if the model drew random numbers of any kind
     | unknown     operations whose random numbers depend on the plan
     | pooled      name of a module whose statistics over the batch depend on the micro-batches; empty if there is none
     """
@@ -90,7 +90,7 @@ class _Narrowest(TorchDispatchMode):
 
 
 def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> Iterator[nn.Module]:
-    """Yield two copies of the model, with each element of a parameter moved up or down by eps of `precision`."""
+    """Yield two copies of the model; each element of a parameter is moved up or down by eps of `precision`."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(_NEIGHBOURS):
         module = whole(model, seed=seed)
@@ -103,7 +103,7 @@ def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precisi
 
 @dataclass(frozen=True)
 class BoundedDifference:
-    """A measured relative difference, its bound, and its step, counted from 1; 0 is before the first step."""
+    """A measured relative difference, its bound, and its step, counted from 1 (0: before the first step)."""
 
     difference: float
     bound: float
@@ -122,7 +122,7 @@ class BoundedDifference:
 
 @dataclass(frozen=True)
 class BoundJudge:
-    """Rules for differences and their bounds. `precision`: the dtype with the largest rounding error of both sides."""
+    """Rules for differences and bounds. `precision`: the dtype with the largest rounding error on either side."""
 
     precision: torch.dtype
 
@@ -132,7 +132,7 @@ class BoundJudge:
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
-        """Return the scale below which a tensor is rounding, given its family's largest value; 0 unless `exact`."""
+        """Return the scale below which a tensor is only rounding; 0 unless `exact`. `largest`: its family's largest."""
         return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
 
     def measure(
@@ -140,7 +140,7 @@ class BoundJudge:
     ) -> BoundedDifference:
         """Return the relative difference of `value` from `expected`, with the bound that the neighbours give.
 
-        `neighbours`: the same tensor in their runs; unused if `exact`. `least`: the scale from `floor`.
+        `neighbours`: the same tensor in the neighbours' runs; not used if `exact`. `least`: the scale from `floor`.
         """
         found = difference(value, expected, floor=least).relative
         if self.exact:
@@ -149,11 +149,11 @@ class BoundJudge:
         return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
     def undecided(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
-        """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None for no mask.
+        """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None: no element.
 
-        `neighbours`: the gradient in their runs. `largest`: largest magnitude of all gradients. An optimizer that
-        divides by the size of the gradient makes a full update for such an element. The caller no longer compares this
-        element of the parameter, but still compares its gradient.
+        `neighbours`: the gradient in the neighbours' runs. `largest`: largest magnitude of all gradients. For such an
+        element, an optimizer that divides by the size of the gradient makes a full update. The caller then no longer
+        compares this element of the parameter, but still its gradient.
         """
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0

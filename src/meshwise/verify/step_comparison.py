@@ -9,7 +9,7 @@
     optimizer                 │ optimizer on shards             the value of …
                               │ rank against rank               the value of … on rank r
 
-The order follows the computation, so the first figure over its bound is at the fault or just after it. Tensors are
+The order is that of the computation, so the first figure over its bound is at the fault or just after it. Tensors are
 compared one at a time: every rank except the first holds its shards and one full parameter.
 """
 
@@ -35,15 +35,15 @@ from meshwise.verify.verification_report import Divergence, ParameterFigures, St
 Result = TypeVar("Result")
 _GRADIENT, _VALUE = "the gradient of", "the value of"
 _COLLINEAR = 1e-6
-"""A tensor counts as a multiple of another one if the largest remainder is at most this part of the largest element."""
+"""Largest remainder, as a part of the largest element, for which a tensor counts as a multiple of another."""
 _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by element size: the sum of a tensor's bits as integers is the digest that ranks compare."""
+"""Integer dtype by element size; the sum of a tensor's bits as integers is the digest that ranks compare."""
 
 
 class ReferenceSide:
-    """The side of a verification on one process: a trusted reference run, then the runs of its neighbours.
+    """One-process side of a verification: a trusted reference run, and then the runs of its neighbours.
 
-    There are no neighbours in float64; otherwise they measure the bounds (see `rounding_bounds`).
+    In float64 there are no neighbours; otherwise they measure the bounds (see `rounding_bounds`).
     """
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class ReferenceSide:
         return losses
 
     def comparable(self, name: str, *, value: Tensor) -> Tensor:
-        """Return the value of a parameter, with expected elements where rounding may have decided an update so far."""
+        """Return a parameter's value, with the expected element wherever rounding may have decided an update so far."""
         if name not in self._undecided:
             return value
         expected = self.runs[0].model.get_parameter(name).detach()
@@ -94,7 +94,7 @@ class ReferenceSide:
 
 
 def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
-    """Call `call` on the first rank. Return its result there, None elsewhere; raise its exception on every rank."""
+    """Run `call` on the first rank. Return its result there and None elsewhere; raise its exception on every rank."""
     result, problem = None, None
     if world.rank == 0:
         try:
@@ -110,10 +110,10 @@ def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
 
 
 class StepComparison:
-    """Comparison of both sides, step by step. Every rank calls its methods; only the first rank has results.
+    """Comparison of both sides, step by step. Every rank calls its methods; only the first rank gets results.
 
     | steps   figures of each step
-    | first   the first figure over its bound; None so far, and on the other ranks
+    | first   the first figure over its bound; None if there is none so far, and always on other ranks
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class StepComparison:
     # ---- measuring ---------------------------------------------------------------------------------------------
 
     def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
-        """Return the differences by name, and a divergence for each full value that differs between two ranks."""
+        """Return the differences by name, and a divergence for each value that differs between two ranks."""
         digests: dict[str, int] = {}
 
         def values() -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +203,7 @@ class StepComparison:
         return figures, others
 
     def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, BoundedDifference]:
-        """Return differences by name on the first rank. Other ranks only take part in the collectives of `ours`."""
+        """Return the differences by name on the first rank. Other ranks only join in the collectives of `ours`."""
         figures: dict[str, BoundedDifference] = {}
         if self._reference is None:
             for _ in ours:
@@ -248,7 +248,7 @@ class StepComparison:
         return {name: figures[name] for name in names}
 
     def _first_output(self, ours: Mapping[str, float], step: int) -> str | None:
-        """Return the first module of the forward whose output has a different mean square; None if there is none."""
+        """Return the first module of the forward whose output has a different mean square, or None."""
         assert self._reference is not None
         sides = [outputs.mean_squares() for outputs in self._reference.outputs]
         for module in self._reference.outputs[0].order:

@@ -1,7 +1,7 @@
 """Verify that a model under a plan computes the same as on one process (`verify`).
 
-A wrongly split model may still train: after an error by a factor, a rank or a micro-batch, the loss only falls more
-slowly. So `verify` trains the user's model for a few steps before a costly run, under the plan and on one process. It
+A wrongly split model may still train: if a factor, a rank or a micro-batch is wrong, the loss only falls more slowly.
+So before a costly run, `verify` trains the user's model for a few steps, under the plan and on one process. It
 compares the loss, every gradient and every parameter.
 """
 
@@ -39,10 +39,10 @@ def verify(
 
     `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`. A module
     is copied first. `batches` are global batches, equal on every rank, one for each step. Model and batches are
-    converted to `dtype`, unless it is None. A plan with `precision=bf16` or `fp16` keeps them as they are, and both
-    sides compute in this precision. Every rank of `world` calls it and gets the report. Without a world, it calls
-    `connect()`. If the world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
-    other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or random
+    converted to `dtype`, unless it is None. With `precision=bf16` or `fp16` in the plan they keep their dtypes, and
+    both sides compute in this precision. Every rank of `world` calls it and gets the report. Without `world` it calls
+    `connect()`; if that world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
+    other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or with random
     numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
     the plan does not fit the world. Raises ValueError without a batch, for a loss that does not return (sum, count),
     and when one batch gives two different losses. Raises any error of model and loss.

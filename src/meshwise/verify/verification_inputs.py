@@ -27,12 +27,12 @@ Model = nn.Module | Callable[[], nn.Module]
 class VerificationInputs:
     """The model, loss, batches and settings of one call of `verify`, used by both sides.
 
-    | dtype          dtype that model and batches are converted to; None leaves them as they are
+    | dtype          dtype to which model and batches are converted; None: they keep theirs
     | training       keywords of `parallelize`: the optimizer, its arguments, the options
     | precision      dtypes of computation, masters and gradients on both sides
-    | local          whether every rank draws its own random numbers (`random=local`)
+    | local          True if every rank draws its own random numbers (`random=local`)
     | microbatches   micro-batches of each rank's rows under the plan; the reference run has one
-    | evaluating     whether the model is compared in eval mode
+    | evaluating     True if the model is compared in eval mode
     """
 
     model: Model
@@ -47,12 +47,12 @@ class VerificationInputs:
 
     @property
     def options(self) -> Options:
-        """Options of both sides. Gradients that are not finite raise an error, so the loss scale is only 256."""
+        """Options of both sides. A gradient that is not finite raises an error, so the loss scale is only 256."""
         options = self.training.get("options") or Options()
         return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=LossScale(256.0))
 
     def prepared(self) -> Model:
-        """Return the model in the dtype and mode of the comparison: a copied module, or a function that makes one."""
+        """Return the model in the comparison's dtype and mode: a copy of the module, or a function that makes one."""
 
         def build() -> nn.Module:
             module = copy_with_hooks(self.model) if isinstance(self.model, nn.Module) else self.model()
@@ -69,7 +69,7 @@ class VerificationInputs:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
     def arguments(self, outputs: OutputMeanSquares) -> dict[str, Any]:
-        """Return keywords of `parallelize` and `ReferenceRun`: loss, optimizer, options. `outputs` runs the forward."""
+        """Return keywords of `parallelize` and `ReferenceRun`: loss, optimizer, options. `outputs`: runs forwards."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
@@ -79,9 +79,9 @@ class VerificationInputs:
         return OutputMeanSquares(self.options.forward or default_forward)
 
     def try_out(self, device: torch.device) -> TrialForward:
-        """Run the first batch forward twice on one process, on `device`; again in eval mode if training mode is random.
+        """Run the first batch forward twice on one process, on `device`; if the results are random, again in eval mode.
 
-        Raises ValueError if the losses differ in eval mode too. Raises any error of the model and the loss.
+        Raises ValueError if the losses differ in eval mode too. Raises any error of model and loss.
         """
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)

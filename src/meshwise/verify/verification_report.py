@@ -9,12 +9,12 @@ from meshwise.verify.rounding_bounds import BoundedDifference
 Row = tuple[str, ...]
 """Texts of the cells of a table's row."""
 _LOOSE = 0.05
-"""A relative bound above this one may hide errors that matter."""
+"""Relative bound above which errors that matter may be hidden."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Mean loss and gradient norm of the reference run in one step, and the relative differences of the plan's."""
+    """The reference run's mean loss and gradient norm in one step, and the relative differences under the plan."""
 
     loss: float
     grad_norm: float
@@ -24,7 +24,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class ParameterFigures:
-    """Largest differences of one parameter or buffer over all steps; `gradient` is None if it is not trained."""
+    """Largest differences of one parameter or buffer over all steps; `gradient` is None without a gradient."""
 
     name: str
     gradient: BoundedDifference | None
@@ -47,8 +47,8 @@ class Divergence:
 
     | what      name of the figure, such as `the gradient of head.weight`
     | step      counted from 1; 0 is before the first step
-    | module    name of the first module whose output differs; else of the figure's own module; None if it has none
-    | detail    the factor between both values, or a difference between ranks, in words
+    | module    name of the first module whose output differs, else of the figure's own module; None without a module
+    | detail    the factor between both values, or the difference between ranks, in words
     """
 
     what: str
@@ -72,10 +72,10 @@ class Report:
 
     | plan          text of the plan, with dp resolved
     | setting       ranks, device, steps and bound, in words
-    | notes         changes that the comparison needed, and the dtype that set the bound
+    | notes         changes that the comparison needed, and the dtype that sets the bound
     | steps         figures of every optimizer step
     | parameters    figures of every parameter, in the order of the table, then of the buffers
-    | first         the first figure over its bound; None when the plan is the same model
+    | first         the first figure over its bound; None if the model under the plan is the same
     """
 
     plan: str
