@@ -317,7 +317,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) -> str:
-        """Generate `sample.length` bytes after the prompt; return them decoded as UTF-8, with U+FFFD for bad bytes.
+    """Generate `sample.length` bytes after the prompt; return them decoded as UTF-8, with U+FFFD for bad bytes.
 
     The model maps tokens (1, T), T at most `context`, to logits (1, T, vocabulary). Every rank calls it and generates
     the same text from `seed`, because under zero=3 a forward gathers parameters from all ranks.
