@@ -216,7 +216,7 @@ def returns_or_leaves(world: World) -> int:
 
 
 def test_a_rank_that_leaves_when_others_have_returned_has_no_result() -> None:
-    with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys[.]exit, and others did not"):
+    with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys[.]exit, but other ranks did not"):
         run(SIZE, returns_or_leaves)
 
 

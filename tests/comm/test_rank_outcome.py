@@ -93,5 +93,5 @@ def test_ranks_that_left_have_no_results(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         results(tmp_path, size=2)
     RankOutcome(5).save(tmp_path, rank=1)
-    with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys\.exit, and others did not"):
+    with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys\.exit, but other ranks did not"):
         results(tmp_path, size=2)

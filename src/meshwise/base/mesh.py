@@ -79,10 +79,7 @@ class Mesh:
         return {name: indices[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """Return the rank at `coordinate`, which has one index per axis.
-
-        Raises ValueError for a missing, unknown or out-of-range index.
-        """
+        """Return the rank at `coordinate`. Raises ValueError for a missing, unknown or out-of-range index."""
         if set(coordinate) != set(self.names):
             raise ValueError(f"the coordinate {dict(coordinate)} needs exactly one index for each axis of {self}")
         rank = 0

@@ -85,7 +85,7 @@ class BatchDims:
         """Return the dims of a batch, found from the sizes of its tensors.
 
         Dim 0 of every tensor counts rows. `tokens` is the length of a sequence: a later dim of this size counts tokens.
-        `stated`: that dim for tensors with several dims of this size, by number of the tensor in the tree's order.
+        `stated`: for tensors with several dims of this size, the dim of tokens by the tensor's number in the tree.
         Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
         """
         sizes = {"rows": row_count(tree)} | ({} if tokens is None else {"tokens": tokens})

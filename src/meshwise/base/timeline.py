@@ -27,7 +27,7 @@ class Event:
     rank: int
     stream: TimelineRow
     kind: str
-    """An action's kind, as in `F` or `SEND_F`, a collective along its axes, as in `all_reduce dp`, or a word."""
+    """An action's kind (`F`, `SEND_F`), a collective with its axes (`all_reduce dp`), or a word (`update`)."""
     start: float
     stop: float
     stage: int | None = None
@@ -106,8 +106,8 @@ class Timeline:
     def idle(self) -> tuple[float, ...]:
         """Time of each rank without computation, from the start of its first computation to the end of its last.
 
-        The largest value is the pipeline bubble as papers define it. `bubbles` also has the time before and after,
-        which a rank cannot use either, because the optimizer step waits for all ranks.
+        The largest value is the pipeline bubble as papers define it. `bubbles` also counts the time before and after
+        these computations: the rank is idle then too, because the optimizer step waits for all ranks.
         """
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
@@ -121,10 +121,7 @@ class Timeline:
 
 
 def time_within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
-    """Return the total time of the inner events that lie within one outer event.
-
-    The outer events must be in order and must not overlap.
-    """
+    """Return the total time of the inner events that lie within one outer event. Outer events: sorted, no overlaps."""
     starts = [event.start for event in outer]
     total = 0.0
     for event in inner:
@@ -176,5 +173,5 @@ def _activity(event: Event) -> str | None:
 
 
 def _precedence(activity: str) -> int:
-    """Return the rank of an activity: of several at the same time, the activity with the lowest value counts."""
+    """Return the priority of an activity: of several at the same time, the one with the lowest value counts."""
     return 2 if activity in ("computes", "update", "around") else 0 if activity == "bubble" else 1

@@ -17,7 +17,7 @@ make measurements comparable:
     | send_recv             of one rank's message                           1
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
-a tensor within their own memory at the same time. Ranks of one machine cannot exchange data faster than that.
+a tensor within their own memory at the same time. Ranks of one machine cannot exchange data faster than they copy it.
 """
 
 from collections.abc import Callable, Mapping

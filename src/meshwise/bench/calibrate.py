@@ -8,8 +8,8 @@ The system clears the memory of a new tensor page by page, unless freed memory i
 Clearing takes longer than most operations. So its cost is measured separately, and subtracted from the times of
 operations that make new tensors.
 
-On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The
-fraction of the time that the ranks had their cores is part of the result.
+On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The result
+also has the fraction of the time in which the ranks had their cores.
 """
 
 import dataclasses

@@ -203,7 +203,7 @@ def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return two tensors of zeros for each size (on `joint` one, twice); an empty dict where the world lacks them.
+    """Return two tensors of zeros for each size (`joint`: one tensor, twice); {} if the world has no such memory.
 
     Zeros keep sums finite, and writing them brings all pages into memory.
     """

@@ -102,8 +102,7 @@ def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) ->
 
 def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
     """Return the facts that this rank writes into the roll call: versions of software, `device`, `host` and `loopback`.
-    `loopback` is `yes` if other machines cannot reach the rank: it has a loopback address, or its name does not
-    resolve.
+    `loopback` is `yes` if other machines cannot reach the rank: it has a loopback address, or its name is unresolved.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses_of(machine.host)]

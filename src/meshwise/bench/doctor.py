@@ -94,7 +94,7 @@ class DoctorReport:
 
 def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
     """Examine this machine, then let `ranks` local ranks exchange messages for at most `seconds`: on CPU, and on GPUs
-    if there are any. By default there is a rank for each GPU (without GPUs, for each core), at least 2, at most 4.
+    if there are any. By default `ranks` is the number of GPUs (without GPUs, of cores), at least 2 and at most 4.
     """
     machine = machine_facts()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))

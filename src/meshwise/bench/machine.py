@@ -28,7 +28,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, not a file i
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface. `speed`: bytes per second, 0 where Linux does not know it."""
+    """A network interface. `speed`: bytes per second, 0 if Linux does not know it."""
 
     name: str
     up: bool
@@ -41,7 +41,7 @@ class Machine:
 
     | software          pairs of name and version; all ranks of a job should have equal versions
     | cores             number of CPU cores that this process may use
-    | memory            main memory, or the limit of the control group (cgroup) where it is smaller
+    | memory            main memory, or the limit of the control group (cgroup) if that is smaller
     | gpus              one line of text for each CUDA device that torch sees
     | gpus_of_driver    number of GPUs that nvidia-smi lists
     | topology          output of `nvidia-smi topo --matrix`; empty without GPUs
@@ -63,7 +63,7 @@ class Machine:
 
 
 def machine_facts() -> Machine:
-    """Return the facts about this machine. It runs nvidia-smi, for at most 10 s a call."""
+    """Return the facts about this machine. Runs nvidia-smi, for at most 10 s a call."""
     host = socket.gethostname()
     listed = _nvidia_smi("--list-gpus")
     gpus = [gpu_properties(index) for index in range(gpu_count())]
@@ -108,14 +108,14 @@ def _processor() -> str:
 
 
 def _memory() -> int:
-    """Return the bytes of main memory, or the limit of the control group (cgroup) where it is smaller."""
+    """Return the bytes of main memory, or the limit of the control group (cgroup) if that is smaller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def network_interfaces() -> tuple[Interface, ...]:
-    """Return all network interfaces of this machine, with the speed of the link where Linux knows it."""
+    """Return all network interfaces of this machine, with the link's speed if Linux knows it."""
     interfaces = []
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
@@ -126,7 +126,7 @@ def network_interfaces() -> tuple[Interface, ...]:
 
 
 def _first_line(path: Path) -> str:
-    """Return the file's first line; "" when it cannot be read, as `speed` of a link that is down."""
+    """Return the file's first line; "" when it cannot be read, such as `speed` of a link that is down."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except OSError:

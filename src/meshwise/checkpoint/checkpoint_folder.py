@@ -73,8 +73,7 @@ def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSea
 def make_partial_folder(folder: Path) -> Path:
     """Create a partial folder for the checkpoint `folder`, in the same root, and return its path.
 
-    Raises FileExistsError if `folder` is named `latest`, or exists and is neither a checkpoint nor an empty folder.
-    Raises OSError.
+    Raises OSError, and FileExistsError if `folder` is named `latest`, or exists and is no checkpoint and not empty.
     """
     if folder.name == LATEST:
         raise FileExistsError(errno.EEXIST, "this name is reserved for the newest checkpoint's name", str(folder))

@@ -100,8 +100,7 @@ def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor
     """Fill `into` (bytes) from byte `start` of an open file. Compare each block with its checksum, if that is known.
 
     `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Without checksums
-    (`source.expected` is None) the bytes are not checked. Raises DamageError for missing or altered bytes.
-    Raises OSError.
+    (`source.expected` is None) bytes are not checked. Raises OSError, and DamageError for missing or altered bytes.
     """
     view = into.numpy().data
     position = 0

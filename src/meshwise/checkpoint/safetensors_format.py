@@ -2,7 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the length of the header, a JSON table
 of dtypes, shapes and offsets, then the bytes of the tensors. The safetensors library writes all tensors of a file at
-once, which doubles the memory of a rank's share; and it does not tell the offset of a tensor in the file. So headers
+once, which doubles the memory of a rank's share. And it does not return the offset of a tensor in the file. So headers
 are written here, before any tensor is there. For files that are read, the library only checks the header.
 """
 

@@ -87,7 +87,7 @@ class TrainingState:
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Load the state of a checkpoint and return its `extra`. Every rank calls it.
 
-        For a Hugging Face folder, load the parameters and reset the optimizer's state; the result then has 0 steps and
+        For a Hugging Face folder, load the parameters and reset the optimizer's state. The result then has 0 steps and
         skips, and at `["user"]["unused"]` the names of unused tensors. Raises ValueError, before any change, for a
         checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
         may then be partly overwritten, until another load succeeds.

@@ -31,10 +31,10 @@ from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 
 _WIDTH = 110
-"""Columns of the table where stdout is not a terminal."""
+"""Columns of the table if stdout is not a terminal."""
 
 UNDISTURBED = 0.9
-"""Fraction of their cores' time that the ranks need; below it, calibrate warns that other work ran on the machine."""
+"""If the ranks had less than this fraction of their cores' time, calibrate warns of other work on the machine."""
 
 
 @dataclass(frozen=True)

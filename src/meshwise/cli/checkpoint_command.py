@@ -6,7 +6,7 @@
     diff ONE OTHER           list the tensors that are not bit for bit equal; the two plans may differ
     export CHECKPOINT INTO   write a Hugging Face folder, and compare its logits on random tokens
 
-The exit status is 0 on success, 1 for damage, differences and failed exports, 2 without a checkpoint.
+The exit status is 0 on success, 1 for damage, differences and failed exports, 2 if there is no checkpoint.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from meshwise.train.objects_by_name import model_function
 _MOST_TEXT = 400
 _MOST_NAMES = 3
 _PIPE_WIDTH = 200
-"""Columns of a table where stdout is not a terminal."""
+"""Columns of a table if stdout is not a terminal."""
 
 
 def main(words: Sequence[str]) -> int:

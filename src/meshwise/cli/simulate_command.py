@@ -30,7 +30,7 @@ from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.terminal_drawing import drawings
 
 _PLANS_PER_TABLE = 4
-"""Most plans side by side in one table."""
+"""Largest number of plans side by side in one table."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _checked_cluster(job: SimulateJob) -> Cluster | None:
 
 
 def _measure_ranks(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[MeasuredRank]:
-    """Train three steps on local ranks, and return their measurements. With MALLOC, processes free memory at once."""
+    """Train three steps on local ranks, and return their measurements. MALLOC makes processes free memory at once."""
     os.environ.update(MALLOC)
     measured: Sequence[MeasuredRank] = run(size, _measure_rank, args=(job,), comm=comm)[0]
     return measured

@@ -93,10 +93,7 @@ class BatchSharder:
 
 
 def spare_row(batch: Any, *, world: World) -> Any:
-    """Return one row of a rank that has rows, for ranks without; None if all have rows, or none has.
-
-    Every rank calls it.
-    """
+    """Return one row of a rank with rows, for ranks without; None if all or none have rows. Every rank calls it."""
     rows = world.exchange(tree.row_count(batch))
     if min(rows) or not max(rows):
         return None

@@ -62,10 +62,10 @@ ANYWHERE = DimSplit()
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes that split the dims of a tensor, and axes over which it is a partial sum; all others hold copies.
+    """Mesh axes that split the dims of a tensor, and axes over which it is a partial sum. Along all others are copies.
 
     | splits    per dim, the axes that split it, outermost first; () leaves the dim whole
-    | partial   axes over whose ranks the tensors must be summed to give the tensor
+    | partial   axes over whose ranks the local tensors must be summed to give the full tensor
     | cuts      per dim, its constraint; (): every dim may be split between any two elements
 
     `str` and `parse` convert to and from a short text:
@@ -131,9 +131,9 @@ class Layout:
     def pieces(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[Rectangle, ...]:
         """Return the rectangles that `rank` stores of a tensor of full shape `shape`, one for each section.
 
-        The rank stores them concatenated along `section_dim`. A dim is split evenly in grains; if their number does not
-        divide, the first parts have one more. If several axes split a dim, the second axis splits each part of the
-        first. A part is empty if there are more ranks than grains.
+        The rank stores them concatenated along `section_dim`. The grains of a dim are split evenly; if their number
+        does not divide, the first parts have one grain more. If several axes split a dim, the second axis splits each
+        part of the first axis. A part is empty if there are more ranks than grains.
 
         Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
         """
@@ -150,7 +150,7 @@ class Layout:
 
     @property
     def section_dim(self) -> int:
-        """Dim that has sections, along which the rectangles of `pieces` are concatenated; 0 if no dim has."""
+        """Dim that has sections, along which the rectangles of `pieces` are concatenated; 0 if no dim has sections."""
         return next((dim for dim, cut in enumerate(self.cuts) if cut.sections), 0)
 
     @property

@@ -10,8 +10,8 @@ a gradient. So one optimizer holds the state of all parameters, as without offlo
 A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
 
 `step` runs all rounds when the gradients of all buckets have been reduced. With `early`, the rounds of a bucket run as
-soon as the bucket's gradients are reduced: on a separate thread, during the backward of the other units
-(`begin`, `submit`, `finish`). Such an update runs before the ranks know whether the step may be applied. `abandon`
+soon as its gradients are reduced: on another thread, during the backward of other units (`begin`, `submit`, `finish`).
+Such an update runs before the ranks know whether the step may be applied. `abandon`
 returns whether an early update has changed parameters.
 
 During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):

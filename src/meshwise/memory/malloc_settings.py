@@ -8,7 +8,7 @@ first step every large tensor has its own mapping, and the heap holds only memor
 From the second step on, freed memory is kept, and each step reuses what the step before has freed. Returned
 memory would come back page by page: the system clears each page, and the cache misses it. On the measured ranks these
 are 35 000 to 85 000 pages a step, 2 to 9 % of its time. Kept memory raises the peak by up to a tenth, if blocks of
-several sizes do not fit into each other's places; on the last rank of a pipeline, which holds the logits, by a quarter.
+several sizes do not fit into each other's places. On a pipeline's last rank, which holds the logits, it is a quarter.
 """
 
 import contextlib

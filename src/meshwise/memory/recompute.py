@@ -376,8 +376,8 @@ _LITTLE = 0.05
 def sample_of(tensor: Tensor) -> Tensor | None:
     """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
-    Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes: such a workspace of a kernel (an
-    LSTM on a CPU saves one) is only partly written.
+    Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes. A kernel's workspace is such a
+    tensor (an LSTM on a CPU saves one), and is only partly written.
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None

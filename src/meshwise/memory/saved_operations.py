@@ -9,8 +9,8 @@ operations are computed again:
                 scaled_dot_product_…                      fused attention: its output and a number per query, no scores
     repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes scores: large, but cheap
 
-In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input:
-3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
+In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input.
+They are 3 h of queries, keys and values, h of the attention's projection, and 4 h and h of the MLP (as in GPT-3).
 """
 
 import contextlib

@@ -60,10 +60,7 @@ class TierError(RuntimeError):
 
 @dataclass(frozen=True)
 class TierActivity:
-    """One read or write of a piece, or one update of masters on the CPU; times are of `time.monotonic`.
-
-    `kind` is `read`, `write` or `update`.
-    """
+    """A `read` or `write` of a piece, or an `update` of masters on the CPU (`kind`), with times of `time.monotonic`."""
 
     kind: str
     bytes: int

@@ -13,7 +13,7 @@ Only the operations on which the wanted tensors depend run, in order; memory is 
 the tensor and the inputs of one operation are in memory.
 
 Every random operation draws from its own generator. The generator's seed is a hash of the model's seed, a tensor's name
-and a number: the tensor is the first parameter or buffer that depends on the operation, and the number counts its
+and a number. The tensor is the first parameter or buffer that depends on the operation, and the number counts its
 operations. So the values of a parameter depend on no other part of the model, no order and no rank. The global
 generators stay unchanged.
 """

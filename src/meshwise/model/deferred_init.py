@@ -108,8 +108,8 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
     The function is called once, on meta tensors, and its tensor operations are recorded. Raises ValueError for a
-    module on the meta device, a function that returns no module, random draws that cannot be repeated, and a built
-    module with other modules in plain lists or dicts.
+    module on the meta device, a function that returns no module, and random draws that cannot be repeated. Raises it
+    also for a built module with other modules in plain lists or dicts.
     """
     if isinstance(model, nn.Module):
         check_readable(model)

@@ -1,7 +1,7 @@
 """The parameter table: one row for each logical parameter of a model.
 
 All code that uses parameters (initialization, gradient reduction, the norm, the optimizer, checkpoints) reads this
-table and never walks the module itself, so a parameter has one name everywhere. A tied parameter is registered under
+table and never walks the module itself. So a parameter has one name everywhere. A tied parameter is registered under
 several names, but is one parameter: gathered once, counted once in the norm, updated once, saved once.
 """
 
@@ -191,8 +191,8 @@ def parameter_table(
     | replicas   axes over which the gradients of every parameter are summed
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
-    Raises ValueError as `check_trains` and `check_readable` do; also for options that are no mapping, for two
-    parameters that share memory, and for a pattern in `units` that matches nothing.
+    Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, two
+    parameters that share memory, and a pattern in `units` that matches nothing.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

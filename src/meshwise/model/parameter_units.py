@@ -19,12 +19,11 @@ follow from the structure of the model:
    entries that have parameters in their own children.
 2. A *block* is an entry of a container, and has children with parameters. A block is not opened, because the data
    choose the experts of a mixture, so only the whole block runs at a known time. An entry that is itself a container
-   with a stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture; if
+   with a stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture. If
    it is a stage of a vision network, name its blocks in `units`.
 3. Every other module with parameters is a *piece* as a whole.
-4. Some parameters belong to an opened module as a whole: its own parameters, those of children without a forward
-   (`ParameterList`), and those that its forward reads from a child without a call (`parameter_reads`). They are a
-   unit that is in use during the module's whole forward.
+4. An opened module's own parameters are a unit, in use during its whole forward. So are parameters of children without
+   a forward (`ParameterList`), and parameters that its forward reads without calling the child (`parameter_reads`).
 5. Neighbouring pieces that are not blocks are merged while the unit is at most 1.25 times the largest piece or block.
    So a small piece (a final norm, a position embedding) joins its neighbour.
 6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.

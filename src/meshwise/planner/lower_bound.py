@@ -148,8 +148,7 @@ def bound(
 ) -> PlanFigures:
     """Return lower bounds of a plan's time and memory.
 
-    `cut`: pieces of each stage. `exact`: time the schedule's table, which takes milliseconds; the profile must then
-    have the plan's own key.
+    `cut`: pieces of each stage. `exact`: time the schedule's table (some ms); the profile must have the plan's key.
     """
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
     stages = [_Stage([profile.pieces[index] for index in own], launch) for own in cut]

@@ -80,8 +80,7 @@ class PlanSpace:
     stages: int | None = None
     """Number of stages if the job fixes the cut; None if the search chooses it."""
     begins: Callable[[int], tuple[str, ...]] | None = None
-    """Function from a number of stages to the first module of each stage except the first, if a rule sets the cuts;
-    None for even cuts."""
+    """Rule for the cuts: from the number of stages to the first module of every stage but stage 0. None: even cuts."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that the user fixes."""
     lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)

@@ -72,7 +72,7 @@ class LossScale:
         return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
 
     def updated(self) -> "LossScale":
-        """Return the scale after a step that was applied: doubled after `patience` of them, up to `MOST`."""
+        """Return the scale after a step that was applied: doubled after `patience` such steps, up to `MOST`."""
         if self.updates + 1 < self.patience or self.value >= self.MOST:
             return replace(self, updates=self.updates + 1, overflows=0)
         return replace(self, value=self.value * 2, updates=0, overflows=0)

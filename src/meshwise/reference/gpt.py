@@ -12,9 +12,8 @@
         norm ─ head                                logits (B, T, vocabulary)
 
 The initialization is GPT-2's (Radford et al., 2019): normal with a standard deviation of 0.02. The two projections that
-write to the residual stream are scaled by 1/sqrt(2 · layers), so that its variance does not grow with depth. Rotary
-positions follow Su et al., 2021 (RoFormer); fewer key-value heads than heads is grouped-query attention (Ainslie et
-al., 2023).
+write to the residual stream are scaled by 1/sqrt(2 · layers), so that the stream's variance does not grow with depth.
+Rotary positions follow Su et al., 2021; grouped-query attention (fewer key-value heads) follows Ainslie et al., 2023.
 """
 
 import math

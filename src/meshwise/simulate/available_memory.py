@@ -6,8 +6,7 @@ On a GPU this is the free memory of the device (`comm/api/streams.py`). On a CPU
     | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
     |                  (a container, a batch job, a service)
 
-The page cache belongs to the memory in use of a cgroup. Its inactive pages count as free here, as container runtimes
-count them.
+A cgroup counts the page cache as memory in use. As in container runtimes, its inactive pages count as free here.
 """
 
 import os

@@ -83,8 +83,7 @@ class Device:
     own: float = 0.0
     """Bytes of `memory` that libraries use (the CUDA context, NCCL), and tensors cannot use."""
     peak: Mapping[str, float] = field(default_factory=dict)
-    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`. `peak_of` handles dtypes that have no
-    entry."""
+    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`. `peak_of` handles missing dtypes."""
     products: MatmulEfficiency = field(default_factory=MatmulEfficiency)
     """Fraction of the peak that matrix products reach."""
     attention: MatmulEfficiency = field(default_factory=MatmulEfficiency)

@@ -51,8 +51,7 @@ class MeasuredRank:
 def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = STEPS) -> list[MeasuredRank]:
     """Run a plan for `steps` steps and return the measurements of all ranks. Every rank calls it.
 
-    On a CPU the ranks must have been started with the environment `MALLOC`. Raises OSError if the system lacks Linux's
-    files in /proc.
+    CPU ranks must have been started with the environment `MALLOC`. Raises OSError without Linux's files in /proc.
     """
     _warm_up(world.device)
     before = _used_bytes(world.device)

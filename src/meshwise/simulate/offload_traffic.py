@@ -39,8 +39,7 @@ def update_traffic(
 ) -> TierTraffic:
     """Return the bytes that a rank moves between tiers at the update.
 
-    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes that the rank updates, of `params` and of their
-    `gradients`.
+    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes of `params` and `gradients` in the rank's update.
     """
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")

@@ -148,7 +148,7 @@ def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, at most those of its storage, so that expanded elements count once."""
+    """Return the bytes of a tensor, at most the bytes of its storage, so that expanded elements count once."""
     if tensor.is_sparse:
         return sum(map(_nbytes, storages_of(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -80,7 +80,7 @@ class Recorder:
                 self.record_allocation(one)
 
     def record_allocation(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
-        """Count the storage of a tensor once, until it is freed. `category`: None for that of the current activity."""
+        """Count the storage of a tensor once, until it is freed. `category`: by default of the current activity."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:

@@ -50,8 +50,7 @@ class Prediction:
     """Seconds of the step in which a rank only waits, mean over ranks. The keys are the axes of collectives (`dp·cp`),
     and `host` for offloaded state."""
     traffic: Mapping[str, float]
-    """Bytes that a rank sends in a step, by link: `inside` a node and `between` nodes. Each is the largest over all
-    ranks."""
+    """Bytes that one rank sends in a step, the largest number of all ranks: `inside` a node and `between` nodes."""
     timeline: Timeline | None
     """Timeline of the pipeline's actions; None for pp=1."""
 
@@ -73,7 +72,7 @@ class Prediction:
 
     @property
     def model_flops(self) -> float:
-        """Flops of the model in a step over all ranks, without recomputation: at most 3 times those of the forwards."""
+        """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
         return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
 
     @property

@@ -73,7 +73,7 @@ class Rehearsal:
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
         """Return the segments of a whole step of the rank with this index along pp.
 
-        Recorded micro-batches stand for the micro-batches that did not run. `first`: for the first step of a run.
+        Recorded micro-batches are copied for the micro-batches that did not run. `first`: for the first step of a run.
         """
         if (index, first) not in self._steps:
             self._steps[index, first] = self._step(index, first=first)
@@ -117,7 +117,7 @@ def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = Fal
 
 
 def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
-    """Return the segments that stand for micro-batches that did not run, by stage and kind of action.
+    """Return the segments that are copied for micro-batches that did not run, by stage and kind of action.
 
     Each is the segment of the middle micro-batch that ran. If this micro-batch leaves memory allocated, its last
     backward (B or W) is changed to free that memory, so that no replayed micro-batch changes the memory in total.

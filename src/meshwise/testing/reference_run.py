@@ -1,6 +1,6 @@
 """Train an unsplit model on one process, in plain torch, to compare a plan with it (`ReferenceRun`).
 
-The project's own engine on one rank could make the same mistakes as on many. So this is the usual loop:
+The project's own engine on one rank could make the same mistakes as on many ranks. So the reference is the usual loop:
 
     | output = model(batch)
     | total, count = loss(output, batch)          # over the whole global batch
@@ -67,7 +67,7 @@ class ReferenceRun:
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
-        """Run forward and backward of a global batch, and return the mean loss and its count. It replaces gradients.
+        """Run forward and backward of a global batch, and return the mean loss and its count. Replaces old gradients.
 
         Raises ValueError when `loss` does not return (sum, count), or counts nothing.
         """

@@ -41,8 +41,7 @@ _PLACE = "the whole traceback "
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
     """Write the traceback of `error` into a file in `folder` (by default a new temporary folder), and add a note to it.
 
-    Does nothing for an error in `SELF_EXPLAINING`, or with such a note already. If the file cannot be written, the note
-    says why.
+    Does nothing for an error that has such a note or is in `SELF_EXPLAINING`. If writing fails, the note says why.
     """
     if isinstance(error, SELF_EXPLAINING) or any(_PLACE in note for note in notes(error)):
         return

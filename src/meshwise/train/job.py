@@ -123,8 +123,7 @@ class DataJob:
     workers: int = 0
     """Processes per rank that read ahead; 0: the rank itself reads, which is fast enough for text."""
     cache: str | None = None
-    """Folder for the memory-mapped file of tokens that is made from the text. Default: `meshwise` in $XDG_CACHE_HOME
-    or in ~/.cache."""
+    """Folder for the file of tokens, made from the text. Default: `meshwise` in $XDG_CACHE_HOME or in ~/.cache."""
 
     def __post_init__(self) -> None:
         _least("data.context", self.context, 1)

@@ -1,7 +1,6 @@
 """Read a job from a TOML file and command-line flags, write a job as TOML, and change single keys of a TOML file.
 
-The values of the file become the defaults of the flags, so a flag overrides the file, and `--help` shows the values of
-the file.
+The file's values become the defaults of the flags. So a flag overrides the file, and `--help` shows the file's values.
 """
 
 import dataclasses

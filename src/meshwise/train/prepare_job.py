@@ -1,7 +1,6 @@
 """Load the model function, loss, optimizer and data that a job names (`prepare`), and check its plan (`check_plan`).
 
-A command does this before it starts ranks, so that a wrong job ends with one message and exit status 2. Each rank then
-calls `prepare` again.
+A command does this before it starts ranks, so a wrong job ends with one message and status 2. Each rank does it again.
 """
 
 import dataclasses

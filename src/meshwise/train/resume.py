@@ -4,9 +4,8 @@ The resumed run reads the samples and sets the learning rates of a run without i
 model, the optimizer and (under the same plan) the random generators. In addition, a run has three counts that do not
 depend on the plan: steps done, samples read, and updates applied (which set the learning rate).
 
-The job must be equal to the job of the checkpoint. Keys that do not change the results may differ; the difference is
-printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content, so a text
-may be in another file.
+The job must equal the checkpoint's job. Keys that do not change the results may differ; the difference is printed. Any
+other difference is refused unless `train.accept` names its key. Data are compared by content, not by file name.
 """
 
 import hashlib

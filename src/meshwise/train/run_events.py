@@ -130,7 +130,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint of the state after `step` is complete. It took `seconds`, for `held` of which training waited."""
+    """The checkpoint of the state after `step` is complete. It took `seconds`; training waited `held` seconds."""
 
     step: int
     path: str

@@ -1,6 +1,6 @@
 """Find slow ranks, which make other ranks wait: `BusyTimer` times this rank, `RankPace` compares all ranks.
 
-Collectives make every rank's step as long as that of the slowest rank. So the ranks compare their busy time: the
+Collectives make every rank's step as long as the slowest rank's. So the ranks compare their busy time: the
 time of the step without waits in collectives, which comm's flight recorder measures. They exchange these times every
 20 steps. A rank is slow in a step if its busy time is more than twice the other ranks' median, and 50 ms above it.
 
@@ -39,7 +39,7 @@ class BusyTimer:
 
 
 class RankPace:
-    """Collects the busy times of this rank's steps; every 20 steps, it compares them with those of the other ranks."""
+    """Collects the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
 
     def __init__(self, world: World) -> None:
         self._world = world

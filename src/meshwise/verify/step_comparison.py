@@ -9,8 +9,8 @@
     optimizer                 │ optimizer on shards             the value of …
                               │ rank against rank               the value of … on rank r
 
-The order is that of the computation, so the first figure over its bound is at the fault or just after it. Tensors are
-compared one at a time: every rank except the first holds its shards and one full parameter.
+Figures come in the order of computation, so the first figure over its bound is at the fault or just after it. Tensors
+are compared one at a time: every rank except the first holds its shards and one full parameter.
 """
 
 import dataclasses

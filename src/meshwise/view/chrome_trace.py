@@ -1,8 +1,7 @@
 """Write timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Each rank is a process with four rows: computations and waits, links, collectives, and traffic between memory tiers.
-Every message has an arrow, and memory by category is a counter. The format is Google's "Trace Event Format": JSON with
-times in microseconds.
+Every message has an arrow, and memory by category is a counter. The format is JSON ("Trace Event Format"), times in µs.
 """
 
 import json
@@ -21,7 +20,7 @@ ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 
 """Thread number of each row in a process of the trace; computations and waits are row 0."""
 _NAMES = ("computes", "sends", "collectives", "tiers")
 _APART = 10
-"""Difference of the numbers of two rows with the same name: events that overlap are put into separate rows."""
+"""Distance between the numbers of rows with the same name. Overlapping events get separate rows."""
 _MICRO = 1e6
 
 

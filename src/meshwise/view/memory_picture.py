@@ -19,10 +19,9 @@ _STEPS = 4
 def memory_pictures(
     histories: Sequence[MemoryHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
-    """Yield a picture for each history, all to one scale. The height is `most` bytes, or `limit` if it is near.
+    """Yield a picture for each history, all to one scale: `most` bytes high, or `limit` bytes if that is little more.
 
-    `names`: names of the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use, 0 if
-    unknown.
+    `names`: the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use (0: unknown).
     """
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
     categories = [category for category in Category if any(each.holds(category) for each in histories)]
@@ -69,7 +68,7 @@ def _picture(history: MemoryHistory, frame: _Frame, *, last: bool) -> Picture:
 
 
 def _areas(history: MemoryHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
-    """Yield a filled staircase for each category; the first is at the bottom and drawn over the others."""
+    """Yield a filled staircase for each category. The first category is at the bottom and drawn over the others."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     for count in range(len(frame.categories), 0, -1):
         points = [(0.0, plot.height)]

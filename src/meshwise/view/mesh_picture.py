@@ -5,7 +5,7 @@
     | dp 0 [  0 ][  1 ]     dp 0 [  4 ][  5 ]
     | dp 1 [  2 ][  3 ]     dp 1 [  6 ][  7 ]
 
-The two next axes place the grids in rows and columns. Of a long axis, the first indices and the last one are shown.
+The next two axes arrange the grids in rows and columns. A long axis is shown by its first indices and its last index.
 """
 
 from collections import defaultdict
@@ -16,13 +16,13 @@ from meshwise.base.mesh import Mesh
 from meshwise.view.shapes import Bars, Box, Picture, PictureText, Point, Shape, text_width
 
 _MOST = (16, 8, 8, 4)
-"""Most indices that are shown of each axis: across a grid, down a grid, grids in a row, rows of grids."""
+"""Largest number of shown indices per axis: across a grid, down a grid, grids in a row, rows of grids."""
 _TONES = 6
 _HIGH, _GAP, _TITLE, _LABEL, _LEAST = 24.0, 2.0, 26.0, 18.0, 40.0
 _BREAK = 40.0
 """Width of the gap where grids are left out."""
 _WIDEST, _LETTERS = 1180.0, 340.0
-"""Largest width of the picture, and its smallest, which has room for the title."""
+"""Largest and smallest width of the picture. The smallest has room for the title."""
 _Index = int | None
 """Index of a rank along an axis; None for the indices that are left out."""
 
@@ -105,7 +105,7 @@ class _Sheet:
         return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
     def title(self, outermost: Sequence[str]) -> str:
-        """Return the number of ranks, and the `outermost` axes, which are shown with their first index only."""
+        """Return the number of ranks, and the `outermost` axes, which are shown by their first index only."""
         nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         rest = f"; of {' '.join(outermost)} the first" if outermost else ""
         return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}{nodes}{rest}"

@@ -49,7 +49,7 @@ def memory_categories(accounts: Sequence[PlanAccount]) -> list[str]:
 
 
 def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
-    """Return bars of the step of each plan to one scale, and bars of the memory of its fullest rank to another."""
+    """Return two charts with a bar for each plan: the time of its step, and the memory of its fullest rank."""
     charts = [_times(accounts)]
     remembering = [account for account in accounts if account.peak]
     if remembering:

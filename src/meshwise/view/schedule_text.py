@@ -3,7 +3,7 @@
     rank 0 │F0 F1 .  .  B0─── .  B1───
     rank 1 │.  F0 B0─── F1 B1─── .  .
 
-A column is as long as the shortest computation, and longer computations have a line. `F0` is the forward of micro-batch
+A column is as long as the shortest computation; `─` continues a longer computation. `F0` is the forward of micro-batch
 0. A rank with several stages writes the stage first: `2F0`.
 """
 
@@ -119,7 +119,7 @@ def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event,
 
 
 def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
-    """Return a table of each rank: its stages, computing and idle time, and `peaks`, its most memory in any unit."""
+    """Return a table of each rank: its stages, computing and idle time, and `peaks`, its peak memory in any unit."""
     table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
     for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):
         table.add_column(heading, justify="left" if heading == "stages" else "right")

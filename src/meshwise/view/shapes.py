@@ -1,7 +1,6 @@
 """Represent a picture as a value: shapes in drawing order (`Picture`), from which SVG and PNG are written.
 
-So page, files and tests have the same content. A paint is the name of a colour in `palette`. Lengths are pixels; y
-points down.
+So page, files and tests have equal content. A paint names a colour of `palette`. Lengths are pixels; y points down.
 """
 
 import dataclasses
@@ -94,7 +93,7 @@ class Plot:
     texts: tuple[PictureText, ...] = ()
     """Names of shapes, drawn over the shapes where there is room."""
     brief: bool = False
-    """Whether `texts` leave out the stage, as in `F0` for the action `0F0`."""
+    """True if `texts` leave out the stage, as in `F0` for the action `0F0`."""
 
     def x(self, time: float) -> float:
         """Return the x coordinate of a time."""

@@ -35,7 +35,7 @@ def _ground(picture: Picture) -> str:
 
 
 def _plot(plot: Plot) -> str:
-    """Return a nested SVG element. A page stretches time by a change of its view box."""
+    """Return a nested SVG element. A page stretches time by changing this element's view box."""
     left, top, width, height = map(_number, (plot.left, plot.top, plot.width, plot.height))
     place = f'transform="translate({left} {top})"'
     about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'

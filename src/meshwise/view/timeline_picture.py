@@ -52,7 +52,7 @@ _TRACK, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 def timeline_picture(
     timeline: Timeline, *, title: str, rows: Sequence[str] = (), span: float | None = None, unit: str = "s"
 ) -> Picture:
-    """Return the picture. `rows`: names of the ranks, or numbers; `span`: time of the width, by default the step."""
+    """Return the picture. `rows`: names of the ranks (default: numbers); `span`: time of the width (default: step)."""
     names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     drawing = _Drawing.of(timeline, names)
     height = drawing.pitch * timeline.ranks

@@ -1,7 +1,7 @@
 """Measure when a rank begins each activity of a step, and how long it waits in collectives.
 
-Each time is taken by an event on the current CUDA stream, or on the CPU by the clock. So on the GPU the times are those
-of the GPU, and the host does not wait for it before `read`.
+Each time is taken by an event on the current CUDA stream, or on the CPU by the clock. So on a GPU the times are GPU
+times, and the host does not wait for the GPU before `read`.
 """
 
 from collections.abc import Hashable

@@ -1,6 +1,6 @@
 """Find out why ranks wait, from the answers of all ranks to a survey by the watchdog.
 
-From one waiting rank the cause cannot be told: another rank may just compile, load data or write a checkpoint. So the
+One waiting rank does not show the cause: another rank may just compile, load data or write a checkpoint. So the
 answers of all ranks are compared. The causes are tried in this order:
 
     | disagreement      ranks made different calls where they have to make the same call

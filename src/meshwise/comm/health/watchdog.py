@@ -319,7 +319,7 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """Watch this rank without the store: end it when it waits in a collective; while it computes, let it go on."""
+        """Watch this rank without the store: end it when it waits in a collective, but not while it computes."""
         while not self._stopped:
             self._require_launcher()
             since = self._world.position.waiting_since

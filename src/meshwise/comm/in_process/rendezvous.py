@@ -32,7 +32,7 @@ class TurnTaking:
         self._members.discard(threading.get_ident())
 
     def take(self) -> None:
-        """Wait until it is this thread's turn, for at most a second; then continue without the turn."""
+        """Wait at most a second for this thread's turn; after that, continue without the turn."""
         if threading.get_ident() in self._members and self._lock.acquire(timeout=_PATIENCE_SECONDS):
             self._holder = threading.get_ident()
 
@@ -65,7 +65,7 @@ class PendingCollective:
         self._deposits[rank] = deposit
 
     def complete(self) -> bool:
-        """Return whether every rank has called the collective."""
+        """Return True if every rank has called the collective."""
         return len(self.records) == len(self.ranks)
 
     def missing(self) -> list[int]:

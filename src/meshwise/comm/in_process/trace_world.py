@@ -1,8 +1,7 @@
 """A World in which one rank of any number of ranks runs alone: its collectives are recorded and move no data.
 
-The communication cost of a plan follows from the collectives of its ranks. To record the collectives of one rank, run
-its step in this world. Kinds, axes, bytes and order equal the real job's, with 8 ranks or 65,536. Meta tensors take no
-memory.
+A plan's communication cost follows from the collectives of its ranks. To record the collectives of one rank, run its
+step in this world. Kinds, axes, bytes and order equal the real job's, of 8 or 65,536 ranks. Meta tensors are free.
 
     with world.record() as records:
         trainer.step(batch)

@@ -37,9 +37,8 @@ def connect(
     | comm            how CPU ranks of one host communicate: `local` (shared memory), `gloo`, or `auto`; None for the
     |                 value of MESHWISE_COMM, or `auto` without this variable
 
-    The world is closed at exit. Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is
-    impossible, when a requested GPU is missing, or when the environment is incomplete. Raises torch's DistError when
-    ranks are missing.
+    The world is closed at exit. Raises ValueError when ranks are on CPU and on CUDA, `local` is impossible, a requested
+    GPU is missing, or the environment is incomplete. Raises torch's DistError when ranks are missing.
     """
     with comm_setting(comm):
         return connected_world(device, stall_seconds=stall_seconds, sink=report_to_stderr)

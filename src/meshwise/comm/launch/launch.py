@@ -121,7 +121,7 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 
 
 def _start_method(main: Callable[..., Any]) -> str:
-    """Return the start method of multiprocessing: `fork` if a notebook defines `main`, else that of `start_context`.
+    """Return the start method of multiprocessing: `fork` if a notebook defines `main`, else the one of `start_context`.
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
     pickled, RuntimeError for a notebook's function where a fork is impossible.
     """

@@ -5,7 +5,7 @@
     |   logs/                    log files of torch's launcher
 
 Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. It holds the time of the
-error, which tells the first of several errors.
+error, from which the first of several errors is known.
 """
 
 import contextlib

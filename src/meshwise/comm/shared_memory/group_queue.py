@@ -2,8 +2,8 @@
 
 To post a call, a rank writes on its board the locations of its tensors, or the contents of small tensors. Its part
 of the call is to read the tensors of other ranks and add them up. There is no background thread, which would compete
-with the computation. When the other ranks have posted, a rank does its part at one of three moments: it waits for the
-call, it makes another call, or it calls `World.progress`:
+with the computation. When the other ranks have posted, a rank does its part at one of three moments: when it waits for
+the call, makes another call, or calls `World.progress`:
 
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8

@@ -170,8 +170,8 @@ class HostConnection:
 
 
 def _peer(rank: int, text: str) -> HostPeer:
-    """Return the peer `rank`, from the text in which it stored its PID, place of board and proof number. Raises
-    OSError when that rank has no board, or when this rank cannot map the board.
+    """Return the peer `rank`, from its stored text with PID, place of board and proof number. Raises OSError when that
+    rank has no board, or when this rank cannot map the board.
     """
     entry = json.loads(text)
     if isinstance(entry, str):

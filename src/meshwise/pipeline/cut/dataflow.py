@@ -86,7 +86,7 @@ class DataflowTracer(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def of(self, values: Any) -> Dependencies:
-        """Return the dependencies of a tree of tensors, together with those of all numbers that the model has read."""
+        """Return the dependencies of a tree of tensors and of all numbers that the model has read."""
         return self._of(values) | self._read
 
     def register_parameters(self, parameters: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,6 @@
 """Cut a model into pipeline stages; a `ModelCut` says which modules each stage runs, and what it holds and sends.
 
-One rank makes the cut from one example, and sends it to the other ranks as names and numbers. `build_stage.py` makes
-a stage from it.
+One rank makes the cut and sends it to the other ranks as names and numbers. `build_stage.py` makes stages from it.
 """
 
 import dataclasses
@@ -202,8 +201,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     `call(model)` runs an example micro-batch on the device of the model's parameters, and returns the output or the
     loss. The model, torch's generators and the gradients do not change.
 
-    Raises CutError when not so many stages fit, when the schedule has another number of stages, and when `at` has a
-    name at which no stage can begin or names in the wrong order.
+    Raises CutError when not so many stages fit, or the schedule has another number of stages. Raises it also when `at`
+    has a name at which no stage can begin, or names in the wrong order.
     """
     if request.schedule is not None and request.schedule.stages != stages:
         raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")

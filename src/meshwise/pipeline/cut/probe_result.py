@@ -77,7 +77,7 @@ class ProbeResult:
     """Seconds of forward and backward after the last call, such as of the loss; 0 if not measured."""
 
     def with_split_blocks(self, keys: Collection[str]) -> "ProbeResult":
-        """Return the result in which those of these blocks that can be split are replaced by the calls inside."""
+        """Return the result with each of these blocks that can be split replaced by the calls inside it."""
         calls = (
             part
             for called in self.calls

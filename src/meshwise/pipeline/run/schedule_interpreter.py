@@ -8,7 +8,7 @@ The table sets the order of computations and messages; `validate` has checked th
     | 2B0 2I0 2W0               the backward, whole or in two parts (`split_backward.py`)
     | 2GATHER 2FREE 2REDUCE     passed to the storage of the stage's parameters
 
-The first message between two stages for each micro-batch shape starts with a header that tells the receiver the shapes;
+The first message between two stages for each micro-batch shape starts with a header with the shapes for the receiver;
 later messages are tensors alone. The actions of a micro-batch that does not run are left out on every rank.
 """
 

@@ -1,7 +1,7 @@
-"""Run a backward in two parts: first I computes the gradients of received values, later W those of parameters.
+"""Run a backward in two parts: first I computes the gradients of received values, later W the gradients of parameters.
 
 Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
-the gradients of its two operands separately, and autograd omits a gradient that nobody asks for. So:
+the gradients of its two operands separately, and autograd omits a gradient that is not requested. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
                │             │
@@ -53,7 +53,7 @@ def backward_input(
 ) -> WeightBackward:
     """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
 
-    `gradients` are those of `outputs`, which require gradients. If the graph contains no received value, W is the whole
+    `gradients`: of `outputs`, which require gradients. If the graph contains no received value, W is the whole
     backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing.
     """
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
@@ -186,7 +186,7 @@ class _Graph:
         return found
 
     def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
-        """Return the nodes at which paths to the leaf leave the spine; None stands for a path that misses the spine."""
+        """Return the nodes at which paths to the leaf leave the spine, and None for a path that misses the spine."""
         found: set[Node | None] = set()
         seen: set[Node] = set()
         waiting = [leaf] if leaf in self.nodes else []

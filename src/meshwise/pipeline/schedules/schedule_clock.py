@@ -136,8 +136,8 @@ def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
     """Yield (rank, action, before, other) for each event; the event waits for the events `before` and `other`.
 
     Events are numbered from 1, in the order in which they are yielded; 0 is the start of the step. `before` is the
-    rank's last computation or receive. `other` is, for a receive, its message; for a send, the last message on its
-    link; for a computation, the gather of its stage; for a gather or reduction, the rank's last collective.
+    rank's last computation or receive. `other` is the message for a receive, and the link's last message for a send.
+    For a computation it is the gather of its stage, for a gather or reduction the rank's last collective.
     """
     now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)

@@ -1,7 +1,6 @@
 """Build zero-bubble schedules with split backwards: I runs at once, as the stage before waits for it, and W later.
 
-Let p be the number of ranks, and f, i and w the times of a stage's F, I and W. The bubble of a rank, from its first
-action to its last, is
+Let p be the number of ranks, and f, i, w the times of a stage's F, I, W. A rank's bubble, first to last action, is
 
     | zb-h1       (p - 1) (f + i - w)           holds p micro-batches, as 1F1B    (Qi et al., 2023)
     | zb-h2       (p - 1) (f + i - 2w)          holds 2p - 1
@@ -10,10 +9,9 @@ action to its last, is
 
 The last two schedules put stages r and 2p - 1 - r on rank r (a V), so that the loss is on rank 0. Their f, i and w are
 the times of such a stage, half as large as a stage of zb-h1. DualPipeV's published formula, (p - 1) (f + 2i - w),
-assumes that a forward and a backward run together. Here they run one after the other, so the next rank has the first
-result earlier.
+assumes that a forward and a backward run together. Here they run in turn, so the next rank has one result earlier.
 
-zb-h1 and zb-h2 follow one rule, with f = i = w = 1: in each unit of time, a rank runs the next forward if the limits
+zb-h1 and zb-h2 follow one rule, with f = i = w = 1. In each unit of time, a rank runs the next forward if the limits
 allow it, else the next I, else a W. The two differ only in their two limits. In a V this rule would leave gaps of a few
 units, so zb-v and dualpipev are written as phases of repeated actions.
 """

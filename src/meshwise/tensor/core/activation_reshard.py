@@ -201,8 +201,8 @@ def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
 def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
     """Register hooks that move a module's arguments to the rows inside its pair, and sum the arguments' gradients.
 
-    Arguments that colwise matrices read stay unchanged, because the matrices reshard them: they have as many dims as
-    the hidden states, and one of `widths` as number of features.
+    Arguments that colwise matrices read stay unchanged, because the matrices reshard them. Such an argument has as many
+    dims as the hidden states, and one of `widths` as number of features.
     """
     dims = [0]
 

@@ -20,7 +20,7 @@ K) by (experts, out, in).
 
 Several products may read one X, as q, k and v do. Then X is gathered once for all of them. A rank keeps only its own
 part of X, so the backward gathers X once more for all weight gradients (`InputGather`). The gradients of X are added
-before they are sent. So the traffic equals that of one product with all columns of W.
+before they are sent. So the traffic equals the traffic of one product with all columns of W.
 
 The backward may be run in two parts, for dX and for dW. Each part gathers the operand that it multiplies: W for dX, X
 for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X.
@@ -182,9 +182,8 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
     """Return this rank's part of X·W plus the bias: (…, local K) times (local out, local K) to (…, local out).
 
     With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
-    local out). The gradients have the shapes of the stored parts; the gradient of the bias is the sum over this rank's
-    rows of Y only. Under autocast, operands are converted before they are sent. Raises ValueError for parts that do
-    not fit `operation`.
+    local out). Gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows of Y
+    only. Under autocast, operands are converted before they are sent. Raises ValueError if parts misfit `operation`.
     """
     value, weight, bias = (
         to_product_dtype(x.value),

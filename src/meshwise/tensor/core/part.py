@@ -96,8 +96,7 @@ class Part:
     group_counts: tuple[str, ...] = ()
     """attention: attributes that count the query heads of one key head."""
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that have, or may have, a dim of heads, such as masks. `grain` heads stay
-    together."""
+    """attention: arguments of its forward that may have a dim of heads, such as masks. `grain` heads stay together."""
     heads: int = 0
     """attention: number of query heads over all ranks, for `by_head`."""
     kv_replicas: int = 1

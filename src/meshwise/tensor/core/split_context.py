@@ -137,7 +137,7 @@ class SplitContext:
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def gather_features_of(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return `x` with all features; all ranks must use it alike. `sizes`: each rank's number of features."""
+        """Return `x` with all features, which all ranks must use equally. `sizes`: each rank's number of features."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()

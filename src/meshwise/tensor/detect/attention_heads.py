@@ -123,8 +123,8 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     """Return the order of the output features of the fused matrix `owner.<child>`.
 
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
-    each section. `width`: features of a head. The evidence is a known class, an attribute (tuple or list) with the
-    section sizes in features or in heads, or a forward that splits the output, as by `self.qkv(x).split(...)`,
+    each section. `width`: features of a head. The evidence is a known class, a tuple or list with the section sizes
+    in features or heads as an attribute, or a forward that splits the output. It may use `self.qkv(x).split(...)`,
     `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`.
     """
     for kind in type(owner).__mro__:
@@ -151,9 +151,8 @@ def cut_by_rule(
 ) -> tuple[tuple[int, ...], int]:
     """Return the sections (() for one) and the grain, in features, that a rule states for a matrix.
 
-    `given`: options of the rule. `sections`: sizes by the matrix's structure, used if there are as many as the rule
-    states; else sections are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do
-    not fit.
+    `given`: options of the rule. `sections`: sizes by the matrix's structure, used if their number is the rule's; else
+    sections are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit.
     """
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number

@@ -9,7 +9,7 @@ A transformer block adds the outputs of branches (attention, MLP) to hidden stat
 The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature or
 every head is independent, so ranks split the features and communicate only at the ends. Sizes show the role of most
 matrices: a rowwise matrix writes the width of the hidden states, a colwise matrix another size. A square matrix can be
-either, such as the queries and the output of most attentions. Then the registration order tells where a branch ends:
+either, such as the queries and the output of most attentions. Then the registration order shows where a branch ends:
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
     | a square after a matrix that is colwise by size    qkv 8x24, output 8x8

@@ -5,7 +5,7 @@ A pair, found as a `BlockBranch`, is one or more colwise matrices and a rowwise 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
     mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features
 
-The modules between the matrices of an attention hold one number per head, or treat all heads alike.
+The modules between the matrices of an attention hold one number per head, or treat all heads equally.
 """
 
 import re

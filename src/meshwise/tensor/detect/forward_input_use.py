@@ -2,8 +2,7 @@
 
 Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
 the tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
-gathers separately, which costs only traffic. If a forward reads the sizes of its input, it needs the gathered input's
-sizes.
+gathers separately, which costs only traffic. A forward that reads its input's sizes needs those after the gather.
 """
 
 import ast
@@ -28,8 +27,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
         q, k, v = self.q(x), self.k(x), self.v(x)
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
-    `others`: children that may read only the second name, because it may be another tensor. Return False without a
-    source of the forward.
+    `others`: children that may read only the second name, which may be another tensor. Return False without a source.
     """
     definition = _forward(module)
     if definition is None:

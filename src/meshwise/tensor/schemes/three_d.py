@@ -14,7 +14,7 @@ number of tokens; K and N are features. The two linears of a pair exchange the r
 In both linears, i splits W along the features of the hidden states, so heads are never cut. Inside a pair the rows of
 the batch are split over (i, l). So other tensors with a batch dim, such as an attention mask, must be moved there.
 
-The head is the 2D product with (i, j) as row and l as col. Its rows are those of the hidden states, so labels fit.
+The head is the 2D product with (i, j) as row and l as col. Its rows are the hidden states' rows, so labels fit.
 Its logits, the largest tensor of all, are never a partial sum. With a vocabulary of v it gathers h·v/p elements of W;
 a product on the cube would reduce b·s·v/p². The embedding's table is stored like the head's weight.
 """

@@ -13,8 +13,7 @@ again. For a block of width h with an MLP of 4h and b·s tokens in total, all li
 
 Heads and rows of the batch are both local, so attention needs no communication. The embedding's table is stored like
 the head's weight, so that the two may be tied. A rank has a part of the vocabulary and of the features. It gathers the
-features over axis row, and looks up the tokens in its part of the vocabulary. The results are reduce-scattered over
-col along the features.
+features over row, and looks up tokens in its part of the vocabulary. Results are reduce-scattered over col, by feature.
 """
 
 from meshwise.tensor.core.scheme import Axes, OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
