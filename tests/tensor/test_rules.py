@@ -280,7 +280,7 @@ def test_heads_that_nothing_counts_are_asked_for() -> None:
     for module in model.modules():
         vars(module).pop("n_head", None)
     with pytest.raises(
-        ValueError, match=r"1\.attention\.q\.weight.*no heads that fit, and how many .* not show"
+        ValueError, match=r"1\.attention\.q\.weight.*no heads that fit; state the number of heads"
     ) as caught:
         find_parts(model, plan=Plan())
     assert find_parts(model, plan=Plan(), rules=shown(caught.value))["1.attention"].role == "whole"

@@ -47,7 +47,7 @@ class BatchShards:
         return [(start + low, start + high) for low, high in even_split(stop - start, count)]
 
     def samples(self, number: int, *, count: int) -> SampleRows:
-        """Return the sample numbers of micro-batch `number`; a micro-batch without rows has one, of its spare row."""
+        """Return the sample numbers of micro-batch `number`; without rows, it is the number of the spare row."""
         start, stop = self.row_ranges(count)[number]
         return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, count))
 

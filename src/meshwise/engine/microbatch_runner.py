@@ -123,7 +123,7 @@ class WholeModelRunner:
             if last:
                 on_count(tokens)
             # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
-            # So the gradients of a spare row, whose loss is multiplied by 0, have to be kept: they hold other ranks'.
+            # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
             keep = micro_batch.counts or self._shares_rows
             flight_recorder.doing = Action(0, ActionKind.B, index)
             with self._running(micro_batch, again=True):

@@ -21,7 +21,7 @@ from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class StagedEngine:
-    """Engine of a rank that holds pipeline stages: forwards each call to the engines of its stages."""
+    """Engine of a rank that holds pipeline stages: passes each call to the engines of its stages."""
 
     def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
         """Exchange the tables of all stages (collective). `stages`: engines of this rank's stages by stage index.
@@ -125,7 +125,7 @@ class StagedEngine:
             yield name, value
 
     def saves(self, buffer: str) -> bool:
-        """Return whether this rank is the one that saves a buffer: rank 0 of the first stage that has the buffer."""
+        """Return True if this rank saves a buffer: it is rank 0 of the first stage that has the buffer."""
         others = [axis for axis in self.world.mesh.names if axis != "pp"]
         holder = self._ranks[self._buffers[buffer][0]]
         return self.world.group("pp").index == holder and self.world.group(others).index == 0
