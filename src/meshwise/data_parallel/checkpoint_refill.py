@@ -172,7 +172,7 @@ class CheckpointRefill:
         return self._update.zero_state(parameter, key=slot.partition("/")[2], dtype=dtype)
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
-        """Return the device of a parameter's scalar state: its own if fused or capturable, else the CPU."""
+        """Return the device of a parameter's scalar state: the parameter's if fused or capturable, else the CPU."""
         for group in self._optimizer.param_groups:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

@@ -283,7 +283,7 @@ def profile_layers(
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
-    """Return how many first operations of a forward are equal in another stage: the last, or the one before it."""
+    """Return how many first operations of a stage's forward equal the last stage's (for that: the stage before)."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))

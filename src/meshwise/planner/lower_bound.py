@@ -89,7 +89,7 @@ class _Stage:
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Seconds of a backward before it can send the gradient of its input, and after that.
+        """Seconds of a backward until the input's gradient can be sent, and seconds of the rest of the backward.
 
         A backward in one part counts half for each, because a matrix product's two gradients take equally long.
         """

@@ -136,7 +136,7 @@ def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, in
         return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
-        # The last candidate needs (almost) the least memory. If it does not fit, no other is rehearsed.
+        # The last candidate needs (almost) the least memory. If it does not fit, the others are not rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
             return MemoryShortage(plan, predicted, used, room, candidate, int(needs.total(candidate)))
@@ -153,7 +153,7 @@ def needs(
     options: Options | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryShortage:
-    """Return the memory that a plan needs on each rank of this host; if it does not fit, also the cheapest that does.
+    """Return the memory that a plan needs on each rank of this host; if too much, also the cheapest plan that fits.
 
     Print the result. Call this function with the arguments of `parallelize` and a typical global batch, before
     `parallelize` changes the model. It allocates no tensors of the model's size. Raises PlanError if the plan does not

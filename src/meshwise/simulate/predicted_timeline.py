@@ -255,7 +255,7 @@ class PredictionReplay:
         return self._alone[key]
 
     def _cost_model_of(self, index: int) -> CostModel:
-        """Return the cost model of a rank; it depends on the rank rehearsed for it, and on its place in a node."""
+        """Return the cost model of a rank, one for each pair of a rehearsed rank and a place in a node."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
         each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
         key = tape, index * each % cluster.ranks_per_node

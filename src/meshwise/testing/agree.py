@@ -29,8 +29,8 @@ class Disagreement(AssertionError):
 def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
     """Check that `parallel` equals `single`, the trusted side, up to the relative difference `bound`, such as 1e-9.
 
-    Raises Disagreement. The message has the names that only one side has, or the first tensor over the bound, in the
-    order of `single`, with the index of its largest difference. Raises TypeError for values of another type.
+    Raises Disagreement with the names that only one side has. If there are none, it names the first tensor over the
+    bound, in the order of `single`, and the index of its largest difference. Raises TypeError for other values.
     """
     ours, theirs = dict(_leaves(parallel)), dict(_leaves(single))
     if ours.keys() != theirs.keys():

@@ -29,7 +29,7 @@ class RankAnswer:
     | process   `process PID on HOST`
     | waiting   call in which the rank is blocked; None if it is not blocked, and on a GPU, where no wait blocks it
     | waited    seconds in that call; on a GPU, seconds since the last call; 0 if the rank does not wait
-    | recent    last calls of the rank, oldest first; on a GPU any of them may be the call that does not complete
+    | recent    last calls of the rank, oldest first; on a GPU any of these calls may be the one that does not complete
     | counts    number of calls so far on each line (`CallLine`)
     | stack     Python stacks of the rank as text
     | lost      message of the RankLostError that the rank raised; "" if none

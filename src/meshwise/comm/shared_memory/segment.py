@@ -128,8 +128,8 @@ class TensorSlabs:
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized 1-D tensor in shared memory; the slab is reused after the tensor's last view.
-        The tensor is in ordinary memory when 256 slabs are in use (each needs a file descriptor), when shared memory
-        is refused, and in a fork of the rank's process.
+        The tensor is in ordinary memory when 256 slabs are in use (each needs a file descriptor) or shared memory is
+        refused. It also is in a fork of the rank's process.
         """
         if len(self._lent) < _MOST and os.getpid() == self._process:
             with contextlib.suppress(OSError):

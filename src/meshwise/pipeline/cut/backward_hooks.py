@@ -6,8 +6,8 @@ that passes both marks. But a stage sends the output of a piece's forward from b
     stage 1     mark ── forward ──┬── mark      never passed: the gradient arrives between them
                                   └── sent ──►  received ── mark      stage 2
 
-So a stage removes the backward hooks from its pieces. If it computes a piece, it puts both marks inside the forward, so
-that the output that it sends lies outside of them. Backward hooks on a module that contains pieces of several
+So a stage removes the backward hooks from its pieces. For a piece that it computes, it puts both marks inside the
+forward; then the sent output lies behind the second mark. Backward hooks on a module that contains pieces of several
 stages are refused, because no stage sees all gradients of the module.
 
 Forward hooks run on every stage, on received values and on computed values.

@@ -122,7 +122,7 @@ class _Row:
         self._all = items
 
     def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
-        """Return the calls with fewer places: those that are worth a try, or if too few, all except `never`."""
+        """Return the calls with fewer places: those worth a try or, if these are too few, all except `never`."""
         apart = MIN_DISTANCE * sum(self._all.loads[0]) / aim.stages
         row = _Row(self._all, places_to_try(self._all, apart=apart, always=always, never=never))
         if sum(row.items.solid) >= aim.stages:

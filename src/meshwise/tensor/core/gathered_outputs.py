@@ -1,8 +1,8 @@
 """Gather the hidden states and attention weights in a model's output.
 
 Inside the blocks a rank may have a part of the hidden states, and it has the attention weights of its own heads. Some
-models return such tensors besides their result. So hooks note which tensors of a forward are parts; after the forward,
-those that are in the output are gathered, each once.
+models return such tensors besides their result. So hooks note which tensors of a forward are parts. After the forward,
+each noted tensor in the output is gathered once.
 """
 
 import functools
@@ -33,7 +33,7 @@ class GatheredOutputs:
         model.register_forward_hook(self._end)
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
-        """Register hooks that note the hidden states that a module returns; with `given`, also those that it gets."""
+        """Register hooks that note a module's returned hidden states and, with `given`, its input's hidden states."""
 
         def whole() -> Change:
             return functools.partial(

@@ -156,7 +156,7 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return a module's only branch with colwise matrices added that come after it; None if they do not fit."""
+    """Return a module's only branch plus the colwise matrices registered after it; None if these do not fit."""
     if len(branches) != 1 or not items:
         return None
     hidden = branches[0].rowwise.inputs

@@ -259,7 +259,7 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
 
 
 def _first_of_each(names: Iterable[str]) -> list[str]:
-    """Return the names without those that differ from an earlier name in numbers only."""
+    """Return the names, but of several names that differ in numbers only, just the first."""
     return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]
 
 
@@ -270,9 +270,9 @@ _SMALL = ("norm", "positions", "patches", "vector")
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
     """Return the parts, changed for a model whose hidden states need all features outside of the blocks.
 
-    They need them if the model has no head, or if its code outside of the blocks uses all features (`counts`). Blocks,
-    and embeddings and split linears outside of them, then get `whole_features`; small parts there, such as norms,
-    become whole. Under 1d, or without blocks, nothing changes.
+    This is so if the model has no head, or if its code outside of the blocks uses all features (`counts`). Blocks, and
+    embeddings and split linears outside of blocks, then get `whole_features`. Small parts outside of blocks, such as
+    norms, become whole. Under 1d, or without blocks, nothing changes.
     """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts

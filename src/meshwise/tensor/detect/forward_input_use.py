@@ -2,7 +2,7 @@
 
 Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
 the tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
-gathers separately, which costs only traffic. A forward that reads its input's sizes needs those after the gather.
+gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered input.
 """
 
 import ast
