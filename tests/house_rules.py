@@ -75,6 +75,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     {
         "data_parallel": "units, buckets, ZeRO 0-3",
         "tensor": "one sharded matmul, a page of layouts per scheme",
+        "expert": "mixtures of experts: finds them, divides their experts, exchanges tokens",
         "pipeline": "schedules and cuts as tables, and what runs them",
         "optim": "optimizers over the slices that a rank owns",
     },

@@ -62,7 +62,7 @@ def test_a_plan_prints_its_shortest_line() -> None:
 
 
 def test_a_plan_has_a_mesh_of_all_five_axes() -> None:
-    assert Plan(dp=4, zero=1).mesh() == Mesh.of(pp=1, dp=4, cp=1, ep=1, tp=1)
+    assert str(Plan(dp=4, zero=1).mesh()) == "pp=1 dp=4 cp=1 tp=1"
     with pytest.raises(ValueError, match=r"resolve\(world_size\) fills in dp=auto"):
         Plan(dp=None).mesh()
 
@@ -100,7 +100,7 @@ def test_tp_is_a_grid_of_axes() -> None:
     }
     for text, grid in grids.items():
         plan = Plan.parse(f"dp=3 {text}")
-        assert plan.mesh() == Mesh.of(pp=1, dp=3, cp=1, ep=1, **grid)
+        assert plan.mesh().axes == Mesh.of(pp=1, dp=3, cp=1, **grid).axes
         assert plan.tensor_axes == tuple(grid)
     assert Plan.parse("tp=8 tp_mode=3d").row_axes == ("dp", "i", "j")
     plan = Plan.parse("dp=2 tp=2")._unchecked({"cp": 2})  # cp is not built yet
@@ -112,6 +112,41 @@ def test_tp_is_a_grid_of_axes() -> None:
 def test_auto_fills_the_world() -> None:
     assert Plan.parse("dp=auto zero=3").resolve(4) == Plan(dp=4, zero=3)
     assert Plan(dp=4).resolve(4) == Plan(dp=4)
+
+
+FOLDS = {
+    "dp=4 ep=2": "pp=1 dp_outer=2 dp_ep=2 cp=1 tp=1",
+    "dp=2 ep=2": "pp=1 dp=2 cp=1 tp=1",
+    "dp=2 tp=2 ep=4": "pp=1 dp=2 cp=1 tp=2",
+    "dp=4 tp=4 ep=4 etp=2": "pp=1 dp_outer=2 dp_ep=2 cp=1 tp_ep=2 tp_etp=2",
+    "tp=8 ep=2 etp=2": "pp=1 dp=1 cp=1 tp_outer=2 tp_ep=2 tp_etp=2",
+}
+
+
+@pytest.mark.parametrize("text, axes", FOLDS.items())
+def test_experts_divide_the_ranks_of_the_other_axes(text: str, axes: str) -> None:
+    plan = Plan.parse(text)
+    mesh = plan.mesh()
+    assert str(mesh) == axes
+    assert mesh.size == plan.dp * plan.tp  # type: ignore[operator]
+    assert (mesh.degree("ep"), mesh.degree("etp")) == (plan.ep, plan.etp)
+    assert (mesh.degree("dp"), mesh.degree("tp")) == (plan.dp, plan.tp)
+    assert not set(mesh.expand(["ep"])) & set(mesh.expand(["etp"]))
+
+
+@pytest.mark.parametrize(
+    "text, nearest",
+    {
+        "dp=6 ep=4": "dp=6 ep=3",
+        "tp=2 etp=4": "tp=2 etp=2",
+        "ep=8": "dp=1",
+        "dp=4 tp=2 ep=3 etp=2": "dp=4 tp=2 ep=2 etp=2",
+    }.items(),
+)
+def test_degrees_of_experts_that_do_not_fit_are_refused(text: str, nearest: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"Nearest that works: '{nearest}'")):
+        Plan.parse(text)
+    assert str(Plan.parse(nearest)) == nearest
 
 
 @pytest.mark.usefixtures("all_axes")
@@ -128,7 +163,7 @@ REFUSED_TEXT = [
     ),
     ("zeros=1", "unknown plan key 'zeros'; did you mean zero?"),
     ("micro_batches=1", "unknown plan key 'micro_batches'; did you mean microbatches?"),
-    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp ep zero microbatches"),
+    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp ep etp zero microbatches"),
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, or `auto` (None in Python). Nearest that works: 'dp=1'"),
@@ -189,8 +224,8 @@ def test_a_refused_degree_moves_to_dp() -> None:
 
 
 def test_every_conflict_of_a_plan_is_named_at_once() -> None:
-    with pytest.raises(PlanError, match=r"context parallelism .* \(cp>1\); expert parallelism .* \(ep>1\)"):
-        Plan(cp=2, ep=2)
+    with pytest.raises(PlanError, match=r"only a pipeline has a schedule .*; only a pipeline has stages"):
+        Plan(schedule="gpipe", virtual_stages=2)
 
 
 REFUSED_WORLDS = [
@@ -221,7 +256,7 @@ def test_a_world_has_at_least_one_rank() -> None:
         Plan(dp=None).resolve(0)
 
 
-@given(degrees=st.tuples(*[st.integers(1, 4)] * 5), world=st.integers(1, 64))
+@given(degrees=st.tuples(*[st.integers(1, 4)] * len(AXES)), world=st.integers(1, 64))
 def test_the_nearest_plans_fill_the_world(degrees: tuple[int, ...], world: int) -> None:
     assume(math.prod(degrees) != world)
     with pytest.MonkeyPatch.context() as patch:

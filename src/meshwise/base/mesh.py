@@ -11,6 +11,12 @@ of an axis is the base of its digit. The ranks of a group differ only in the ind
       tp │ 0  1           tp │ 0  1       rank 6 has the coordinate pp=1 dp=1 tp=0
     dp 0 │ 0  1         dp 0 │ 4  5       group(6, axes=["tp"])        6 7
     dp 1 │ 2  3         dp 1 │ 6  7       group(6, axes=["pp", "tp"])  2 3 6 7
+
+A *joint axis* is a further name for several axes together. Where experts divide the ranks of `dp` anew, the mesh has
+the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. Wherever a mesh takes the name of an axis, it also takes the
+name of a joint axis:
+
+    Mesh((("dp_outer", 2), ("dp_ep", 2)), joint=(("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",))))
 """
 
 import itertools
@@ -29,11 +35,14 @@ _Item = TypeVar("_Item")
 class Mesh:
     """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
 
-    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
-    that is not a positive integer.
+    `joint`: names that stand for several axes, or for none, each with these axes.
+
+    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, for a degree
+    that is not a positive integer, and for a joint axis of axes that the mesh lacks.
     """
 
     axes: tuple[tuple[str, int], ...]
+    joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         for name, degree in self.axes:
@@ -43,6 +52,9 @@ class Mesh:
                 raise ValueError(f"axis {name} has degree {degree!r}; a degree is a whole number, at least 1")
         if repeated := {name for name in self.names if self.names.count(name) > 1}:
             raise ValueError(f"axis {' '.join(sorted(repeated))} is named twice in the mesh {self}")
+        for name, axes in self.joint:
+            if name in self.names or not set(axes) <= set(self.names):
+                raise ValueError(f"{name} cannot name the axes {' '.join(axes)} of the mesh {self}")
 
     @classmethod
     def of(cls, **degrees: int) -> "Mesh":
@@ -64,10 +76,32 @@ class Mesh:
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along `axis`. Raises ValueError when the mesh has no such axis."""
-        for name, degree in self.axes:
-            if name == axis:
-                return degree
-        raise self._unknown([axis])
+        degrees = dict(self.axes)
+        return degrees[axis] if axis in degrees else math.prod(degrees[name] for name in self.expand([axis]))
+
+    def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes with each joint axis replaced by its axes, in the order of the mesh.
+
+        Raises ValueError for a name that the mesh lacks.
+        """
+        joint, wanted = dict(self.joint), set()
+        for name in axes:
+            if name not in joint and name not in self.names:
+                raise self._unknown([name])
+            wanted |= set(joint.get(name, (name,)))
+        return tuple(name for name in self.names if name in wanted)
+
+    def others(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes of the mesh that `axes` do not name, in the order of the mesh."""
+        named = self.expand(axes)
+        return tuple(name for name in self.names if name not in named)
+
+    def index(self, rank: int, *, axis: str) -> int:
+        """Return the index of `rank` along `axis`; along a joint axis, its place among the ranks of that axis."""
+        coordinate, index = self.coordinate(rank), 0
+        for name in self.expand([axis]):
+            index = index * self.degree(name) + coordinate[name]
+        return index
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank`: one index per axis. Raises ValueError when the mesh has no such rank."""
@@ -95,10 +129,10 @@ class Mesh:
         They are in ascending order, for any order of `axes`, so every rank of the group gets the same tuple.
         Raises ValueError for an unknown axis or rank.
         """
-        self._require(axes)
+        axes = self.expand(axes)
         coordinate = self.coordinate(rank)
         strides = self._strides()
-        first = rank - sum(coordinate[name] * strides[name] for name in set(axes))
+        first = rank - sum(coordinate[name] * strides[name] for name in axes)
         return tuple(first + offset for offset in self._offsets(axes))
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -106,7 +140,7 @@ class Mesh:
 
         Raises ValueError for an unknown axis.
         """
-        self._require(axes)
+        axes = self.expand(axes)
         offsets = tuple(self._offsets(axes))
         firsts = self._offsets([name for name in self.names if name not in axes])
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
@@ -155,10 +189,6 @@ class Mesh:
         strides = self._strides()
         ranges = [range(0, degree * strides[name], strides[name]) for name, degree in self.axes if name in axes]
         return (sum(offsets) for offsets in itertools.product(*ranges))
-
-    def _require(self, axes: Iterable[str]) -> None:
-        if unknown := [name for name in axes if name not in self.names]:
-            raise self._unknown(unknown)
 
     def _unknown(self, axes: list[str]) -> ValueError:
         return ValueError(f"no axis {' '.join(axes)} in the mesh '{self}'; its axes are {' '.join(self.names)}")

@@ -57,7 +57,7 @@ class LiveUnit:
         """
         for bucket in self.buckets:
             world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
-            holders = tuple(axis for axis in world.mesh.names if axis not in elsewhere)
+            holders = world.mesh.others(elsewhere)
             bucket.fill(
                 source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces
             )

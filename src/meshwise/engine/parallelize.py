@@ -31,6 +31,8 @@ from meshwise.engine.staged_engine import StagedEngine
 from meshwise.engine.staged_runner import StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.expert_parallel import expert_parallel, joins_rows
+from meshwise.expert.find_mixtures import Mixture, planned_mixtures
 from meshwise.memory.activation_offload import activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import memory_errors_explained
@@ -240,6 +242,8 @@ class _Shared:
     """World over the plan's mesh, with an axis `kv` if ranks share key heads."""
     parts: Mapping[str, Part]
     """Role in tensor parallelism of each module, by name; empty without tp."""
+    mixtures: Mapping[str, Mixture]
+    """Modules that hold experts, by name; empty if the plan does not divide them."""
     joined: bool
     """True if batch norms take their statistics over the rows of several ranks."""
     absent: frozenset[str] = frozenset()
@@ -258,7 +262,13 @@ class _Shared:
         setting.policy.undo.callback(CastHooks(module, precision=setting.storage.precision).close)
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-        return cls(setting, world, parts, _batch_norms_join(module, setting, world))
+        mixtures = planned_mixtures(module, plan=plan)
+        return cls(setting, world, parts, mixtures, _batch_norms_join(module, setting, world))
+
+    @property
+    def shares_rows(self) -> bool:
+        """True if ranks split the rows of one matmul or exchange tokens; then all run every micro-batch."""
+        return _splits_rows(self.setting.plan, self.world) or joins_rows(self.mixtures, world=self.world)
 
 
 @contextlib.contextmanager
@@ -288,6 +298,9 @@ def _build_engine(
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
+    if shared.mixtures:
+        axes = plan.tensor_axes
+        table = table.placed(expert_parallel(module, mixtures=shared.mixtures, world=world, tensor=axes, recall=recall))
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=stage is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
@@ -307,7 +320,7 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
         draws=draws,
         statistics=statistics,
         schedule=naive(1, microbatches=setting.plan.microbatches),
-        shares_rows=_shares_rows(setting.plan, shared.world),
+        shares_rows=shared.shares_rows,
     )
 
 
@@ -353,13 +366,13 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     engines = {index: live.engine for index, live in stages.items()}
     whole = StagedEngine(engines, ranks=schedule.rank_of, world=world)
     runner = StagedRunner(
-        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, shares_rows=_shares_rows(plan, world)
+        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, shares_rows=shared.shares_rows
     )
     return whole, runner
 
 
-def _shares_rows(plan: Plan, world: World) -> bool:
-    """Return whether several ranks split the rows of one matmul; then all of them have to run every micro-batch."""
+def _splits_rows(plan: Plan, world: World) -> bool:
+    """Return whether several ranks split the rows of one matmul."""
     return world.group(plan.row_axes).size > world.group(plan.replica_axes).size
 
 
@@ -406,7 +419,7 @@ def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World)
     """Return whether batch norms take statistics over several ranks. Raises PlanError if the plan does not allow it."""
     norms = list(running_norms(module))
     setting.policy.undo.push(disable_sync_batch_norm(module))
-    if norms and _shares_rows(setting.plan, world):
+    if norms and _splits_rows(setting.plan, world):
         raise PlanError(
             f"{norms[0]} takes statistics over the batch for each feature, and tp_mode={setting.plan.tp_mode} splits "
             "features and rows; use tp_mode=1d, or GroupNorm or LayerNorm"

@@ -164,8 +164,7 @@ class TrainingSteps:
     @property
     def _counts_loss(self) -> bool:
         """True if this rank's loss and count enter the sums: on one rank of each group with equal rows and tokens."""
-        others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.loss_axes)]
-        return self._world.group(others).index == 0
+        return self._world.group(self._world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
 
     def _counted(self, count: Tensor) -> None:
         self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))

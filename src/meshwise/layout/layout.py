@@ -6,7 +6,7 @@ So a scheme here is a table of layouts, not code that slices and communicates.
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwise.base.mesh import Mesh, even_split
@@ -137,7 +137,7 @@ class Layout:
 
         Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
         """
-        bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
+        bounds = self._bounds(shape, mesh=mesh, rank=rank)
         return tuple(
             Rectangle(tuple(start for start, _ in corner), tuple(stop - start for start, stop in corner))
             for corner in itertools.product(*bounds)
@@ -145,7 +145,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Return the shape of the tensor that `rank` stores. Raises ValueError as `pieces` does."""
-        bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
+        bounds = self._bounds(shape, mesh=mesh, rank=rank)
         return tuple(sum(stop - start for start, stop in spans) for spans in bounds)
 
     @property
@@ -157,9 +157,7 @@ class Layout:
     def _cuts(self) -> tuple[DimSplit, ...]:
         return self.cuts or (ANYWHERE,) * len(self.splits)
 
-    def _bounds(
-        self, shape: Sequence[int], *, mesh: Mesh, coordinate: Mapping[str, int]
-    ) -> list[list[tuple[int, int]]]:
+    def _bounds(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
         """Return (start, stop) of the rank's part of each section, per dim."""
         if len(shape) != len(self.splits):
             raise ValueError(f"the layout '{self}' has {len(self.splits)} dims, the shape {tuple(shape)} {len(shape)}")
@@ -167,6 +165,5 @@ class Layout:
             mesh.degree(axis)
         bounds = []
         for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True):
-            degrees = [mesh.degree(axis) for axis in axes]
-            bounds.append(cut.spans(size, places=[(coordinate[a], d) for a, d in zip(axes, degrees, strict=True)]))
+            bounds.append(cut.spans(size, places=[(mesh.index(rank, axis=a), mesh.degree(a)) for a in axes]))
         return bounds

@@ -73,14 +73,12 @@ class ParameterRow:
         return replace(self, layout=placement.layout, summed=placement.summed)
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes of `mesh` whose ranks have the same parameter and the same gradient."""
-        other = {*self.layout.axes, *self.summed, *dict(self.held_at)}
-        return tuple(axis for axis in mesh.names if axis not in other)
+        """Return the axes of `mesh` over which both the parameter and its gradient are the same on every rank."""
+        return mesh.others((*self.layout.axes, *self.summed, *dict(self.held_at)))
 
     def is_on(self, mesh: Mesh, *, rank: int) -> bool:
         """Return whether `rank` holds the parameter or a part of it."""
-        coordinate = mesh.coordinate(rank)
-        return all(coordinate[axis] == index for axis, index in self.held_at)
+        return all(mesh.index(rank, axis=axis) == index for axis, index in self.held_at)
 
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
         """Return the part of the full tensor that `rank` stores: a view if the part is one rectangle, else a copy."""
@@ -134,8 +132,8 @@ class ParameterTable:
         return sum(row.numel for row in self.rows)
 
     def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
-        """Return the table in which each row has its placement from `placements`, by first name; all are needed."""
-        return self._with_rows(lambda row: [row.at(placements[row.name])])
+        """Return the table with these placements, by the parameters' first names; other rows stay as they are."""
+        return self._with_rows(lambda row: [row.at(placements[row.name]) if row.name in placements else row])
 
     def held_at(self, *where: tuple[str, int], counted_elsewhere: Collection[str] = ()) -> "ParameterTable":
         """Return the table of a part of the model (a stage); only ranks with all these (axis, coordinate) hold it.

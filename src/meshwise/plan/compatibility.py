@@ -76,6 +76,11 @@ COMPATIBILITY = (
         instead="zero=3",
     ),
     Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
-    Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),
+    Refusal(
+        when="tp_mode!=1d ep>1",
+        reason="the grids of 2d, 2.5d and 3d split the hidden states that experts need whole",
+        instead="ep=1",
+    ),
+    Refusal(when="tp_mode!=1d etp>1", reason="only 1d splits the matrices of experts", instead="etp=1"),
 )
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""

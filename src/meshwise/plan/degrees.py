@@ -1,11 +1,15 @@
 """Axes of a plan's mesh, grids of the ranks of tensor parallelism, and factorisations of a number of ranks."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-AXES = ("pp", "dp", "cp", "ep", "tp")
+from meshwise.base.mesh import Mesh
+
+AXES = ("pp", "dp", "cp", "tp")
 """The axes of a plan's mesh, outermost first. tp communicates most, so its ranks are neighbours."""
+FOLDED = ("ep", "etp")
+"""Axes for the experts of a mixture alone, outermost first: they divide the ranks of `dp cp tp` anew."""
 REPLICAS = ("dp",)
 """Axes whose ranks hold replicas of a model, for different rows of the batch."""
 
@@ -33,6 +37,43 @@ GRIDS: Mapping[str, TensorGrid] = {
     "3d": TensorGrid("i j l", 3, "a cubic number of", ("i", "j")),
 }
 """Grid of tp's ranks by `tp_mode`."""
+
+
+def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None:
+    """Return the mesh with `axes` and the joint axes `ep` and `etp`; None if their ranks do not divide the axes.
+
+    `etp` takes the innermost ranks of tp. `ep` takes the next ranks, innermost first: of tp, of cp, of dp. An axis that
+    is taken in part becomes up to three axes, outermost first, which its own name joins:
+
+        | dp=4 ep=2            dp_outer=2 dp_ep=2                        dp = dp_outer dp_ep, ep = dp_ep
+        | dp=2 tp=2 ep=4       dp=2 tp=2                                 ep = dp tp
+        | tp=8 ep=2 etp=2      tp_outer=2 tp_ep=2 tp_etp=2               tp = all three, ep = tp_ep, etp = tp_etp
+    """
+    fine: list[tuple[str, int]] = []
+    joint: dict[str, tuple[str, ...]] = {}
+    missing = {"etp": etp, "ep": ep}
+    taken: dict[str, tuple[str, ...]] = dict.fromkeys(FOLDED, ())
+    for name, degree in reversed(axes):
+        parts: list[tuple[str, int]] = []
+        for key in missing if name == axes[-1][0] else ("ep",):
+            share = math.gcd(degree, missing[key])
+            if name not in ("dp", "cp", "tp") or share == 1:
+                continue
+            if degree not in (share, 1) and missing[key] != share:
+                return None
+            missing[key], degree = missing[key] // share, degree // share
+            parts.append((key, share))
+        whole = len(parts) == 1 and degree == 1
+        rest = [("outer", degree)] if degree > 1 and parts else []
+        pieces = [(name if whole else f"{name}_{key}", size) for key, size in (*rest, *reversed(parts))]
+        for (key, _), (piece, _) in zip(reversed(parts), pieces[len(rest) :], strict=True):
+            taken[key] = (piece, *taken[key])
+        if parts and not whole:
+            joint[name] = tuple(piece for piece, _ in pieces)
+        fine = [*(pieces or [(name, degree)]), *fine]
+    if any(size > 1 for size in missing.values()):
+        return None
+    return Mesh(tuple(fine), joint=(*joint.items(), *taken.items()))
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:

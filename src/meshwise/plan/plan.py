@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
-from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations
+from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations, folded
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     Offload,
@@ -43,7 +43,8 @@ class Plan:
     tp: int = whole_number(1, means="ranks that split each matrix")
     pp: int = whole_number(1, means="stages that split the sequence of blocks")
     cp: int = whole_number(1, means="ranks that split each sequence of tokens")
-    ep: int = whole_number(1, means="ranks that split the experts of a mixture")
+    ep: int = whole_number(1, means="ranks of dp, cp and tp, innermost first, that split the experts of a mixture")
+    etp: int = whole_number(1, means="ranks of tp that split each matrix of an expert")
     zero: int = whole_number(
         0,
         means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
@@ -138,6 +139,12 @@ class Plan:
         nearest, reasons = self._working()
         if reasons:
             raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+        if self.dp is not None and self._folded() is None:
+            raise PlanError(
+                f"the plan '{self}' cannot divide the experts: etp={self.etp} takes the innermost ranks of tp, then "
+                f"ep={self.ep} the next ones of tp, cp and dp, innermost first, in whole numbers. "
+                f"Nearest that works: '{self._nearest_folded()}'"
+            )
 
     def _working(self) -> "tuple[Plan, list[str]]":
         """Return the nearest plan that the compatibility table allows, and the reasons why this plan is refused."""
@@ -167,13 +174,17 @@ class Plan:
         )
 
     def mesh(self) -> Mesh:
-        """Return the mesh with the axes `pp dp cp ep` and the axes of tp's grid. Raises ValueError while dp is auto.
+        """Return the mesh with the axes `pp dp cp` and the axes of tp's grid. Raises ValueError while dp is auto.
 
         tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
+
+        `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several.
         """
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
-        return Mesh((*((axis, getattr(self, axis)) for axis in AXES[:-1]), *self._grid()))
+        mesh = self._folded()
+        assert mesh is not None
+        return mesh
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
@@ -217,6 +228,18 @@ class Plan:
                 f"{f' with tp_depth={depth}' if depth > 1 else ''}. Nearest that works: 'tp={filled}'"
             )
         return tuple((axis, depth if axis == "depth" else side) for axis in grid.axes.split())
+
+    def _folded(self) -> Mesh | None:
+        """Return the mesh, with 1 for `auto`; None if `ep` and `etp` do not divide its axes."""
+        axes = [*((axis, getattr(self, axis) or 1) for axis in AXES[:-1]), *self._grid()]
+        return folded(axes, ep=self.ep, etp=self.etp)
+
+    def _nearest_folded(self) -> "Plan":
+        """Return this plan with the nearest `ep` and `etp` that its axes can be divided by."""
+        most = max(self.ep, self.etp)
+        plans = [self._unchecked({"ep": ep, "etp": etp}) for ep in range(1, most + 1) for etp in range(1, most + 1)]
+        ratio = lambda plan: abs(math.log(plan.ep / self.ep)) + abs(math.log(plan.etp / self.etp))  # noqa: E731
+        return min((plan for plan in plans if plan._folded() is not None), key=ratio)
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         return ((key, getattr(self, key)) for key in keys_of(self))

@@ -31,8 +31,9 @@ meshwise.Plan.parse("dp=2 zero=1") == meshwise.Plan(dp=2, zero=1)
 `DP=2, zero = 1` is the same plan: commas between words, blanks around `=`, capitals and hyphens in keys are allowed.
 Ambiguous text is refused, with a spelling that works.
 
-The degrees of `pp dp cp ep tp` multiply to the number of ranks. The mesh has the axes in this order, so `tp` joins
-neighbouring ranks. Under `tp_mode=2d`, `2.5d` and `3d`, `tp` is itself a grid. `make docs` makes this page from
+The degrees of `pp dp cp tp` multiply to the number of ranks. The mesh has the axes in this order, so `tp` joins
+neighbouring ranks. Under `tp_mode=2d`, `2.5d` and `3d`, `tp` is itself a grid. `ep` and `etp` divide the ranks of
+`dp cp tp` anew, for the experts of a mixture alone: [experts.md](experts.md). `make docs` makes this page from
 `src/meshwise/plan`.
 
 | key | default | values | meaning |

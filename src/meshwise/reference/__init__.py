@@ -2,6 +2,7 @@
 
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.mixture_gpt import MixtureConfig, MixtureGPT
 from meshwise.reference.mlp import MLP, MLPConfig
 
-__all__ = ["GPT", "MLP", "GPTConfig", "MLPConfig", "next_token_loss"]
+__all__ = ["GPT", "MLP", "GPTConfig", "MLPConfig", "MixtureConfig", "MixtureGPT", "next_token_loss"]

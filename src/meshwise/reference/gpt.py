@@ -145,12 +145,14 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
+    mlp_class: type[nn.Module] = FeedForward
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mlp = FeedForward(config)
+        self.mlp = self.mlp_class(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, width) to (B, T, width)."""
@@ -162,13 +164,15 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Decoder-only transformer, as in the picture above."""
 
+    block_class: type[Block] = Block
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.block_class(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._initialise()
@@ -179,7 +183,7 @@ class GPT(nn.Module):
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                writes_residual = name.endswith("projection.weight")
+                writes_residual = name.endswith(("projection.weight", "experts.projection"))
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)

@@ -7,7 +7,6 @@ shapes here: the returned placements say what each rank stores, and the engine r
 """
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Mapping
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.parameter_table import Placement
+from meshwise.model.sharded_class import set_sharded_class
 from meshwise.plan import Plan
 from meshwise.tensor.core import activation_reshard as reshard
 from meshwise.tensor.core.gathered_outputs import GatheredOutputs
@@ -24,7 +24,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
 from meshwise.tensor.core.sharded_multihead import MultiheadSharding
 from meshwise.tensor.core.sharded_norm import ShardedBatchNorm, ShardedNorm, SplitNorm, SplitStatistics
-from meshwise.tensor.core.split_context import BoundToRank, SplitContext
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes.kv_replicas import scheme_on
@@ -123,7 +123,7 @@ class _Split:
         module = self._modules[name]
         weight = _matrix(module, name)
         projection = Projection(context, part=part, shape=weight.shape)
-        _set_sharded_class(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
+        set_sharded_class(module, front=ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
             self._placed[f"{name}.bias"] = projection.bias_placement
@@ -134,7 +134,9 @@ class _Split:
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
-        _set_sharded_class(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
+        set_sharded_class(
+            module, front=ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding)
+        )
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.placement
         self._put_together(module, part)
@@ -160,7 +162,7 @@ class _Split:
             reshard.sum_input_gradient(module, context=context, axes=axes)
         if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
-            _set_sharded_class(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
+            set_sharded_class(module, front=ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
         parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in parameters.items():
             dim = _dim_of_features(part, parameter)
@@ -178,7 +180,7 @@ class _Split:
         assert part.norm is not None
         layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
         sizes = context.sizes(layout, size=_features_of_norm(module), axes=axes)
-        _set_sharded_class(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
+        set_sharded_class(module, front=ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
         """Place a module's parameters whole on every rank. For `each_head`, gradients are summed over heads too."""
@@ -233,7 +235,7 @@ class _Split:
             for key, own in own_parts.items()
             if own is not None and own.role in ("colwise", "rowwise")
         }
-        _set_sharded_class(module, part.sharded_class, sharding=MultiheadSharding(context, projections))
+        set_sharded_class(module, front=part.sharded_class, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
         """Return the input sizes of a module's colwise matrices, each over all ranks and on this rank."""
@@ -312,24 +314,6 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
     if part.dim is not None:
         return parameter.dim() + part.dim
     return max((dim for dim, size in enumerate(parameter.shape) if size != 1), default=parameter.dim() - 1)
-
-
-def _set_sharded_class(
-    module: nn.Module, front: type[nn.Module], *, sharding: BoundToRank, inside: bool = False
-) -> None:
-    """Replace a module's class by one with base `front`, and set `sharding`. `inside` is as in `_sharded_class`."""
-    module.__class__ = _sharded_class(type(module), front, inside)  # type: ignore[arg-type]  # a class is hashable
-    module.sharding = sharding  # type: ignore[assignment]
-
-
-@functools.cache
-def _sharded_class(own: type, front: type, inside: bool) -> type[nn.Module]:  # noqa: FBT001
-    """Return a class with the bases `front` and `own`. `inside`: `own` comes first, and its forward calls `front`'s.
-
-    The result is cached, so that modules of one class with the same role share one class, as compilers prefer.
-    """
-    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (own, front) if inside else (front, own), body)
 
 
 def _matrix(module: nn.Module, name: str) -> Tensor:

@@ -190,9 +190,7 @@ class World(abc.ABC):
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
         if known is None:
-            if missing := set(wanted).difference(self.mesh.names):
-                raise ValueError(f"no axis {sorted(missing)} in the mesh {self.mesh}")
-            key = tuple(name for name in self.mesh.names if name in wanted)
+            key = self.mesh.expand(wanted)
             ranks = self.mesh.group(self.rank, axes=key)
             shared = tuple(name for name in key if self.mesh.degree(name) > 1)
             known = self._groups[wanted] = Group(shared or key, ranks, ranks.index(self.rank))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshwise.base.mesh import Mesh
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import Scheme
 from meshwise.tensor.schemes import scheme
@@ -31,10 +31,15 @@ def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
     if kv_replicas == 1:
         return mesh
     axis = scheme(plan, blocks=True).inner[-1]
+    if axis not in mesh.names:
+        raise PlanError(
+            f"under '{plan}' ep or etp takes a part of tp's ranks, and {kv_replicas} ranks share each key head: take "
+            "tp at most the number of key heads, or ep and etp that take all ranks of tp or none"
+        )
     axes = []
     for name, degree in mesh.axes:
         axes += [(name, degree // kv_replicas), (KV_REPLICA, kv_replicas)] if name == axis else [(name, degree)]
-    return Mesh(tuple(axes))
+    return Mesh(tuple(axes), joint=tuple((name, _with_kv_replicas(parts, axis)) for name, parts in mesh.joint))
 
 
 def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:

@@ -1,0 +1,176 @@
+"""Exchange tokens between ranks for a mixture of experts: each token goes to the ranks of its experts, and back.
+
+A mixture computes `y[t] = sum over k of weights[t, k] * expert[index[t, k]](x[t])`. Its router has already chosen
+`index` and `weights`, each (tokens, k). The exchange runs in six steps on every rank:
+
+    | 1  take       the ranks of tp have equal tokens; each takes a part of them
+    | 2  sort       the pairs (token, choice) by expert; a pair with an index past the last expert is dropped
+    | 3  send       the number of pairs for each expert, then their tokens, to the rank of the expert
+    | 4  compute    the module's own forward, over its local experts, with one expert a row and weights of 1
+    | 5  return     the results to the ranks of the tokens; there they are weighted and summed
+    | 6  gather     the tokens of all ranks of tp
+
+Elements that one rank sends for T tokens, H features and k choices, at balance over N = ep ranks, in the forward and
+again in the backward: 2 T k H (N-1)/N, and E integers. Under `etp` the results of step 4 are summed by an all-reduce.
+The algorithm is the dropless one of MegaBlocks (Gale et al., arXiv 2211.15841, section 4), the two all-to-alls are
+those of GShard (Lepikhin et al., arXiv 2006.16668, section 3).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import even_split
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+from meshwise.model.forward_replay import ForwardReplay
+
+
+@dataclass(frozen=True)
+class ExpertAxes:
+    """Axes of one world over which a mixture is split.
+
+    | experts   different experts (`ep`)
+    | inner     different parts of each expert's matrices (`etp`)
+    | copies    equal tokens outside of the mixture, different tokens inside: the ranks of tp that are not in `inner`
+    | summed    gradients of an expert are summed over them: all axes but pp, `experts` and `inner`
+    """
+
+    experts: tuple[str, ...]
+    inner: tuple[str, ...]
+    copies: tuple[str, ...]
+    summed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, world: World, *, tensor: tuple[str, ...]) -> "ExpertAxes":
+        """Return the axes on a world; `tensor`: the axes of tp."""
+        mesh = world.mesh
+        inner = mesh.expand(["etp"])
+        copies = tuple(axis for axis in mesh.expand(tensor) if axis not in inner)
+        return cls(mesh.expand(["ep"]), inner, copies, mesh.others(("pp", "ep", "etp")))
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """Pairs of this rank that are sent, and rows that arrive.
+
+    | order      numbers of the pairs that are kept, sorted by expert; pair p is choice p % k of token p // k
+    | sent       rows sent to each rank
+    | received   rows received from each rank
+    | local      number among this rank's experts of each received row's expert
+    """
+
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+    local: Tensor
+
+
+class ExpertExchange:
+    """Exchange of one mixture on this rank; deep copies of its module share it."""
+
+    def __init__(self, world: World, *, axes: ExpertAxes, experts: int, recall: ForwardReplay) -> None:
+        """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again."""
+        self._world = world
+        self._axes = axes
+        self._experts = experts
+        self._recall = recall
+        self._shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
+        return self
+
+    @property
+    def local_experts(self) -> int:
+        """Number of this rank's experts."""
+        return self._shares[self._world.group(self._axes.experts).index]
+
+    def run(self, hidden: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+        """Return the output of the mixture, of the shape of `hidden` (…, features).
+
+        `index`, `weights`: expert and weight of each choice of each token, (tokens, k). `compute(rows, local)` returns
+        the results (n, features) of rows (n, features) for the local experts numbered by `local` (n,).
+        """
+        tokens = hidden.reshape(-1, hidden.size(-1))
+        index, weights = index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        copies, sizes = self._world.group(self._axes.copies), None
+        if copies.size > 1:
+            bounds = even_split(len(tokens), copies.size)
+            sizes = [stop - start for start, stop in bounds]
+            index = index[slice(*bounds[copies.index])]
+            tokens, weights = (
+                gradient.take(x, world=self._world, axes=copies.axes, sizes=sizes).wait() for x in (tokens, weights)
+            )
+        mixed = self._mixed(tokens, index=index, weights=weights, compute=compute)
+        if sizes is not None:
+            mixed = gradient.replicate(mixed, world=self._world, axes=copies.axes, sizes=sizes).wait()
+        return mixed.reshape(hidden.shape)
+
+    def _mixed(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+        """Return the output for this rank's tokens: steps 2 to 5."""
+        routing, choices = self._routed(index), index.size(1)
+        rows = self._moved(tokens[routing.order // choices], sent=routing.sent, received=routing.received)
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            # Then every rank takes part in the backward of the return, also a rank whose experts get no row.
+            rows = rows.detach().requires_grad_()
+        results = self._computed(rows, local=routing.local, compute=compute)
+        results = self._moved(results, sent=routing.received, received=routing.sent)
+        weighted = results * weights.reshape(-1)[routing.order].unsqueeze(-1)
+        if len(routing.order) == index.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
+            mixed = weighted[routing.order.argsort()].unflatten(0, index.shape).sum(1)
+        else:
+            mixed = weighted.new_zeros(len(tokens), weighted.size(-1)).index_add(0, routing.order // choices, weighted)
+        return mixed.to(tokens.dtype)
+
+    def _computed(self, rows: Tensor, *, local: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+        """Return the results of this rank's experts in the dtype of `rows`, summed over the ranks of `etp`."""
+        axes = self._axes.inner
+        if self._world.group(axes).size == 1:
+            return compute(rows, local).to(rows.dtype)
+        part = compute(gradient.copy(rows, world=self._world, axes=axes).wait(), local)
+        return gradient.all_reduce(part, world=self._world, axes=axes).wait().to(rows.dtype)
+
+    def _moved(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+        if len(sent) == 1:
+            return rows
+        return gradient.all_to_all(
+            rows, world=self._world, axes=self._axes.experts, split_dim=0, cat_dim=0, sizes=(sent, received)
+        ).wait()
+
+    def _routed(self, index: Tensor) -> _Routing:
+        """Return the routing of this rank's pairs, after an exchange of counts; a repeated forward repeats it."""
+        if index.is_meta:
+            return self._balanced(index)
+        order, counts, arriving = self._recall.once(lambda: self._counted(index))
+        ranks, mine = len(self._shares), self.local_experts
+        sent = [int(part.sum()) for part in counts.cpu().split(self._shares)]
+        numbers = torch.arange(mine, device=index.device).repeat(ranks)
+        local = numbers.repeat_interleave(arriving)
+        received = arriving.cpu().view(ranks, mine).sum(1).tolist()
+        return _Routing(order, sent, received, local)
+
+    def _counted(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the kept pairs sorted by expert, the pairs for each expert, and the rows from each rank to each expert
+        of this rank, rank by rank.
+        """
+        chosen = index.reshape(-1)
+        counts = torch.bincount(chosen, minlength=self._experts)[: self._experts]
+        order = chosen.argsort(stable=True)
+        if bool(chosen.numel()) and int(chosen.max()) >= self._experts:
+            order = order[: int(counts.sum())]
+        ranks, mine = len(self._shares), self.local_experts
+        arriving = counts.new_empty(ranks * mine)
+        parts = [part.contiguous() for part in counts.split(self._shares)]
+        self._world.all_to_all(parts, into=list(arriving.split(mine)), axes=self._axes.experts).wait()
+        return order, counts, arriving
+
+    def _balanced(self, index: Tensor) -> _Routing:
+        """Return a routing without values, as of a router that gives every expert equally many pairs."""
+        numbers = torch.tensor([stop - start for start, stop in even_split(index.numel(), self._experts)])
+        parts = [int(part.sum()) for part in numbers.split(self._shares)]
+        received = [parts[self._world.group(self._axes.experts).index]] * len(parts)
+        order = torch.arange(index.numel(), device=index.device)
+        return _Routing(order, parts, received, index.new_empty(sum(received)))

@@ -1,0 +1,183 @@
+"""A GPT with a mixture of experts in place of each MLP, in plain torch, written for one device.
+
+    x (B, T, width) ── router ── index, weights (B·T, k) ──┐
+     │                                                     │
+     └───────────── tokens (B·T, width) ───────────── experts ── x (B, T, width)
+
+The router scores every expert for every token, and chooses in one of four ways:
+
+    | top-k          the k experts of the largest scores (Switch: k = 1, Fedus et al., arXiv 2101.03961)
+    | noisy          top-k of scores with learned noise (Shazeer et al., arXiv 1701.06538, section 2.1)
+    | expert-choice  each expert takes its best tokens of a sequence (Zhou et al., arXiv 2202.09368)
+    | biased         top-k of scores plus a bias per expert, for the choice alone (Wang et al., arXiv 2408.15664)
+
+An index past the last expert stands for no expert. With a capacity, the tokens of one sequence that come to an expert
+after it is full get this index. So no other sequence decides which tokens an expert drops.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.reference.gpt import GPT, Block, GPTConfig
+
+
+@dataclass(frozen=True)
+class MixtureConfig(GPTConfig):
+    """Sizes and options of a GPT with mixtures of experts."""
+
+    experts: int = 8
+    """Number of experts of each mixture."""
+    choices: int = 2
+    """Experts that each token is sent to; under expert-choice on average."""
+    routing: Literal["top-k", "noisy", "expert-choice", "biased"] = "top-k"
+    """How the router chooses experts."""
+    capacity: float = 0.0
+    """Most tokens of a sequence that one expert takes, as a multiple of the even share; 0: no limit."""
+    balance: float = 0.0
+    """Weight of the balance loss of each sequence; above 0 the model returns (logits, these losses)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.choices <= self.experts:
+            raise ValueError(f"choices={self.choices} must be 1 to experts={self.experts}")
+        if self.routing not in ("top-k", "noisy", "expert-choice", "biased"):
+            raise ValueError(f"routing={self.routing!r} must be 'top-k', 'noisy', 'expert-choice' or 'biased'")
+
+    def slots(self, tokens: int) -> int:
+        """Return the most tokens of a sequence of `tokens` tokens that one expert takes."""
+        share = tokens * self.choices / self.experts
+        if self.routing == "expert-choice":
+            return min(tokens, max(1, math.ceil(share * (self.capacity or 1.0))))
+        return math.ceil(share * self.capacity) if self.capacity else tokens
+
+
+class Router(nn.Module):
+    """Router of a mixture: scores, and the chosen experts with their weights."""
+
+    bias: Tensor
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.scores = nn.Linear(config.width, config.experts, bias=False)
+        self.noise = nn.Linear(config.width, config.experts, bias=False) if config.routing == "noisy" else None
+        self.register_buffer("bias", torch.zeros(config.experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (B, T, width) to indices (B, T, k), their weights (B, T, k), and probabilities (B, T, experts)."""
+        scores = self.scores(x)
+        if self.noise is not None and self.training:
+            scores = scores + torch.randn_like(scores) * functional.softplus(self.noise(x))
+        probabilities = scores.softmax(-1)
+        config, tokens = self.config, x.size(1)
+        if config.routing == "expert-choice":
+            index = torch.arange(config.experts, device=x.device).expand_as(scores)
+            taken = probabilities.transpose(1, 2).topk(config.slots(tokens), dim=-1).indices
+            chosen = torch.zeros_like(scores).scatter(1, taken.transpose(1, 2), 1.0).bool()
+            return index.masked_fill(~chosen, config.experts), probabilities, probabilities
+        choice = probabilities + self.bias if config.routing == "biased" else probabilities
+        index = choice.topk(config.choices, dim=-1).indices
+        weights = probabilities.gather(-1, index)
+        if config.choices > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if config.capacity:
+            place = functional.one_hot(index, config.experts).flatten(1, 2).cumsum(1)
+            place = place.unflatten(1, index.shape[1:]).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            index = index.masked_fill(place > config.slots(tokens), config.experts)
+        return index, weights, probabilities
+
+    def balance(self, index: Tensor, *, probabilities: Tensor) -> Tensor:
+        """Return the balance loss of each sequence (B,): experts · Σ share of choices · mean probability of an expert.
+
+        It is 1 if all experts get equally many tokens (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+        """
+        experts = self.config.experts
+        share = functional.one_hot(index, experts + 1)[..., :experts].sum((1, 2)).to(probabilities.dtype)
+        share = share / share.sum(-1, keepdim=True).clamp_min(1)
+        return experts * (share * probabilities.mean(1)).sum(-1)
+
+
+class Experts(nn.Module):
+    """MLPs of all experts: two matrices each, with GELU between them, as one tensor per layer."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.num_experts = config.experts
+        self.expansion = nn.Parameter(torch.empty(config.experts, config.width, config.hidden))
+        self.projection = nn.Parameter(torch.empty(config.experts, config.hidden, config.width))
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Map tokens (n, width) to (n, width), with the experts `index` (n, k) of each token and `weights` (n, k)."""
+        chosen, choices = index.flatten(), index.size(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
+        counts = counts.index_add(0, chosen, torch.ones_like(chosen))[: self.num_experts]
+        rows = _products(tokens[order // choices], self.expansion, counts)
+        rows = _products(functional.gelu(rows), self.projection, counts)
+        order = order[: len(rows)]
+        weighted = rows * weights.flatten()[order].unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add(0, order // choices, weighted)
+
+
+def _products(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Multiply the first counts[0] rows by the first matrix, the next counts[1] by the second, and drop the rest."""
+    if rows.is_meta:
+        return functional.grouped_mm(rows, matrices, offs=counts.cumsum(0).int())
+    sizes = counts.tolist()
+    parts = zip(rows[: sum(sizes)].split(sizes), matrices, strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+class Mixture(nn.Module):
+    """Mixture of experts of a block, in place of its MLP."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map (B, T, width) to (B, T, width), and the balance loss of each sequence (B,)."""
+        index, weights, probabilities = self.router(x)
+        mixed = self.experts(x.flatten(0, 1), index.flatten(0, 1), weights.flatten(0, 1))
+        return self.dropout(mixed.view_as(x)), self.router.balance(index, probabilities=probabilities)
+
+
+class MixtureBlock(Block):
+    """One pre-norm transformer block with a mixture of experts."""
+
+    mlp_class = Mixture
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Map (B, T, width) to (B, T, width), and the balance loss of each sequence (B,)."""
+        x = x + self.attention(self.attention_norm(x))
+        mixed, balance = self.mlp(self.mlp_norm(x))
+        return x + mixed, balance
+
+
+class MixtureGPT(GPT):
+    """Decoder-only transformer with a mixture of experts in every block."""
+
+    block_class = MixtureBlock
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__(config)
+        self.balance = config.balance
+
+    def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the logits (B, T, vocabulary); with a balance loss also its weighted sum over the blocks (B,)."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
+        x, losses = self.dropout(x), []
+        for block in self.blocks:
+            x, balance = block(x)
+            losses.append(balance)
+        logits: Tensor = self.head(self.norm(x))
+        return (logits, self.balance * torch.stack(losses).sum(0)) if self.balance else logits

@@ -1,0 +1,89 @@
+"""Test that a mixture of experts under every plan gives the numbers of one process to 1e-9.
+
+Three steps of AdamW with clipping in float64, with batches of 12, 7 and 2 rows: loss, gradient norm, every gradient
+(router, experts, dense) and every parameter are compared after every step, on every rank.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grid import Grid
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
+from meshwise.testing import agree, alone, outcome, run
+
+VOCABULARY, CONTEXT, ROWS = 16, 4, (12, 7, 2)
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "top-1": {"choices": 1},
+    "top-2": {},
+    "capacity": {"capacity": 1.0},
+    "noisy": {"routing": "noisy", "dropout": 0.2},
+    "expert-choice": {"routing": "expert-choice"},
+    "biased": {"routing": "biased"},
+    "balance": {"balance": 0.1},
+    "5 experts": {"experts": 5},
+}
+
+
+def build(kind: str, *, tied: bool) -> nn.Module:
+    sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "layers": 2, "heads": 2, "width": 8, "mlp_ratio": 2}
+    return MixtureGPT(MixtureConfig(**{**sizes, "experts": 4, "tied": tied, **KINDS[kind]})).double()
+
+
+def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """The cross-entropy, and for each target the balance loss of its sequence."""
+    if isinstance(output, Tensor):
+        return next_token_loss(output, batch)
+    total, count = next_token_loss(output[0], batch)
+    return total + (output[1] * batch[1].size(1)).sum(), count
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator) for rows in ROWS]
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
+
+
+def training() -> dict[str, Any]:
+    options = Options(clip_norm=0.5, example=batches()[0])
+    return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
+
+
+@functools.cache
+def expected(kind: str, tied: bool) -> Any:
+    return alone(functools.partial(build, kind, tied=tied), batches=batches(), **training())
+
+
+def check(plan: str, kind: str, *, tied: bool = False) -> None:
+    def main(world: World) -> Any:
+        trainer = parallelize(functools.partial(build, kind, tied=tied), plan, world=world, **training())
+        steps = outcome(trainer, batches=batches())
+        trainer.close()
+        return steps
+
+    for steps in run(Plan.parse(plan).mesh().size, main):
+        agree(steps, expected(kind, tied), bound=1e-9)
+
+
+GRID = Grid(
+    {
+        "ranks": ("dp=2 ep=2", "dp=4 ep=2", "dp=4 ep=4", "pp=2 dp=2 ep=2"),
+        "zero": (0, 1, 2, 3),
+        "rest": ("", "microbatches=3", "recompute=full", "recompute=selective microbatches=2"),
+        "kind": tuple(KINDS),
+        "tied": (False, True),
+    },
+    cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+)
+
+
+@pytest.mark.grid(GRID)
+def test_a_plan_is_one_process(ranks: str, zero: int, rest: str, kind: str, tied: bool) -> None:
+    check(f"{ranks} zero={zero} {rest}", kind, tied=tied)
