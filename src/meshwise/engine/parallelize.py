@@ -7,7 +7,7 @@ the model or each stage -> dtype -> parameter table -> modules split by tp -> un
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,6 +314,10 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
     _place_buffers(source, shared.world, setting.storage.precision)
     engine, draws, statistics = _build_engine(source, shared, recall=recall)
     setting.policy.blocks.install(source.module, names=blocks, recall=recall)
+    if not source.deferred:
+        rank, mesh = shared.world.rank, shared.world.mesh
+        absent = [row.name for row in engine.table.rows if not row.is_on(mesh, rank=rank)]
+        _release(source.module.get_parameter(name) for name in absent)
     return engine, WholeModelRunner(
         engine,
         task=setting.task,
@@ -362,7 +366,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
-        _release(source.module)
+        _release(source.module.parameters())
     engines = {index: live.engine for index, live in stages.items()}
     whole = StagedEngine(engines, ranks=schedule.rank_of, world=world)
     runner = StagedRunner(
@@ -385,9 +389,9 @@ def _agree(source: ParameterSource, world: World) -> None:
             parameter.detach().copy_(value)
 
 
-def _release(module: nn.Module) -> None:
-    """Free the memory of the user's module, whose values the stages hold; its parameters become NaN (integers: 0)."""
-    for parameter in module.parameters():
+def _release(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the memory of parameters of the user's module that are held elsewhere; they become NaN (integers: 0)."""
+    for parameter in parameters:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         parameter.data = nothing.expand(parameter.shape)

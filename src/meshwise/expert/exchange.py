@@ -78,15 +78,14 @@ class ExpertExchange:
         self._axes = axes
         self._experts = experts
         self._recall = recall
-        self._shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
+        self.shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
+        """Number of experts of each rank along `ep`."""
+        index = world.group(axes.experts).index
+        self.span = sum(self.shares[:index]), sum(self.shares[: index + 1])
+        """Numbers [start, stop) of this rank's experts."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
-
-    @property
-    def local_experts(self) -> int:
-        """Number of this rank's experts."""
-        return self._shares[self._world.group(self._axes.experts).index]
 
     def run(self, hidden: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
         """Return the output of the mixture, of the shape of `hidden` (…, features).
@@ -129,7 +128,8 @@ class ExpertExchange:
         """Return the results of this rank's experts in the dtype of `rows`, summed over the ranks of `etp`."""
         axes = self._axes.inner
         if self._world.group(axes).size == 1:
-            return compute(rows, local).to(rows.dtype)
+            results: Tensor = compute(rows, local)
+            return results.to(rows.dtype)
         part = compute(gradient.copy(rows, world=self._world, axes=axes).wait(), local)
         return gradient.all_reduce(part, world=self._world, axes=axes).wait().to(rows.dtype)
 
@@ -145,8 +145,8 @@ class ExpertExchange:
         if index.is_meta:
             return self._balanced(index)
         order, counts, arriving = self._recall.once(lambda: self._counted(index))
-        ranks, mine = len(self._shares), self.local_experts
-        sent = [int(part.sum()) for part in counts.cpu().split(self._shares)]
+        ranks, mine = len(self.shares), self.span[1] - self.span[0]
+        sent = [int(part.sum()) for part in counts.cpu().split(self.shares)]
         numbers = torch.arange(mine, device=index.device).repeat(ranks)
         local = numbers.repeat_interleave(arriving)
         received = arriving.cpu().view(ranks, mine).sum(1).tolist()
@@ -161,16 +161,16 @@ class ExpertExchange:
         order = chosen.argsort(stable=True)
         if bool(chosen.numel()) and int(chosen.max()) >= self._experts:
             order = order[: int(counts.sum())]
-        ranks, mine = len(self._shares), self.local_experts
+        ranks, mine = len(self.shares), self.span[1] - self.span[0]
         arriving = counts.new_empty(ranks * mine)
-        parts = [part.contiguous() for part in counts.split(self._shares)]
+        parts = [part.contiguous() for part in counts.split(self.shares)]
         self._world.all_to_all(parts, into=list(arriving.split(mine)), axes=self._axes.experts).wait()
         return order, counts, arriving
 
     def _balanced(self, index: Tensor) -> _Routing:
         """Return a routing without values, as of a router that gives every expert equally many pairs."""
         numbers = torch.tensor([stop - start for start, stop in even_split(index.numel(), self._experts)])
-        parts = [int(part.sum()) for part in numbers.split(self._shares)]
+        parts = [int(part.sum()) for part in numbers.split(self.shares)]
         received = [parts[self._world.group(self._axes.experts).index]] * len(parts)
         order = torch.arange(index.numel(), device=index.device)
         return _Routing(order, parts, received, index.new_empty(sum(received)))

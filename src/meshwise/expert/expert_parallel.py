@@ -1,10 +1,12 @@
 """Divide the experts of a plain model over ranks: each rank's mixtures hold and run their local experts alone."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshwise.comm.api.world import World
 from meshwise.expert.exchange import ExpertAxes, ExpertExchange
@@ -15,35 +17,94 @@ from meshwise.model.parameter_table import Placement
 from meshwise.model.sharded_class import set_sharded_class
 
 
+@dataclass(frozen=True)
+class SplitMixture:
+    """A mixture on this rank: its exchange, and the numbers [start, stop) of its experts. Deep copies share it."""
+
+    mixture: Mixture
+    exchange: ExpertExchange
+    span: tuple[int, int]
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
+        return self
+
+
 class SplitExperts(nn.Module):
     """Base class that precedes the class of a module that holds experts: it exchanges tokens around its forward."""
 
-    sharding: ExpertExchange
+    sharding: SplitMixture
 
     def forward(self, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
         """Return the mixture of all ranks' experts for this rank's tokens, with the arguments of the module's own."""
+        own: Callable[..., Tensor] = super().forward
+        if self.sharding.mixture.form == "rows":
+            return self._rows(hidden, own=own)
         given = (*rest, *named.values())
         index = next(each for each in given if isinstance(each, Tensor) and not each.is_floating_point())
         weights = next(each for each in given if isinstance(each, Tensor) and each.is_floating_point())
+        experts, (first, _) = self.sharding.mixture.experts, self.sharding.span
+        one_hot = index.dim() == 3
+        numbers = index.argmax(-1).masked_fill(index.sum(-1) == 0, experts) if one_hot else index
 
         def compute(rows: Tensor, local: Tensor) -> Tensor:
-            if len(rows) == 0:
-                return rows + self._zero()
-            chosen, ones = local.unsqueeze(-1), weights.new_ones(len(rows), 1)
+            chosen = local.unsqueeze(-1) + (first if self.sharding.mixture.form == "modules" else 0)
+            chosen = functional.one_hot(chosen, experts) if one_hot else chosen
+            ones = weights.new_ones(len(rows), 1)
             swap = lambda each: chosen if each is index else ones if each is weights else each  # noqa: E731
-            own: Tensor = super(SplitExperts, self).forward(
-                rows, *map(swap, rest), **{key: swap(each) for key, each in named.items()}
-            )
-            return own
+            return own(rows, *map(swap, rest), **{key: swap(each) for key, each in named.items()})
 
-        return self.sharding.run(hidden, index=index, weights=weights, compute=compute)
+        return self.sharding.exchange.run(hidden, index=numbers, weights=weights, compute=self._for_any(compute))
 
-    def _zero(self) -> Tensor:
-        """Return 0, computed from no element of any parameter, so that each gets a gradient of zeros.
+    def _rows(self, hidden: Tensor, *, own: Callable[..., Tensor]) -> Tensor:
+        """Return the results of rows (experts · n, features), all rows for the first expert, then for the second.
+
+        Rows of zeros stay here: their result is 0, because experts in this form have no biases.
+        """
+        experts, (start, stop) = self.sharding.mixture.experts, self.sharding.span
+        number = torch.arange(experts, device=hidden.device).repeat_interleave(len(hidden) // experts)
+        index = number.masked_fill((hidden == 0).all(-1), experts)
+
+        def compute(rows: Tensor, local: Tensor) -> Tensor:
+            counts = torch.bincount(local, minlength=stop - start)
+            most, order = int(counts.max()), local.argsort(stable=True)
+            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[local[order]]
+            slots = torch.empty_like(local).index_copy(0, order, place) + local * most
+            padded = rows.new_zeros((stop - start) * most, rows.size(-1)).index_copy(0, slots, rows)
+            return own(padded)[slots]
+
+        ones = hidden.new_ones(len(hidden), 1)
+        return self.sharding.exchange.run(
+            hidden, index=index.unsqueeze(-1), weights=ones, compute=self._for_any(compute)
+        )
+
+    def _for_any(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `compute` for any number of rows; each parameter of a local expert gets a gradient, maybe of zeros.
 
         So the reductions of gradients start at the same place of the backward on every rank.
         """
-        return torch.stack([each.flatten()[:0].sum() for each in self.parameters()]).sum()
+
+        def computed(rows: Tensor, local: Tensor) -> Tensor:
+            used = set(local.tolist()) if self.sharding.mixture.form == "modules" else set(range(len(rows)))
+            left = [part for number, part in enumerate(_local(self, self.sharding)) if number not in used]
+            idle = [each.flatten()[:0].sum() for part in left for each in part]
+            results = compute(rows, local) if len(rows) else rows
+            return results + torch.stack(idle).sum() if idle else results
+
+        return computed
+
+
+def _local(experts: nn.Module, split: SplitMixture) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters of each local expert of the form `modules`; of another form, all parameters together."""
+    if split.mixture.form != "modules":
+        yield list(experts.parameters())
+        return
+    for child in list(_children(experts))[slice(*split.span)]:
+        yield list(child[1].parameters())
+
+
+def _children(experts: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and the module of each expert of the form `modules`."""
+    return (each for each in experts.named_children() if any(True for _ in each[1].parameters()))
 
 
 def expert_parallel(
@@ -64,17 +125,33 @@ def expert_parallel(
     axes = ExpertAxes.of(world, tensor=tensor)
     for name, mixture in mixtures.items():
         experts = modules[name]
-        own = {key: each for key, each in experts.named_parameters(prefix=name) if key not in placed}
-        if not own:
+        if not any(True for _ in experts.parameters()):
             continue
         exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall)
-        set_sharded_class(experts, front=SplitExperts, sharding=exchange)
+        split = SplitMixture(mixture, exchange, exchange.span)
+        set_sharded_class(experts, front=SplitExperts, sharding=split)
+        if mixture.form == "modules":
+            placed |= _modules_placed(experts, name, exchange=exchange, axes=axes)
+            continue
         for key in mixture.counts:
-            setattr(experts, key, exchange.local_experts)
-        for key, parameter in own.items():
-            splits: list[tuple[str, ...]] = [()] * parameter.dim()
-            splits[0] = axes.experts
-            placed[key] = Placement(Layout(tuple(splits)), axes.summed)
+            setattr(experts, key, split.span[1] - split.span[0])
+        for key, parameter in experts.named_parameters(prefix=name):
+            own = key.count(".") == name.count(".") + 1
+            splits = (axes.experts if own else (), *[()] * (parameter.dim() - 1)) if parameter.dim() else ()
+            placed[key] = Placement(Layout(splits), axes.summed if own else (*axes.summed, *axes.experts))
+    return placed
+
+
+def _modules_placed(
+    experts: nn.Module, name: str, *, exchange: ExpertExchange, axes: ExpertAxes
+) -> Mapping[str, Placement]:
+    """Return the placements of experts that are modules: whole, on the ranks of the expert alone."""
+    placed = {}
+    owners = [rank for rank, size in enumerate(exchange.shares) for _ in range(size)]
+    for (child, expert), owner in zip(_children(experts), owners, strict=True):
+        for key, parameter in expert.named_parameters(prefix=f"{name}.{child}"):
+            held_at = (("ep", owner),) if len(exchange.shares) > 1 else ()
+            placed[key] = Placement(Layout.replicated(parameter.dim()), axes.summed, held_at)
     return placed
 
 

@@ -1,15 +1,18 @@
 """Find the mixtures of experts in a plain model: modules that hold the parameters of all experts together.
 
-Such a module is called with tokens (tokens, features), the numbers of the chosen experts (tokens, k) and their weights
-(tokens, k), as in transformers 5. Each of its own parameters has the experts as its first dim:
+    | form      parameters                             forward
+    | stacked   experts are the first dim of each      tokens (n, features), experts (n, k), weights (n, k)
+    | rows      as above, without biases               rows (experts · n, features): all tokens for each
+    | modules   a child module for each expert         as stacked; the experts may be one-hot (n, k, experts)
 
-    gate_up_proj (experts, 2 * inner, features)    down_proj (experts, features, inner)
+`stacked` is the form of transformers 5, `rows` that of its Llama 4, `modules` that of its Switch Transformers.
 """
 
 import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -25,30 +28,24 @@ class Mixture:
 
     | experts   number of experts
     | counts    attributes that hold this number
+    | form      how the module stores its experts and is called; see the table of this file
     """
 
     experts: int
     counts: tuple[str, ...]
+    form: Literal["stacked", "rows", "modules"] = "stacked"
 
 
 def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
     """Return the modules that hold experts, by name. The module may be on the meta device."""
-    found = {}
-    for name, each in module.named_modules():
-        own = list(each.parameters(recurse=False))
-        counts = tuple(key for key in COUNTS if type(vars(each).get(key)) is int)
-        if not counts or not any(parameter.dim() == 3 for parameter in own):
-            continue
-        experts = vars(each)[counts[0]]
-        if all(parameter.size(0) == experts for parameter in own) and _takes_routing(each):
-            found[name] = Mixture(experts, tuple(key for key in counts if vars(each)[key] == experts))
-    return found
+    found = {name: _mixture(each) for name, each in module.named_modules()}
+    return {name: mixture for name, mixture in found.items() if mixture is not None}
 
 
 def planned_mixtures(module: nn.Module, *, plan: Plan) -> Mapping[str, Mixture]:
     """Return the mixtures of a model by name; none if the plan has neither `ep`, `etp` nor `tp`.
 
-    Raises PlanError if `ep` is above 1 and the model has no mixture, or one with fewer experts.
+    Raises PlanError if `ep` or `etp` is above 1 and the model has no mixture, or one with fewer experts than `ep`.
     """
     if plan.ep == plan.etp == plan.tp == 1:
         return {}
@@ -66,6 +63,19 @@ def planned_mixtures(module: nn.Module, *, plan: Plan) -> Mapping[str, Mixture]:
     return found
 
 
-def _takes_routing(module: nn.Module) -> bool:
-    """Return whether a module's forward takes tokens, the numbers of their experts, and weights."""
-    return len(inspect.signature(module.forward).parameters) >= 3
+def _mixture(module: nn.Module) -> Mixture | None:
+    """Return the mixture whose experts a module holds; None for another module."""
+    counts = tuple(key for key in COUNTS if type(vars(module).get(key)) is int)
+    if not counts:
+        return None
+    experts = vars(module)[counts[0]]
+    counts = tuple(key for key in counts if vars(module)[key] == experts)
+    own, takes = list(module.parameters(recurse=False)), len(inspect.signature(module.forward).parameters)
+    if any(each.dim() == 3 for each in own) and all(each.size(0) == experts for each in own):
+        if takes >= 3:
+            return Mixture(experts, counts)
+        return Mixture(experts, counts, "rows") if takes == 1 and all(each.dim() == 3 for each in own) else None
+    alike = [type(each) for each in module.children() if any(True for _ in each.parameters())]
+    if isinstance(module, nn.ModuleDict | nn.ModuleList) and alike == [*alike[:1]] * experts and takes >= 3:
+        return Mixture(experts, counts, "modules")
+    return None

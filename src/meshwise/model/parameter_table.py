@@ -29,11 +29,12 @@ ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
 class Placement:
     """Layout of one parameter, and the axes (`summed`) over which the gradients of its copies are summed.
 
-    Over every other axis, all copies of the parameter get identical gradients.
+    Over every other axis, all copies of the parameter get identical gradients. `held_at`: as in `ParameterRow`.
     """
 
     layout: Layout
     summed: tuple[str, ...]
+    held_at: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ class ParameterRow:
         return torch.Size(self.shape).numel()
 
     def at(self, placement: Placement) -> "ParameterRow":
-        """Return the row with the layout and the summed axes of `placement`."""
-        return replace(self, layout=placement.layout, summed=placement.summed)
+        """Return the row with the layout and the axes of `placement`, held only at its coordinates too."""
+        held_at = (*self.held_at, *placement.held_at)
+        return replace(self, layout=placement.layout, summed=placement.summed, held_at=held_at)
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes of `mesh` over which both the parameter and its gradient are the same on every rank."""

@@ -1,0 +1,35 @@
+"""Test that mixtures of transformers train as on one process, with their experts divided over ranks."""
+
+import pytest
+from torch import nn
+
+from grid import Grid
+
+pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+
+from expert.mixtures_of_transformers import FAMILIES, build, check
+from meshwise.expert.find_mixtures import Mixture, find_mixtures, planned_mixtures
+from meshwise.plan import Plan, PlanError
+
+PLANS = ("dp=2 ep=2", "dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1")
+
+
+@pytest.mark.grid(Grid({"family": tuple(FAMILIES), "plan": PLANS}))
+def test_three_steps_are_those_of_one_process(family: str, plan: str) -> None:
+    check(build(family), plan)
+
+
+def test_the_forms_of_experts_are_found() -> None:
+    assert find_mixtures(build("Mixtral")) == {
+        f"model.layers.{layer}.mlp.experts": Mixture(4, ("num_experts",)) for layer in (0, 1)
+    }
+    assert {mixture.form for mixture in find_mixtures(build("Llama4")).values()} == {"rows"}
+    assert {mixture.form for mixture in find_mixtures(build("Switch")).values()} == {"modules"}
+    assert find_mixtures(nn.TransformerEncoderLayer(4, 2)) == {}
+
+
+def test_a_plan_that_divides_experts_needs_enough_of_them() -> None:
+    with pytest.raises(PlanError, match=r"no module of Linear was found that holds.* Nearest that works: 'dp=2'"):
+        planned_mixtures(nn.Linear(2, 2), plan=Plan.parse("dp=2 ep=2"))
+    with pytest.raises(PlanError, match=r"ep=8: model\.layers\.0\.mlp\.experts has only 4 experts.*'ep=4'"):
+        planned_mixtures(build("Mixtral"), plan=Plan.parse("dp=8 ep=8"))
