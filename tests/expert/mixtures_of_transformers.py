@@ -72,7 +72,7 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "GptOss": (
         "GptOssConfig",
         "GptOssForCausalLM",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8},
     ),
     "Llama4": (
         "Llama4TextConfig",

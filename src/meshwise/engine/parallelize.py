@@ -32,7 +32,6 @@ from meshwise.engine.staged_runner import StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel, joins_rows
-from meshwise.expert.find_mixtures import Mixture, planned_mixtures
 from meshwise.memory.activation_offload import activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import memory_errors_explained
@@ -40,6 +39,7 @@ from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import ActivationTransfers
 from meshwise.memory.tiers import Tiers
 from meshwise.model.deferred_init import ParameterSource, build_with_values
+from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
@@ -263,6 +263,10 @@ class _Shared:
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
         mixtures = planned_mixtures(module, plan=plan)
+        if parts:  # a rule may keep experts whole
+            mixtures = {
+                name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"
+            }
         return cls(setting, world, parts, mixtures, _batch_norms_join(module, setting, world))
 
     @property
@@ -299,8 +303,7 @@ def _build_engine(
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
     if shared.mixtures:
-        axes = plan.tensor_axes
-        table = table.placed(expert_parallel(module, mixtures=shared.mixtures, world=world, tensor=axes, recall=recall))
+        table = table.placed(expert_parallel(module, mixtures=shared.mixtures, world=world, plan=plan, recall=recall))
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=stage is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)

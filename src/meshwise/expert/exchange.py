@@ -27,6 +27,7 @@ from meshwise.base.mesh import even_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.model.forward_replay import ForwardReplay
+from meshwise.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,24 @@ class ExpertAxes:
     | experts   different experts (`ep`)
     | inner     different parts of each expert's matrices (`etp`)
     | copies    equal tokens outside of the mixture, different tokens inside: the ranks of tp that are not in `inner`
+    | parts     different tokens outside of the mixture, equal tokens inside: `inner` under sequence parallelism
     | summed    gradients of an expert are summed over them: all axes but pp, `experts` and `inner`
     """
 
     experts: tuple[str, ...]
     inner: tuple[str, ...]
     copies: tuple[str, ...]
+    parts: tuple[str, ...]
     summed: tuple[str, ...]
 
     @classmethod
-    def of(cls, world: World, *, tensor: tuple[str, ...]) -> "ExpertAxes":
-        """Return the axes on a world; `tensor`: the axes of tp."""
+    def of(cls, world: World, *, plan: Plan) -> "ExpertAxes":
+        """Return the axes on a world that has the plan's mesh."""
         mesh = world.mesh
-        inner = mesh.expand(["etp"])
-        copies = tuple(axis for axis in mesh.expand(tensor) if axis not in inner)
-        return cls(mesh.expand(["ep"]), inner, copies, mesh.others(("pp", "ep", "etp")))
+        experts, inner, tensor = (mesh.expand(axes) for axes in (["ep"], ["etp"], plan.tensor_axes))
+        split = plan.sequence_parallel == 1
+        copies = () if split else tuple(axis for axis in tensor if axis not in inner)
+        return cls(experts, inner, copies, inner if split else (), mesh.others(("pp", "ep", "etp")))
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class ExpertExchange:
         index = world.group(axes.experts).index
         self.span = sum(self.shares[:index]), sum(self.shares[: index + 1])
         """Numbers [start, stop) of this rank's experts."""
+        self.inner_ranks = world.group(axes.inner).size
+        """Number of ranks that split each expert's matrices (`etp`)."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
@@ -103,10 +109,24 @@ class ExpertExchange:
             tokens, weights = (
                 gradient.take(x, world=self._world, axes=copies.axes, sizes=sizes).wait() for x in (tokens, weights)
             )
+        elif self._world.group(self._axes.parts).size > 1:
+            return self._joined(tokens, index=index, weights=weights, compute=compute).reshape(hidden.shape)
         mixed = self._mixed(tokens, index=index, weights=weights, compute=compute)
         if sizes is not None:
             mixed = gradient.replicate(mixed, world=self._world, axes=copies.axes, sizes=sizes).wait()
         return mixed.reshape(hidden.shape)
+
+    def _joined(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+        """Return the output for this rank's tokens, computed with the tokens of all ranks along `parts`."""
+        world, group = self._world, self._world.group(self._axes.parts)
+        sizes = world.exchange(len(tokens), axes=group.axes)
+        tokens, weights = (
+            gradient.replicate(x, world=world, axes=group.axes, sizes=sizes).wait() for x in (tokens, weights)
+        )
+        choices = index.new_empty(len(tokens), index.size(1))
+        world.all_gather(index.contiguous(), into=list(choices.split(sizes)), axes=group.axes).wait()
+        mixed = self._mixed(tokens, index=choices, weights=weights, compute=compute)
+        return gradient.take(mixed, world=world, axes=group.axes, sizes=sizes).wait()
 
     def _mixed(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
         """Return the output for this rank's tokens: steps 2 to 5."""
@@ -127,7 +147,7 @@ class ExpertExchange:
     def _computed(self, rows: Tensor, *, local: Tensor, compute: Callable[..., Tensor]) -> Tensor:
         """Return the results of this rank's experts in the dtype of `rows`, summed over the ranks of `etp`."""
         axes = self._axes.inner
-        if self._world.group(axes).size == 1:
+        if self.inner_ranks == 1:
             results: Tensor = compute(rows, local)
             return results.to(rows.dtype)
         part = compute(gradient.copy(rows, world=self._world, axes=axes).wait(), local)

@@ -10,11 +10,13 @@ from torch.nn import functional
 
 from meshwise.comm.api.world import World
 from meshwise.expert.exchange import ExpertAxes, ExpertExchange
-from meshwise.expert.find_mixtures import Mixture
-from meshwise.layout import Layout
+from meshwise.expert.inner_split import WIDTHS, InnerSplit, inner_split
+from meshwise.layout.layout import ANYWHERE, Layout
+from meshwise.model.find_mixtures import Mixture
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import Placement
 from meshwise.model.sharded_class import set_sharded_class
+from meshwise.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class SplitMixture:
     mixture: Mixture
     exchange: ExpertExchange
     span: tuple[int, int]
+    inner: InnerSplit | None = None
+    """Split of the experts' matrices over `etp`; None without `etp`."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
@@ -88,6 +92,10 @@ class SplitExperts(nn.Module):
             left = [part for number, part in enumerate(_local(self, self.sharding)) if number not in used]
             idle = [each.flatten()[:0].sum() for part in left for each in part]
             results = compute(rows, local) if len(rows) else rows
+            if len(rows) and self.sharding.inner and self.sharding.inner.bias:
+                # Every rank of etp has added the whole bias, and the results will be summed over these ranks.
+                bias, parts = self.get_parameter(self.sharding.inner.bias), self.sharding.exchange.inner_ranks
+                results = results - bias[local] * (1 - 1 / parts)
             return results + torch.stack(idle).sum() if idle else results
 
         return computed
@@ -112,33 +120,60 @@ def expert_parallel(
     *,
     mixtures: Mapping[str, Mixture],
     world: World,
-    tensor: tuple[str, ...],
+    plan: Plan,
     recall: ForwardReplay,
 ) -> Mapping[str, Placement]:
     """Split the mixtures of a model in place, and return the placements of their parameters, by name.
 
-    `tensor`: the axes of tp. The mixtures get a class that exchanges tokens, and this rank's number of experts.
+    The mixtures get a class that exchanges tokens, and this rank's number of experts.
     Parameters stay full; the caller replaces them by this rank's parts. Mixtures of other pipeline stages stay.
     """
     placed: dict[str, Placement] = {}
     modules = dict(module.named_modules())
-    axes = ExpertAxes.of(world, tensor=tensor)
+    axes = ExpertAxes.of(world, plan=plan)
     for name, mixture in mixtures.items():
         experts = modules[name]
         if not any(True for _ in experts.parameters()):
             continue
         exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall)
-        split = SplitMixture(mixture, exchange, exchange.span)
+        inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
+        split = SplitMixture(mixture, exchange, exchange.span, inner)
         set_sharded_class(experts, front=SplitExperts, sharding=split)
         if mixture.form == "modules":
             placed |= _modules_placed(experts, name, exchange=exchange, axes=axes)
             continue
+        placed |= _stacked_placed(experts, name, inner=inner, axes=axes)
         for key in mixture.counts:
             setattr(experts, key, split.span[1] - split.span[0])
-        for key, parameter in experts.named_parameters(prefix=name):
-            own = key.count(".") == name.count(".") + 1
-            splits = (axes.experts if own else (), *[()] * (parameter.dim() - 1)) if parameter.dim() else ()
-            placed[key] = Placement(Layout(splits), axes.summed if own else (*axes.summed, *axes.experts))
+        if inner is not None:
+            layout, rank = Layout((axes.inner,)), world.rank
+            [size] = layout.local_shape((inner.inner,), mesh=world.mesh, rank=rank)
+            for key in WIDTHS:
+                if vars(experts).get(key) == inner.inner:
+                    setattr(experts, key, size)
+    return placed
+
+
+def _stacked_placed(
+    experts: nn.Module, name: str, *, inner: InnerSplit | None, axes: ExpertAxes
+) -> Mapping[str, Placement]:
+    """Return the placements of stacked experts, and of other parameters inside of their module: these are whole."""
+    placed = {}
+    for key, parameter in experts.named_parameters(prefix=name):
+        own = key.removeprefix(f"{name}.")
+        splits: list[tuple[str, ...]] = [()] * parameter.dim()
+        cuts = [ANYWHERE] * parameter.dim()
+        summed = axes.summed
+        if "." in own:
+            summed = (*summed, *axes.experts)
+        else:
+            splits[0] = axes.experts
+        if inner is not None and own in inner.cuts:
+            dim, cut = inner.cuts[own]
+            splits[dim], cuts[dim] = axes.inner, cut
+        elif inner is not None:
+            summed = (*summed, *axes.inner)
+        placed[key] = Placement(Layout(tuple(splits), cuts=tuple(cuts)), summed)
     return placed
 
 

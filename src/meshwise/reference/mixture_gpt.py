@@ -108,6 +108,7 @@ class Experts(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.num_experts = config.experts
+        self.is_transposed = True  # matrices are stored as (experts, inputs, outputs), as transformers says it
         self.expansion = nn.Parameter(torch.empty(config.experts, config.width, config.hidden))
         self.projection = nn.Parameter(torch.empty(config.experts, config.hidden, config.width))
 

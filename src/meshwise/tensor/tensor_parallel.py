@@ -81,6 +81,7 @@ class _Split:
             **dict.fromkeys(("whole", "each_head"), self._whole),
             **dict.fromkeys(("attention", "pair"), self._around_pair),
             "block": lambda _name, _part: None,  # `add_hooks` handles blocks
+            "experts": lambda _name, _part: None,  # `expert_parallel` places them
         }
 
     def apply(self, name: str, part: Part) -> None:
@@ -95,7 +96,10 @@ class _Split:
         self._roles[part.role](name, part)
 
     def placements(self) -> Mapping[str, Placement]:
-        """Return placements by first parameter name. Raises ValueError if a tied parameter has two placements."""
+        """Return placements by first parameter name, except of experts.
+
+        Raises ValueError if a tied parameter has two placements.
+        """
         placed = {**self._kept_whole, **self._placed}
         found: dict[str, Placement] = {}
         by: dict[str, str] = {}
@@ -110,7 +114,8 @@ class _Split:
                     f"{'or take tp_mode=1d' if self._outside.scheme.stream else rules}"
                 )
             by.setdefault(first, name)
-        return {name: found[name] for name in self._first_names.values()}
+        experts = tuple(f"{name}." for name, part in self._parts.items() if part.role == "experts")
+        return {name: found[name] for name in self._first_names.values() if not name.startswith(experts)}
 
     # ---- the parts -----------------------------------------------------------------------------------------------
 
@@ -191,6 +196,8 @@ class _Split:
         for key, parameter in parameters.items():
             placement = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
             self._kept_whole[key] = placement
+        if part.summed_from is not None and module is not None:
+            reshard.sum_gradient_of_features(module, context=self._inside, start=part.summed_from)
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
             reshard.gather_features_at_entry(module, context=self._outside, features=module.in_features)
 
@@ -238,10 +245,10 @@ class _Split:
         set_sharded_class(module, front=part.sharded_class, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
-        """Return the input sizes of a module's colwise matrices, each over all ranks and on this rank."""
+        """Return the input sizes of the matrices that open a pair in a module: over all ranks, and on this rank."""
         widths = set()
         for key, part in self._parts.items():
-            if part.role == "colwise" and (key.startswith(f"{name}.") or not name):
+            if (part.role == "colwise" or part.summed_from is not None) and (key.startswith(f"{name}.") or not name):
                 shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
                 features = shape[0 if part.transposed else 1]
                 widths |= {features, self._inside.own(Layout((self._inside.scheme.stream,)), size=features)}

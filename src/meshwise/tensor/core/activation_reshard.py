@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from meshwise.base.mesh import even_split
@@ -146,6 +147,17 @@ def share_input_channels(convolution: Convolution, *, context: SplitContext, axe
 def sum_input_gradient(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
     """Register a hook that sums the input's gradient over `axes`: their ranks have equal inputs, other parameters."""
     _change_input(module, functools.partial(_copied, context=context, axes=axes))
+
+
+def sum_gradient_of_features(module: nn.Module, *, context: SplitContext, start: int) -> None:
+    """Register a hook that sums the gradient of the output's features from `start` on over the ranks of the heads."""
+
+    def summed(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        rest = output[..., start:]
+        return torch.cat((output[..., :start], _copied(rest, context=context, axes=context.scheme.inner)), -1)
+
+    if context.degree(context.scheme.inner) > 1:
+        module.register_forward_hook(summed)
 
 
 def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:

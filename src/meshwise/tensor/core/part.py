@@ -25,6 +25,7 @@ features that must stay on one rank, such as the features of a head.
     | pair        the module around a pair, if it gathers the pair's input; also a TransformerEncoder
     | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
     | whole       a module that each rank computes whole, such as a classifier or a pooler
+    | experts     the experts of a mixture, which `expert/` divides over ranks
 
 A part belongs to a module, or to a parameter that a module holds itself.
 """
@@ -115,8 +116,11 @@ class Part:
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
     head: True if it returns whole logits, because another stage of a pipeline gets them."""
     on_other_stage: bool = False
-    """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
-    received from that stage, or NaN."""
+    """Any role: True if another stage of the pipeline has the parameters. The module then returns the tensors received
+    from that stage, or nothing."""
+    summed_from: int | None = None
+    """whole: the first of the output features that each rank uses for its own heads alone; None for no such feature.
+    The gradients of these features are summed over the ranks."""
     inner: bool = False
     """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads."""
 

@@ -21,10 +21,12 @@ from typing import TypeAlias
 
 from torch import nn
 
+from meshwise.model.find_mixtures import find_mixtures
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import HeadSharing
 from meshwise.tensor.detect.known_names import DECLARED, branch_around, enclosing, of_all_blocks
+from meshwise.tensor.detect.latent_attention import latent_attentions, latent_parts
 from meshwise.tensor.detect.model_structure import ModelStructure
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_unfit_attentions, refuse_unsupported_parts
 
@@ -102,7 +104,8 @@ class _Found:
 
 
 def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
-    given = _matched(module, rules)
+    matched, mixtures, latents = _matched(module, rules), find_mixtures(module), latent_attentions(module)
+    given = {**{name: Rule("whole", {}) for name in (*mixtures, *latents)}, **matched}
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)
     structure = ModelStructure(
@@ -115,6 +118,11 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     parts = {
         name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
     }
+    divided = [name for name in mixtures if name not in matched and not _lies_in(name, holders=whole)]
+    parts |= dict.fromkeys(divided, Part("experts"))
+    for name, attention in latents.items():
+        if name not in matched and not _lies_in(name, holders=whole):
+            parts |= latent_parts(attention, name=name, plan=plan)
     for name, rule in given.items():
         if rule.role in ("colwise", "rowwise") and name in parts and parts[name].role != rule.role:
             raise ValueError(
@@ -123,6 +131,10 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
             )
     placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
     left = [name for name, p in module.named_parameters() if id(p) not in placed]
+    # Routers, gates of shared experts: every rank computes the same from all features of the same tokens.
+    around = {enclosing(name)[0] for name in divided} - {"", *structure.blocks}
+    parts |= {name: Part("whole") for name in left if _lies_in(name, holders=around)}
+    left = [name for name in left if name not in parts]
     return _Found(structure, parts, whole, left)
 
 
@@ -252,7 +264,7 @@ def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[st
 def _places(parts: Mapping[str, Part], name: str) -> bool:
     """Return whether a parameter has a part, directly or through the module that holds it."""
     around = [parts.get(holder) for holder in enclosing(name)]
-    if any(part is not None and part.role == "whole" for part in around):
+    if any(part is not None and part.role in ("whole", "experts") for part in around):
         return True
     holder = around[0]
     return name in parts or (holder is not None and holder.role not in ("attention", "pair", "block"))

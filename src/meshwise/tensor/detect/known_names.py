@@ -68,8 +68,9 @@ DECLARED: Mapping[str, str | None] = {
     "rowwise": "rowwise",
     "rowwise_split_input": "rowwise",
     "replicated_with_grad_allreduce": "each_head",
-    "colwise_gather_output": None,
-    "embedding_rowwise": None,
+    **dict.fromkeys(("colwise_gather_output", "embedding_rowwise", "embedding_colwise", "local_params"), None),
+    **dict.fromkeys(("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj"), None),
+    **dict.fromkeys(("packed_rowwise", "replicate", "all_reduce"), None),
 }
 """Role for each word of a transformers model's tensor-parallel plan (`_tp_plan`); None: the structure decides."""
 
