@@ -123,7 +123,7 @@ def test_fewer_key_heads_than_ranks_are_held_by_several() -> None:
     parts = find_parts(stack(kv_heads=2), plan=plan)
     assert [name for name in ("q", "k", "v", "out") if parts[f"1.attention.{name}"].shared] == ["k", "v"]
     assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [4, 4, 4, 4]
-    assert str(mesh_with_kv_replicas(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 ep=1 tp=2 kv=2"
+    assert str(mesh_with_kv_replicas(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 tp=2 kv=2"
 
 
 def test_shared_key_heads_need_numbers_that_divide() -> None:

@@ -35,10 +35,10 @@ _Item = TypeVar("_Item")
 class Mesh:
     """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
 
-    `joint`: names that stand for several axes, or for none, each with these axes.
+    `joint`: names of several axes together, or of none, each with its axes.
 
-    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, for a degree
-    that is not a positive integer, and for a joint axis of axes that the mesh lacks.
+    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
+    that is not a positive integer. It also does for a joint axis of axes that the mesh lacks.
     """
 
     axes: tuple[tuple[str, int], ...]

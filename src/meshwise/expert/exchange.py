@@ -10,10 +10,10 @@ A mixture computes `y[t] = sum over k of weights[t, k] * expert[index[t, k]](x[t
     | 5  return     the results to the ranks of the tokens; there they are weighted and summed
     | 6  gather     the tokens of all ranks of tp
 
-Elements that one rank sends for T tokens, H features and k choices, at balance over N = ep ranks, in the forward and
-again in the backward: 2 T k H (N-1)/N, and E integers. Under `etp` the results of step 4 are summed by an all-reduce.
-The algorithm is the dropless one of MegaBlocks (Gale et al., arXiv 2211.15841, section 4), the two all-to-alls are
-those of GShard (Lepikhin et al., arXiv 2006.16668, section 3).
+Let T be the tokens of a rank, H their features, k the choices, N = ep. At balance, a rank sends 2 T k H (N-1)/N
+elements in the forward, and as many in the backward. The forward also sends an integer for each expert. Under `etp`, an all-reduce sums
+the results of step 4. No token is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 4). GShard has the
+two all-to-alls (Lepikhin et al., arXiv 2006.16668, section 3).
 """
 
 from collections.abc import Callable
@@ -137,7 +137,7 @@ class ExpertExchange:
             rows = rows.detach().requires_grad_()
         results = self._computed(rows, local=routing.local, compute=compute)
         results = self._moved(results, sent=routing.received, received=routing.sent)
-        weighted = results * weights.reshape(-1)[routing.order].unsqueeze(-1)
+        weighted: Tensor = results * weights.reshape(-1)[routing.order].unsqueeze(-1)
         if len(routing.order) == index.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
             mixed = weighted[routing.order.argsort()].unflatten(0, index.shape).sum(1)
         else:

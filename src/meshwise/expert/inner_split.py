@@ -1,8 +1,9 @@
 """Split the matrices of stacked experts over the ranks of `etp`: the first by columns, the last by rows.
 
-    first (experts, n · inner, features)   split in each of its n sections (gate and value), or between groups of n
-    last  (experts, features, inner)       split in `inner`; the results are summed over the ranks
-    bias of the first (experts, n · inner) split as the first; bias of the last (experts, features) whole
+    | first   (experts, n · inner, features)   split in each of its n sections (gate and value), or in groups of n
+    | last    (experts, features, inner)       split in `inner`; the results are summed over the ranks
+
+The bias of the first, (experts, n · inner), is split as the first. The bias of the last, (experts, features), is whole.
 
 Both matrices may be stored the other way round, (experts, inputs, outputs).
 """

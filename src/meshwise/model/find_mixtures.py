@@ -5,7 +5,7 @@
     | rows      as above, without biases               rows (experts · n, features): all tokens for each
     | modules   a child module for each expert         as stacked; the experts may be one-hot (n, k, experts)
 
-`stacked` is the form of transformers 5, `rows` that of its Llama 4, `modules` that of its Switch Transformers.
+In transformers 5, Llama 4 has the form `rows`, Switch Transformers and NLLB have `modules`, all others `stacked`.
 """
 
 import dataclasses

@@ -141,8 +141,8 @@ class Plan:
             raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
         if self.dp is not None and self._folded() is None:
             raise PlanError(
-                f"the plan '{self}' cannot divide the experts: etp={self.etp} takes the innermost ranks of tp, then "
-                f"ep={self.ep} the next ones of tp, cp and dp, innermost first, in whole numbers. "
+                f"the plan '{self}' cannot divide the experts over its ranks. etp takes the innermost ranks of tp; ep "
+                "takes the next ranks of tp, then of cp, then of dp, and must divide them. "
                 f"Nearest that works: '{self._nearest_folded()}'"
             )
 

@@ -11,7 +11,7 @@ The router scores every expert for every token, and chooses in one of four ways:
     | expert-choice  each expert takes its best tokens of a sequence (Zhou et al., arXiv 2202.09368)
     | biased         top-k of scores plus a bias per expert, for the choice alone (Wang et al., arXiv 2408.15664)
 
-An index past the last expert stands for no expert. With a capacity, the tokens of one sequence that come to an expert
+An index past the last expert means no expert. With a capacity, the tokens of one sequence that come to an expert
 after it is full get this index. So no other sequence decides which tokens an expert drops.
 """
 
@@ -134,7 +134,7 @@ def _products(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
-class Mixture(nn.Module):
+class ExpertsMLP(nn.Module):
     """Mixture of experts of a block, in place of its MLP."""
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -153,7 +153,7 @@ class Mixture(nn.Module):
 class MixtureBlock(Block):
     """One pre-norm transformer block with a mixture of experts."""
 
-    mlp_class = Mixture
+    mlp_class = ExpertsMLP
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Map (B, T, width) to (B, T, width), and the balance loss of each sequence (B,)."""

@@ -1,8 +1,8 @@
 """Find multi-head latent attentions (DeepSeek-V2, arXiv 2405.04434, section 2.1), and give parts to their modules.
 
-    hidden ─┬─ q_proj, or q_a_proj ── norm ── q_b_proj ─────────── heads of q ─┐
-            └─ kv_a_proj_with_mqa ─┬─ latent ── norm ── kv_b_proj ─ heads of k, v ─┼─ attention ── o_proj ── hidden
-                                   └─ key of the position ─────── for every head ─┘
+    | hidden ─┬─ q_proj, or q_a_proj ── norm ── q_b_proj ─────────── heads of q ─┐
+    |         └─ kv_a_proj_with_mqa ─┬─ latent ── norm ── kv_b_proj ─ heads of k, v ─┼─ attention ── o_proj ── hidden
+    |                                └─ key of the position ─────── for every head ─┘
 
 The matrices that write heads are split by heads, `o_proj` reads them. What lies before is computed whole on every rank.
 The key of the position goes to every rank's own heads, so its gradients are summed over the ranks (`summed_from`).

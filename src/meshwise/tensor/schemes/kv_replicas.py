@@ -33,8 +33,8 @@ def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
     axis = scheme(plan, blocks=True).inner[-1]
     if axis not in mesh.names:
         raise PlanError(
-            f"under '{plan}' ep or etp takes a part of tp's ranks, and {kv_replicas} ranks share each key head: take "
-            "tp at most the number of key heads, or ep and etp that take all ranks of tp or none"
+            f"under '{plan}' {kv_replicas} ranks share each key head, and ep or etp takes a part of the ranks of tp. "
+            "Take a tp of at most the number of key heads, or ep and etp that take all ranks of tp or none of them"
         )
     axes = []
     for name, degree in mesh.axes:
