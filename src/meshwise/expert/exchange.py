@@ -11,9 +11,9 @@ A mixture computes `y[t] = sum over k of weights[t, k] * expert[index[t, k]](x[t
     | 6  gather     the tokens of all ranks of tp
 
 Let T be the tokens of a rank, H their features, k the choices, N = ep. At balance, a rank sends 2 T k H (N-1)/N
-elements in the forward, and as many in the backward. The forward also sends an integer for each expert. Under `etp`, an all-reduce sums
-the results of step 4. No token is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 4). GShard has the
-two all-to-alls (Lepikhin et al., arXiv 2006.16668, section 3).
+elements in the forward, and as many in the backward. The forward also sends an integer for each expert. Under `etp`, an
+all-reduce sums the results of step 4. No token is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 4).
+GShard has the two all-to-alls (Lepikhin et al., arXiv 2006.16668, section 3).
 """
 
 from collections.abc import Callable
