@@ -8,6 +8,7 @@
 In transformers 5, Llama 4 has the form `rows`, Switch Transformers and NLLB have `modules`, all others `stacked`.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Mapping
@@ -61,6 +62,18 @@ def planned_mixtures(module: nn.Module, *, plan: Plan) -> Mapping[str, Mixture]:
                 f"ep={plan.ep}: {name} has only {mixture.experts} experts. Nearest that works: 'ep={mixture.experts}'"
             )
     return found
+
+
+def compute_experts_by_loops(module: nn.Module) -> None:
+    """Let experts of transformers compute one expert after the other: their grouped products refuse float64.
+
+    Their modules get a configuration of their own, because a configuration may belong to several models.
+    """
+    for name in find_mixtures(module):
+        experts = module.get_submodule(name)
+        if "_is_expert_parallel" in vars(experts):  # an attribute of all experts that choose an implementation
+            experts.config = copy.copy(vars(experts)["config"])
+            experts.config._experts_implementation = "eager"
 
 
 def _mixture(module: nn.Module) -> Mixture | None:

@@ -5,17 +5,21 @@ square over all parts can be compared: it is the same for every split of the bat
 output without a batch dim, such as a position embedding, because all parts compute the same values.
 """
 
+import contextlib
+import math
 from collections import defaultdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import row_count, tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
+from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.forward import Forward
 
 
@@ -28,6 +32,7 @@ class OutputMeanSquares:
         self._squares: dict[str, Tensor] = {}
         self._elements: dict[str, int] = {}
         self._left = 0
+        self.choices = ChoiceGap()
 
     def listen(self, *models: nn.Module) -> None:
         """Register a hook on every module of the models, such as the stages of this rank."""
@@ -42,7 +47,8 @@ class OutputMeanSquares:
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Run one forward pass of the model, and return its output."""
         try:
-            return self._inner(model, batch)
+            with self.choices if find_mixtures(model) else contextlib.nullcontext():
+                return self._inner(model, batch)
         finally:
             self._left -= 1
 
@@ -72,6 +78,30 @@ class OutputMeanSquares:
                 square = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
                 self._squares[name] = self._squares.get(name, 0.0) + square
                 self._elements[name] = self._elements.get(name, 0) + tensor.numel()
+
+
+class ChoiceGap(TorchFunctionMode):
+    """Mode that finds how near to a tie the choices of routers were.
+
+    `smallest`: smallest gap so far between the last chosen and the first other value of a top-k, relative to the
+    largest magnitude; None without a top-k that leaves values out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smallest: float | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "topk":
+            scores, count, dim = args[0].detach(), result[0], (kwargs or {}).get("dim", -1)
+            size = count.size(dim)
+            if size < scores.size(dim):
+                ordered = scores.sort(dim, descending=True).values
+                gaps = ordered.select(dim, size - 1) - ordered.select(dim, size)
+                found = gaps[gaps.isfinite()] / scores[scores.isfinite()].abs().max()
+                self.smallest = min([*found.flatten().tolist(), math.inf if self.smallest is None else self.smallest])
+        return result
 
 
 def passes_with_data(trainer: Trainer, *, batch: Any) -> int:

@@ -131,6 +131,11 @@ class BoundJudge:
         """True if the bound is a constant; otherwise neighbours measure it."""
         return self.precision == torch.float64
 
+    @property
+    def least_gap(self) -> float:
+        """Relative gap between two scores below which rounding may decide which of them is the larger one."""
+        return FLOAT64_BOUND / 1000 if self.exact else _ROUNDINGS * torch.finfo(self.precision).eps
+
     def floor(self, largest: float) -> float:
         """Return the scale below which a tensor is only rounding; 0 unless `exact`. `largest`: its family's largest."""
         return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0

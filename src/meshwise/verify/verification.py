@@ -82,14 +82,19 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     for number, batch in enumerate(subject.converted(), start=1):
         comparison.step(number, batch=batch)
     trainer.close()
+    gap = None if reference is None else reference.outputs[0].choices.smallest
+    notes = tuple(subject.notes(trial))
+    if gap is not None:
+        notes = (*notes, f"note: routers chose by scores that were at least {gap:.1e} apart, relative to the largest")
     many = "s" * (len(subject.batches) > 1)
     report = Report(
         plan=str(trainer.plan),
         setting=f"{world.size} x {world.device.type}, {len(subject.batches)} step{many}, {judge}",
-        notes=tuple(subject.notes(trial)),
+        notes=notes,
         steps=tuple(comparison.steps),
         parameters=tuple(comparison.parameters()),
         first=comparison.first,
+        near_tie=gap is not None and gap <= judge.least_gap,
     )
     shared: Report = world.exchange(report if world.rank == 0 else None)[0]
     return shared

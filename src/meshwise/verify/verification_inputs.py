@@ -11,6 +11,7 @@ from torch import nn
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.data_parallel.batch_norm_statistics import batch_norms
 from meshwise.engine.parallelize import Options
+from meshwise.model.find_mixtures import compute_experts_by_loops
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.precision.dtype_policy import Precision
@@ -58,6 +59,8 @@ class VerificationInputs:
             module = copy_with_hooks(self.model) if isinstance(self.model, nn.Module) else self.model()
             if self.evaluating:
                 module.eval()
+            if self.dtype == torch.float64:
+                compute_experts_by_loops(module)
             return module if self.dtype is None else module.to(self.dtype)
 
         return build() if isinstance(self.model, nn.Module) else build

@@ -84,6 +84,13 @@ class Report:
     steps: Sequence[StepFigures]
     parameters: Sequence[ParameterFigures]
     first: Divergence | None
+    near_tie: bool = False
+    """True if a router of the model had two scores so near to each other that rounding may decide its choice."""
+
+    @property
+    def undecided(self) -> bool:
+        """True if figures differ, and a router's choice may be the reason: another expert, not another model."""
+        return not self.ok and self.near_tie
 
     @property
     def ok(self) -> bool:
@@ -101,6 +108,11 @@ class Report:
             warning = "" if loosest <= _LOOSE else f"; with so wide a bound {advice}"
             return f"{self.plan} is the same model as one process ({found}{warning})"
         over = sum(line.over for line in self.parameters)
+        if self.undecided:
+            return (
+                f"{self.plan} is undecided ({over} of {len(self.parameters)} parameters differ, and a router had a tie "
+                "that rounding may break); verify with another seed or batch"
+            )
         return f"{self.plan} is NOT the same model as one process ({over} of {len(self.parameters)} parameters differ)"
 
     def step_rows(self) -> list[Row]:

@@ -1,0 +1,69 @@
+"""Test that `verify` compares mixtures of transformers in float64, and tells a tie of a router from another model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwise as mw
+from expert.test_agreement import batches, build, loss
+from meshwise.model.find_mixtures import compute_experts_by_loops, find_mixtures
+
+
+def test_experts_of_transformers_are_computed_in_float64_and_their_model_stays_as_it_is() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=8
+    )
+    model = transformers.MixtralForCausalLM(config)
+    before = model.config._experts_implementation
+
+    def forward(module: Any, batch: Any) -> Tensor:
+        logits: Tensor = module(batch[0], use_cache=False).logits
+        return logits
+
+    report = mw.verify(model, loss, batches(), "dp=2 ep=2", lr=1e-3, options=mw.Options(forward=forward))
+    assert report.ok, report.verdict
+    assert any("routers chose by scores that were at least" in note for note in report.notes)
+    assert model.config._experts_implementation == before
+    compute_experts_by_loops(model)
+    names = list(find_mixtures(model))
+    assert {model.get_submodule(name).config._experts_implementation for name in names} == {"eager"}
+
+
+class Tied(nn.Module):
+    """A mixture whose router gives two experts scores that differ by rounding alone, in another way on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("top-1", tied=False)
+
+    def forward(self, tokens: Tensor) -> Any:
+        scores = self.model.get_parameter("blocks.0.mlp.router.scores.weight")
+        with torch.no_grad():  # experts 0 and 1: the order of the scores follows the number of rows
+            scores[1] = scores[0] * (1 + 1e-13 * (1 if len(tokens) > 4 else -1))
+            scores[2:] = -scores[0]
+        return self.model(tokens)
+
+
+def test_a_tie_that_rounding_breaks_is_undecided() -> None:
+    report = mw.verify(Tied, loss, batches()[:1], "dp=2", lr=1e-3)
+    assert not report.ok
+    assert report.undecided
+    assert "is undecided" in report.verdict
+
+
+def test_another_model_without_a_tie_is_not_the_same() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build("top-1", tied=False)
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.model(tokens) * (1 + len(tokens))
+
+    report = mw.verify(Wrong, loss, batches()[:1], "dp=2", lr=1e-3)
+    assert not report.ok
+    assert not report.undecided
