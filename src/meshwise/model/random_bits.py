@@ -33,10 +33,21 @@ _BLOCK = 2**16
 
 @dataclass(frozen=True)
 class IndexBlock:
-    """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on."""
+    """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on.
+
+    `places`: for each dim the indices in the full tensor, in place of neighbouring ones, or None; () stands for none.
+    """
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
+    places: tuple[Tensor | None, ...] = ()
+
+    def indices(self, dim: int, *, device: torch.device) -> Tensor:
+        """Return the index of each element along a dim in the full tensor, plus 1."""
+        place = self.places[dim] if self.places else None
+        if place is not None:
+            return place.to(device) + 1
+        return torch.arange(self.starts[dim] + 1, self.starts[dim] + self.shape[dim] + 1, device=device)
 
 
 @dataclass(frozen=True)
@@ -70,12 +81,11 @@ def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device
 
 def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a 64-bit hash of each row of the slice, in order, and a 32-bit hash of each column."""
-    columns = torch.arange(part.starts[-1] + 1, part.starts[-1] + part.shape[-1] + 1, device=device)
-    column = _high(_mixed(columns.mul_(_GOLDEN).add_(key ^ _COLUMNS)))
+    last = len(part.shape) - 1
+    column = _high(_mixed(part.indices(last, device=device).mul_(_GOLDEN).add_(key ^ _COLUMNS)))
     rows = torch.tensor(key, dtype=torch.int64, device=device)
-    for size, start in zip(part.shape[:-1], part.starts[:-1], strict=True):
-        index = torch.arange(start + 1, start + size + 1, device=device).mul_(_GOLDEN)
-        rows = _mixed(rows.unsqueeze(-1) + index)
+    for dim in range(last):
+        rows = _mixed(rows.unsqueeze(-1) + part.indices(dim, device=device).mul_(_GOLDEN))
     return rows.flatten(), column
 
 

@@ -1,0 +1,1 @@
+"""Attention over tokens that are split over ranks, and sparse attention."""

@@ -1,0 +1,294 @@
+"""Attention of one block of queries on one block of keys, tile by tile, and the merge of such results.
+
+Each pair of a query tile and a run of keys gives an output o and the log-sum-exp (lse) of its scores. Results are
+merged by lse, which is associative, so the blocks of keys may come in any order from any rank:
+
+    lse = logaddexp(lse1, lse2)      o = o1 exp(lse1 - lse) + o2 exp(lse2 - lse)
+
+The backward of a tile needs only q, k, v, the merged o and lse, and the gradient of o (FlashAttention, arXiv
+2205.14135). A tile that the pattern leaves empty costs nothing. Full tiles next to each other are one run without a
+mask. On the CPU a run is torch's fused kernel, which returns lse. Dropout, soft caps, biases that need gradients, and
+other devices take the plain formulas. Accumulators are fp32 for narrower dtypes.
+
+Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
+kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwise.layout.token_order import TokenRanges, TokenTile
+from meshwise.sequence.mask_pattern import Fill, Pattern
+
+CPU_TILE = 256
+"""Queries, and keys of a masked tile, that are computed at once on the CPU."""
+DEVICE_TILE = 1024
+"""Queries, and keys of a masked tile, that are computed at once on other devices."""
+
+
+class ScoreDropout(Protocol):
+    """Dropout of attention scores, a function of the global positions alone."""
+
+    probability: float
+    """Probability of dropping a score."""
+
+    def keep(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+        """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRules:
+    """Rules by which the scores of an attention are computed.
+
+    | pattern    pairs of query and key that count
+    | scale      factor of the products of queries and keys
+    | softcap    cap * tanh(score / cap) replaces each score (Gemma 2); None: scores as they are
+    | dropout    dropout of the probabilities; None: none
+    | mask       True where a pair counts, or a float added to the scores, (samples or 1, heads or 1, queries or 1, keys);
+    |            `queries` are this rank's queries in their order, `keys` all keys in the order of their positions
+    """
+
+    pattern: Pattern
+    scale: float
+    softcap: float | None = None
+    dropout: ScoreDropout | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KeyRun:
+    """Neighbouring local keys; `tile`: their positions if they need a mask, None if every pair counts."""
+
+    start: int
+    stop: int
+    tile: TokenTile | None
+
+
+class TiledAttention:
+    """Attention of this rank's queries, which gets the keys block by block."""
+
+    def __init__(self, rules: ScoreRules, *, queries: TokenRanges, progress: Callable[[], None]) -> None:
+        """`queries`: positions of the queries. `progress`: called between tiles, for collectives under way."""
+        self.rules = rules
+        self._queries = queries
+        self._progress = progress
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def begin(self, q: Tensor, *, features: int) -> tuple[Tensor, Tensor]:
+        """Return the accumulators o (zeros, with `features` of the values) and lse (-inf)."""
+        dtype = accumulator(q.dtype)
+        o = torch.zeros(*q.shape[:-1], features, dtype=dtype, device=q.device)
+        return o, torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, *, keys: TokenRanges, into: tuple[Tensor, Tensor]) -> None:
+        """Merge the attention on a block of keys into the accumulators. `keys`: positions of the block."""
+        k, v = k.to(into[0].dtype), v.to(into[0].dtype)
+        for tile, runs in self._plan(keys, q):
+            rows = slice(tile.start, tile.stop)
+            part = _fold(q[:, :, rows].to(k.dtype), k.size(1))
+            o, lse = into[0][:, :, rows], into[1][:, :, rows]
+            for run in runs:
+                kernel = self._kernel(tile, run, part, k, v)
+                new_o, new_lse = kernel.forward()
+                merge(o, lse, _unfold(new_o, o.shape), new_lse.reshape(lse.shape))
+                self._progress()
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keys: TokenRanges,
+        merged: tuple[Tensor, Tensor, Tensor],
+        into: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of k and v of a block, and add the gradients of q and of the mask to `into`.
+
+        `merged`: the merged o and lse, and the gradient of o.
+        """
+        dtype = into[0].dtype
+        k, v = k.to(dtype), v.to(dtype)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for tile, runs in self._plan(keys, q):
+            rows = slice(tile.start, tile.stop)
+            part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
+            lse = merged[1][:, :, rows]
+            lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
+            dq = into[0][:, :, rows]
+            for run in runs:
+                kernel = self._kernel(tile, run, part, k, v)
+                own_q, own_k, own_v, own_mask = kernel.backward(do, out, lse)
+                dq += _unfold(own_q, dq.shape)
+                dk[:, :, run.start : run.stop] += own_k
+                dv[:, :, run.start : run.stop] += own_v
+                if into[1] is not None and run.tile is not None and own_mask is not None:
+                    target = _mask_part(into[1], tile, run.tile)
+                    target += _unfold(own_mask, (*q.shape[:2], *own_mask.shape[-2:])).sum_to_size(target.shape)
+                self._progress()
+        return dk, dv
+
+    # ---- tiles -------------------------------------------------------------------------------------------------
+
+    def _plan(self, keys: TokenRanges, q: Tensor) -> Iterator[tuple[TokenTile, list[KeyRun]]]:
+        """Yield each tile of queries with the runs of keys that it needs; tiles without keys are left out."""
+        size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
+        key_tiles = list(keys.tiles(size))
+        for tile in self._queries.tiles(size):
+            runs: list[KeyRun] = []
+            for other in key_tiles:
+                fill = self.rules.pattern.fill(tile, other)
+                if fill is Fill.EMPTY:
+                    continue
+                full = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
+                if full and runs and runs[-1].tile is None and runs[-1].stop == other.start:
+                    runs[-1] = KeyRun(runs[-1].start, other.stop, None)
+                else:
+                    runs.append(KeyRun(other.start, other.stop, None if full else other))
+            if runs:
+                yield tile, runs
+
+    def _kernel(self, tile: TokenTile, run: KeyRun, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
+        rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)
+        mask = None
+        if run.tile is not None:
+            allowed = rules.pattern.mask(tile, run.tile, device=part.device)
+            given = None if rules.mask is None else _mask_part(rules.mask, tile, run.tile)
+            mask = _grouped(_added(allowed, given, part.dtype), groups, k.size(1))
+        keep = None
+        if rules.dropout is not None and run.tile is not None:
+            kept = rules.dropout.keep(tile, run.tile, device=part.device)
+            keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
+        block = k[:, :, run.start : run.stop], v[:, :, run.start : run.stop]
+        trains = rules.mask is not None and rules.mask.requires_grad
+        plain = keep is not None or rules.softcap is not None or trains or not _has_fused(part, v)
+        return _Kernel(rules, part, *block, mask=mask, keep=keep, fused=not plain)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which results of `dtype` are merged: fp32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
+    """Merge a result into the accumulators `o` and `lse`, in place. A lse of -inf stands for no keys."""
+    total = torch.logaddexp(lse, new_lse)
+    safe = total.masked_fill(total == -math.inf, 0.0)
+    o.mul_((lse - safe).exp_().unsqueeze(-1)).add_(new_o * (new_lse - safe).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def join_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add one score per head without a value to the softmax, in place (attention sinks). `sinks`: (heads,)."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    o.mul_((lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """Attention of folded queries on one run of keys: by torch's fused kernel, or by the plain formulas.
+
+    | mask    float to add to the scores; None: nothing
+    | keep    factors of the probabilities under dropout; None: no dropout
+    """
+
+    rules: ScoreRules
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    keep: Tensor | None
+    fused: bool
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return o and lse; a query without keys has o = 0 and lse = -inf."""
+        if self.fused:
+            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                self.q, self.k, self.v, 0.0, False, attn_mask=self.mask, scale=self.rules.scale
+            )
+            if self.mask is not None:
+                lse = lse.masked_fill((self.mask == -math.inf).all(-1).expand(lse.shape), -math.inf)
+            return o, lse
+        scores = self._scores()[0]
+        highest = scores.amax(-1, keepdim=True)
+        weights = (scores - highest.masked_fill(highest == -math.inf, 0.0)).exp_()
+        total = weights.sum(-1, keepdim=True)
+        lse = (highest.masked_fill(highest == -math.inf, 0.0) + total.log()).squeeze(-1)
+        weights = weights / total.masked_fill(total == 0, 1.0)
+        return (weights if self.keep is None else weights * self.keep) @ self.v, lse
+
+    def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k, v and of the mask (None from the fused kernel)."""
+        if self.fused:
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                do, self.q, self.k, self.v, o, lse, 0.0, False, attn_mask=self.mask, scale=self.rules.scale
+            )
+            return dq, dk, dv, None
+        scores, slope = self._scores()
+        weights = (scores - lse.unsqueeze(-1)).exp_()
+        dropped = weights if self.keep is None else weights * self.keep
+        dv = dropped.mT @ do
+        dp = do @ self.v.mT
+        if self.keep is not None:
+            dp = dp * self.keep
+        dmask = weights * (dp - (do * o).sum(-1, keepdim=True))
+        ds = dmask if slope is None else dmask * slope
+        return ds @ self.k * self.rules.scale, ds.mT @ self.q * self.rules.scale, dv, dmask
+
+    def _scores(self) -> tuple[Tensor, Tensor | None]:
+        """Return the masked scores, and the slope of the soft cap (None without one)."""
+        scores, cap = self.q @ self.k.mT * self.rules.scale, self.rules.softcap
+        slope = None
+        if cap is not None:
+            curve = torch.tanh(scores / cap)
+            scores, slope = cap * curve, 1 - curve * curve
+        return scores if self.mask is None else scores + self.mask, slope
+
+
+def _has_fused(q: Tensor, v: Tensor) -> bool:
+    return q.device.type in ("cpu", "meta") and q.size(-1) == v.size(-1)
+
+
+def _fold(x: Tensor, heads: int) -> Tensor:
+    """Return (samples, heads, groups · queries, features) of (samples, heads · groups, queries, features)."""
+    return x if x.size(1) == heads else x.unflatten(1, (heads, -1)).flatten(2, 3)
+
+
+def _unfold(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    return x.reshape(*shape[:2], -1, x.size(-1))
+
+
+def _grouped(mask: Tensor, groups: int, heads: int) -> Tensor:
+    """Return a mask (…, queries, keys) for folded queries: (samples or 1, kv heads or 1, groups · queries, keys)."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    if groups == 1:
+        return mask
+    if mask.size(1) != 1:
+        return mask.unflatten(1, (heads, groups)).flatten(2, 3)
+    return mask.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
+
+
+def _mask_part(mask: Tensor, queries: TokenTile, keys: TokenTile) -> Tensor:
+    """Return the view of a mask over a tile."""
+    rows = slice(queries.start, queries.stop) if mask.size(-2) > 1 else slice(None)
+    return mask[..., rows, keys.positions if mask.size(-1) > 1 else slice(None)]
+
+
+def _added(allowed: Tensor, given: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the float to add to the scores where a pattern allows the pairs `allowed` and the user gave a mask."""
+    if given is not None and given.dtype == torch.bool:
+        allowed, given = allowed & given, None
+    added = torch.zeros((), dtype=dtype, device=allowed.device) if given is None else given.to(dtype)
+    return torch.where(allowed, added, -math.inf)

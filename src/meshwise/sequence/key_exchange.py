@@ -1,0 +1,219 @@
+"""How keys and values reach the queries of other ranks: gathered, rotated in a ring, or sent where they are needed.
+
+N ranks split the tokens; K is the size of keys and values of all ranks together. Elements that a rank receives:
+
+    | exchange   messages                    forward       backward
+    | gather     one all-gather              K(N-1)/N      K(N-1)/N, and a reduce-scatter of K
+    | rotate     N-1 to the next rank        K(N-1)/N      K(N-1)/N, and K for the gradients: 2N-1 messages
+    | direct     one for each pair of ranks  needed keys   needed keys and their gradients
+
+In a rotation the next block travels while the present one is computed (ring attention, arXiv 2310.01889). Gradients of a
+block travel with the block and are complete when they are back at the block's rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.api.world import Work, World
+from meshwise.layout.token_order import TokenRanges
+from meshwise.sequence.mask_pattern import Fill, Pattern
+
+BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
+"""Function of the positions of a block and the block that returns the gradient of the block."""
+NEEDED_TILE = 64
+"""Tokens in the smallest part of a block that `Direct` sends."""
+TOKENS = 2
+"""Dim of the tokens in a block of keys and values: (samples, kv heads, tokens, features)."""
+
+
+class KeyExchange(Protocol):
+    """Exchange of blocks of keys and values between the ranks that split the tokens."""
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
+        """Yield the positions and the keys and values of each block; `own`: this rank's block. Every rank calls it."""
+
+    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+        """Return the gradient of `own`, summed over all ranks: `gradient` is called for each block."""
+
+
+@dataclass(frozen=True)
+class NoExchange:
+    """All keys are on this rank. `keys`: their positions."""
+
+    keys: TokenRanges
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
+        """Yield the only block."""
+        yield self.keys, own
+
+    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+        """Return the gradient of the only block."""
+        return gradient(self.keys, own)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Ranks along one axis, and the positions of the keys of each."""
+
+    world: World
+    axis: str
+    order: Sequence[TokenRanges]
+
+    @property
+    def index(self) -> int:
+        """Index of this rank along the axis."""
+        return self.world.group(self.axis).index
+
+    def empty(self, like: Tensor, tokens: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for a block with so many tokens."""
+        return like.new_empty((*like.shape[:TOKENS], tokens, like.size(-1)), dtype=dtype)
+
+
+class Gathered(_Exchange):
+    """Every rank gathers all keys and values at once."""
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
+        """Yield the blocks of all ranks."""
+        parts = [self.empty(own, keys.count) for keys in self.order]
+        self.world.all_gather(own, into=parts, axes=self.axis).wait()
+        yield from zip(self.order, parts, strict=True)
+
+    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+        """Compute the gradients of all blocks, and add them up on the ranks of the blocks."""
+        parts = [gradient(keys, block).contiguous() for keys, block in self.blocks(own)]
+        total = torch.empty_like(parts[self.index])
+        self.world.reduce_scatter(parts, into=total, axes=self.axis).wait()
+        return total
+
+
+class Rotated(_Exchange):
+    """The blocks rotate through the ranks; each rank has two blocks at a time."""
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
+        """Yield this rank's block, then the block of the rank before, and so on."""
+        ranks, block = len(self.order), own
+        for step in range(ranks):
+            keys = self.order[(self.index - step) % ranks]
+            coming, works = block, list[Work]()
+            if step + 1 < ranks:
+                coming = self.empty(own, self.order[(self.index - step - 1) % ranks].count)
+                works = self._pass_on(block, coming)
+            yield keys, block
+            for work in works:
+                work.wait()
+            block = coming
+
+    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+        """Compute the gradient of each block when it is here, add it to the block's gradient, and pass that on."""
+        ranks = len(self.order)
+        works: list[Work] = []
+        sum_here = None
+        for step, (keys, block) in enumerate(self.blocks(own)):
+            mine = gradient(keys, block)
+            for work in works:
+                work.wait()
+            if sum_here is not None:
+                mine += sum_here
+            arriving = self.empty(mine, self.order[(self.index - step - 1) % ranks].count)
+            works, sum_here = self._pass_on(mine, arriving), arriving
+        for work in works:
+            work.wait()
+        assert sum_here is not None
+        return sum_here
+
+    def _pass_on(self, here: Tensor, coming: Tensor) -> list[Work]:
+        ranks = len(self.order)
+        after, before = (self.index + 1) % ranks, (self.index - 1) % ranks
+        works = [self.world.send(here, axis=self.axis, to=after)] if here.numel() else []
+        return works + ([self.world.recv(coming, axis=self.axis, source=before)] if coming.numel() else [])
+
+
+@dataclass(frozen=True)
+class Direct(_Exchange):
+    """Each rank sends to each other rank the keys that its queries need: the halo of a window, non-empty blocks."""
+
+    queries: Sequence[TokenRanges]
+    """Positions of the queries of each rank."""
+    pattern: Pattern
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
+        """Yield this rank's block, then what the other ranks sent."""
+        needs = self._needs()
+        works, arriving = self._start(own, needs)
+        yield self.order[self.index], own
+        for source, block in arriving.items():
+            for work in works[source]:
+                work.wait()
+            yield _selected(self.order[source], needs[self.index][source]), block
+        for work in works[self.index]:
+            work.wait()
+
+    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+        """Send the gradients of received keys back to their ranks, and add up what comes back."""
+        needs, here = self._needs(), self.index
+        others = [rank for rank in range(len(self.order)) if rank != here]
+        computed = [gradient(keys, block).contiguous() for keys, block in self.blocks(own)]
+        total, sources = computed[0], [rank for rank in others if needs[here][rank]]
+        works = [
+            self.world.send(block, axis=self.axis, to=rank) for rank, block in zip(sources, computed[1:], strict=True)
+        ]
+        back = {}
+        for rank in others:
+            if needs[rank][here]:
+                back[rank] = self.empty(total, _count(needs[rank][here]))
+                works.append(self.world.recv(back[rank], axis=self.axis, source=rank))
+        for work in works:
+            work.wait()
+        for rank, block in back.items():
+            passed = 0
+            for start, stop in needs[rank][here]:
+                total[:, :, start:stop] += block[:, :, passed : passed + stop - start]
+                passed += stop - start
+        return total
+
+    def _start(self, own: Tensor, needs: "_Needs") -> tuple[dict[int, list[Work]], dict[int, Tensor]]:
+        here = self.index
+        works: dict[int, list[Work]] = {here: []}
+        arriving = {}
+        for other in range(len(self.order)):
+            if other == here:
+                continue
+            if asked := needs[other][here]:
+                given = torch.cat([own[:, :, start:stop] for start, stop in asked], TOKENS)
+                works[here].append(self.world.send(given, axis=self.axis, to=other))
+            if wanted := needs[here][other]:
+                arriving[other] = self.empty(own, _count(wanted))
+                works[other] = [self.world.recv(arriving[other], axis=self.axis, source=other)]
+        return works, arriving
+
+    def _needs(self) -> "_Needs":
+        """Return for each rank of queries and each rank of keys the local keys [start, stop) that are needed."""
+        return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.queries]
+
+
+_Needs: TypeAlias = list[list[list[tuple[int, int]]]]
+
+
+def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[tuple[int, int]]:
+    """Return the local keys that some query needs, as ranges of neighbouring tiles."""
+    found: list[tuple[int, int]] = []
+    rows = list(queries.tiles(4 * NEEDED_TILE))
+    for tile in keys.tiles(NEEDED_TILE):
+        if any(pattern.fill(row, tile) is not Fill.EMPTY for row in rows):
+            if found and found[-1][1] == tile.start:
+                found[-1] = (found[-1][0], tile.stop)
+            else:
+                found.append((tile.start, tile.stop))
+    return found
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _selected(keys: TokenRanges, ranges: Sequence[tuple[int, int]]) -> TokenRanges:
+    return TokenRanges.joined([keys.narrow(start, stop) for start, stop in ranges])

@@ -1,0 +1,245 @@
+"""Attention of queries on keys that may lie on other ranks, with its backward (`split_attention`, `attend`).
+
+`attend` is the function for models: attention under a pattern, on one process or on ranks that split the tokens. Its
+arguments are as in torch's `scaled_dot_product_attention`, with a `Pattern` in place of a mask.
+
+With an exchange of heads (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719), each rank gives away tokens
+for heads before, and heads for tokens after:
+
+    q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention over `tokens` ── all-to-all ── (B, H, n, D)
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+from meshwise.layout.token_order import TokenRanges, TokenTile
+from meshwise.model.random_bits import IndexBlock, draw, keep_mask
+from meshwise.sequence.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
+from meshwise.sequence.key_exchange import KeyExchange, NoExchange
+from meshwise.sequence.mask_pattern import Full, Pattern
+
+
+class ScoreDraws(Protocol):
+    """Source of the random numbers of attention dropout; see `random_draws.RandomDraws`."""
+
+    def key(self) -> int:
+        """Return the key of the next draw."""
+
+    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
+        """Return the slice of the full draw for scores of `shape`."""
+
+
+@dataclass(frozen=True)
+class PositionDropout:
+    """Dropout of attention scores by a hash of key, sample, head and the two positions.
+
+    `lead`: sizes of the dims before (queries, keys) of the full draw, and the starts of this rank's slice in them.
+    `shape`: sizes of (samples, heads).
+    """
+
+    probability: float
+    key: int
+    lead: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, probability: float, *, draws: ScoreDraws | None, shape: Sequence[int]) -> "PositionDropout":
+        """Return dropout for scores of the global `shape`; `draws`: None for torch's own generator."""
+        samples, heads = shape[:2]
+        if draws is None:
+            key = int(torch.randint(2**62, ()))
+            return cls(probability, key, ((samples, 0), (heads, 0)), (samples, heads))
+        block = draws.part(shape, scores=True)[0]
+        lead = tuple(zip(block.shape, block.starts, strict=True))[: -2 if min(shape[2:]) > 1 else None]
+        return cls(probability, draws.key(), lead, (samples, heads))
+
+    def of_heads(self, start: int, count: int) -> "PositionDropout":
+        """Return the dropout of `count` heads from `start` on."""
+        lead = self.lead if len(self.lead) < 2 else (self.lead[0], (count, self.lead[1][1] + start))
+        return replace(self, lead=lead, shape=(self.shape[0], count))
+
+    def keep(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+        """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
+        tiles = queries, keys
+        places = tuple(torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in tiles)
+        sizes = tuple(tile.stop - tile.start for tile in tiles)
+        block = IndexBlock(
+            (*(size for size, _ in self.lead), *sizes),
+            (*(start for _, start in self.lead), 0, 0),
+            places=(*(None for _ in self.lead), *places),
+        )
+        drawn = draw(block, key=self.key, kind=keep_mask(1.0 - self.probability), device=device)
+        return drawn.view(*self.shape, *sizes)
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Exchange of tokens for heads over the ranks of one axis.
+
+    `axis`: axis of the mesh. `order`: positions of the queries of each of its ranks.
+    """
+
+    world: World
+    axis: str
+    order: Sequence[TokenRanges]
+
+    def heads(self, count: int) -> range:
+        """Return this rank's query heads of `count`. Raises ValueError unless the ranks get equal numbers of heads."""
+        ranks = len(self.order)
+        if count % ranks:
+            raise ValueError(
+                f"{count} heads do not divide among the {ranks} ranks that exchange tokens for heads; take "
+                "context=zigzag, or a smaller cp_heads with context=usp"
+            )
+        each = count // ranks
+        index = self.world.group(self.axis).index
+        return range(index * each, (index + 1) * each)
+
+    def to_heads(self, x: Tensor, *, tokens: Sequence[int]) -> Tensor:
+        """Return all tokens for this rank's heads: (B, H, n, D) -> (B, H/u, sum(tokens), D)."""
+        heads = [x.size(1) // len(self.order)] * len(self.order)
+        sizes = (heads, tuple(tokens))
+        return gradient.all_to_all(x, world=self.world, axes=self.axis, split_dim=1, cat_dim=2, sizes=sizes).wait()
+
+    def to_tokens(self, x: Tensor, *, tokens: Sequence[int]) -> Tensor:
+        """Return this rank's tokens for all heads: (B, H/u, sum(tokens), D) -> (B, H, n, D)."""
+        heads = (x.size(1),) * len(self.order)
+        sizes = (tuple(tokens), heads)
+        return gradient.all_to_all(x, world=self.world, axes=self.axis, split_dim=2, cat_dim=1, sizes=sizes).wait()
+
+    def whole_heads(self, k: Tensor, *, queries: int) -> Tensor:
+        """Return keys whose heads divide over the ranks: each kv head as it is, or repeated for the query heads."""
+        if k.size(1) % len(self.order) == 0:
+            return k
+        ranks = len(self.order)
+        groups = queries // k.size(1)
+        each = queries // ranks
+        if groups % each == 0:  # the query heads of a rank share one kv head
+            return k.repeat_interleave(ranks // k.size(1), 1)
+        return k.repeat_interleave(groups, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTask:
+    """What `split_attention` computes.
+
+    | queries    positions of this rank's queries
+    | exchange   how the keys come
+    | sinks      score per head without a value, (heads,); None: none
+    """
+
+    rules: ScoreRules
+    queries: TokenRanges
+    exchange: KeyExchange
+    sinks: Tensor | None = None
+    progress: Callable[[], None] = lambda: None
+
+
+def split_attention(q: Tensor, k: Tensor, v: Tensor, *, task: AttentionTask) -> Tensor:
+    """Return the attention of this rank's queries on the keys of all ranks: (samples, heads, queries, features)."""
+    result: Tensor = _SplitAttention.apply(q, k, v, task.rules.mask, task.sinks, task)
+    return result
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Attention with keys from an exchange, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, task: AttentionTask
+    ) -> Tensor:
+        ctx.width = k.size(-1)
+        own = torch.cat((k, v), -1)
+        engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
+        o, lse = engine.begin(q, features=v.size(-1))
+        for keys, block in task.exchange.blocks(own):
+            engine.add(q, block[..., : ctx.width], block[..., ctx.width :], keys=keys, into=(o, lse))
+        if sinks is not None:
+            join_sinks(o, lse, sinks)
+        out = o.to(q.dtype)
+        ctx.task = task
+        ctx.save_for_backward(q, own, out, lse, mask, sinks)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, own, out, lse, mask, sinks = ctx.saved_tensors
+        task: AttentionTask = ctx.task
+        engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
+        dtype = accumulator(q.dtype)
+        dq = torch.zeros_like(q, dtype=dtype)
+        dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
+
+        def gradient_of(keys: TokenRanges, block: Tensor) -> Tensor:
+            k, v = block[..., : ctx.width], block[..., ctx.width :]
+            return torch.cat(engine.gradients(q, k, v, keys=keys, merged=(out, lse, do), into=(dq, dmask)), -1)
+
+        dkv = task.exchange.backward(own, gradient_of).to(own.dtype)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[4]:
+            share = (sinks.to(dtype)[None, :, None] - lse).exp()
+            dsinks = -(share * (do * out).to(dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        given = None if dmask is None else dmask.to(mask.dtype)
+        return dq.to(q.dtype), dkv[..., : ctx.width], dkv[..., ctx.width :], given, dsinks, None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> Tensor:
+    """Return the attention of `query` on `key` and `value` under a pattern, in proportion to the tiles it needs.
+
+    | query       (samples, heads, queries, features)
+    | key, value  (samples, kv heads, keys, features); `heads` is a multiple of `kv heads`
+    | pattern     pairs of query and key that count; None: all
+    | mask        mask as of `scaled_dot_product_attention`, besides the pattern
+    | scale       factor of the scores; None: 1/sqrt(features)
+    | dropout     probability of dropping a probability; 0 in eval mode
+    | more        `softcap`: cap of the scores; `sinks`: a score per head without a value, (heads,);
+    |             `draws`: source of random numbers, which meshwise passes
+
+    Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern.
+    """
+    if has_torch_function((query, key, value)):
+        given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
+        result: Tensor = handle_torch_function(attend, (query, key, value), query, key, value, **given)
+        return result
+    queries, keys = TokenRanges.whole(query.size(-2)), TokenRanges.whole(key.size(-2))
+    rules = score_rules(query, key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=more)
+    return split_attention(query, key, value, task=AttentionTask(rules, queries, NoExchange(keys), more.get("sinks")))
+
+
+def score_rules(
+    query: Tensor,
+    key: Tensor,
+    *,
+    pattern: Pattern | None,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    more: dict[str, Any],
+) -> ScoreRules:
+    """Return the rules of `attend`'s arguments; `query` and `key` have all tokens, of which only the shapes are used."""
+    drops = None
+    if dropout:
+        shape = (*query.shape[:-1], key.size(-2))
+        drops = PositionDropout.of(dropout, draws=more.get("draws"), shape=shape)
+    factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    return ScoreRules(pattern or Full(), factor, more.get("softcap"), drops, mask)
