@@ -55,6 +55,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
+from meshwise.sequence.context_parallel import ContextParallel
 from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
@@ -150,10 +151,12 @@ def parallelize(
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
     policy = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
     forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
+    context = ContextParallel(plan, world=world) if plan.cp > 1 else None
+    if context is not None:
+        policy.undo.callback(context.install(source.module))
+    storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(policy.with_offload(forward), loss)
-    setting = ParallelSetting(
-        plan, world, options, task, StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes), policy
-    )
+    setting = ParallelSetting(plan, world, options, task, storage, policy, context)
     with contextlib.ExitStack() as on_error:
         on_error.callback(tiers.close)
         on_error.callback(policy.close)
@@ -191,6 +194,16 @@ class ParallelSetting:
     task: MicrobatchTask
     storage: StorageConfig
     policy: ActivationPolicy
+    context: ContextParallel | None
+    """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
+
+    @property
+    def token_task(self) -> MicrobatchTask:
+        """The task on this rank's tokens."""
+        context = self.context
+        if context is None:
+            return self.task
+        return MicrobatchTask(context.forward(self.task.forward), context.loss(self.task.loss))
 
 
 @dataclass(frozen=True)
@@ -323,7 +336,7 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
         _release(source.module.get_parameter(name) for name in absent)
     return engine, WholeModelRunner(
         engine,
-        task=setting.task,
+        task=setting.token_task,
         draws=draws,
         statistics=statistics,
         schedule=naive(1, microbatches=setting.plan.microbatches),
@@ -373,14 +386,15 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     engines = {index: live.engine for index, live in stages.items()}
     whole = StagedEngine(engines, ranks=schedule.rank_of, world=world)
     runner = StagedRunner(
-        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, shares_rows=shared.shares_rows
+        whole, stages=stages, task=setting.token_task, schedule=schedule, cut=cut, shares_rows=shared.shares_rows
     )
     return whole, runner
 
 
 def _splits_rows(plan: Plan, world: World) -> bool:
     """Return whether several ranks split the rows of one matmul."""
-    return world.group(plan.row_axes).size > world.group(plan.replica_axes).size
+    split = [axis for axis in plan.row_axes if axis not in plan.replica_axes]
+    return world.group(split).size > 1 if split else False
 
 
 def _agree(source: ParameterSource, world: World) -> None:
@@ -406,7 +420,12 @@ def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomD
     if local and parts and isinstance(shared.world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
-    return RandomDraws(module, seed=setting.options.seed, before=before, after=after, local=local)
+    draws = RandomDraws(
+        module, seed=setting.options.seed, before=before, after=after, local=local, tokens=setting.context
+    )
+    if setting.context is not None:
+        setting.context.use(draws)
+    return draws
 
 
 def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:

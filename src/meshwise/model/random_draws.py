@@ -27,7 +27,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,16 @@ class ActivationRegion:
     shares: int = 0
 
 
+class TokenPositions(Protocol):
+    """Positions of the tokens that this rank has when tokens are split over ranks."""
+
+    def positions(self) -> Tensor | None:
+        """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
+
+    def running(self, rows: SampleRows, *, again: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a forward of the samples `rows` runs, or with `again` its backward."""
+
+
 DrawState: TypeAlias = tuple["_Frame", ActivationRegion]
 """The running call and the region at a point of a forward; see `RandomDraws.snapshot`."""
 
@@ -144,8 +154,11 @@ class RandomDraws:
         before: RegionStarts | None = None,
         after: RegionStarts | None = None,
         local: bool = False,
+        tokens: TokenPositions | None = None,
     ) -> None:
+        """`tokens`: where tokens are split over ranks, which ones this rank has."""
         self.local = local
+        self._tokens = tokens
         self.unknown: set[str] = set()
         """Texts "operation in module" of the operations that drew from torch's own generator."""
         self.drew = False
@@ -191,15 +204,17 @@ class RandomDraws:
     @contextlib.contextmanager
     def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
         """Draw for the samples `rows` inside the block. `again`: a backward runs and may repeat a forward."""
+        split = contextlib.nullcontext() if self._tokens is None else self._tokens.running(rows, again=again)
         if not self._handles:
-            yield
+            with split:
+                yield
             return
         self._rows, self._again, self._region = rows, again, ActivationRegion()
         self._stack = [_Frame("", None if again else _OUTSIDE)]
         self._active = self._ran = True
         kept = generator_states() if self.local else []
         try:
-            with self._modes:
+            with self._modes, split:
                 yield
         finally:
             self._active = False
@@ -263,19 +278,27 @@ class RandomDraws:
             dims, starts = [1, *dims], [_NO_SAMPLE]
         starts += [0] * (len(dims) - 1)
         kept = {dim for dim, size in enumerate(dims) if dim == 0 or size != 1}
+        positions = None if self._tokens is None or scores else self._tokens.positions()
         scores = scores or len(dims) > 3
         for cut in region.scores if scores else cuts:
             dim = len(dims) + cut.dim
             if dim > 0 and (scores or dim in kept or cut.size == 1):
                 kept.add(dim)
                 starts[dim] = cut.start * dims[dim] // max(1, cut.size)
+        places: dict[int, Tensor] = {}
+        if positions is not None and (dim := _token_dim(dims, cuts, count=positions.numel())):
+            kept.add(dim)
+            places[dim] = positions[starts[dim] : starts[dim] + dims[dim]]
         column = [] if len(kept) > 1 else [(1, 0)]
         sizes = [(dims[dim], starts[dim]) for dim in sorted(kept)] + column
-        return IndexBlock(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
+        given = (*(places.get(dim) for dim in sorted(kept)), *(None for _ in column)) if places else ()
+        return IndexBlock(tuple(size for size, _ in sizes), tuple(start for _, start in sizes), given), turned
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw under `random=local`, by key, samples and region."""
-        seed = _hash(self.key(), self._rows, self._region) % 2**63
+        positions = None if self._tokens is None else self._tokens.positions()
+        where = () if positions is None else (positions.tolist(),)
+        seed = _hash(self.key(), self._rows, self._region, *where) % 2**63
         streams_of(device).generator().manual_seed(seed)
 
     def warn_not_replaced(self, operation: str) -> None:
@@ -328,6 +351,18 @@ class RandomDraws:
             self._stack.pop()
             if name in self._after:
                 self._region = self._after[name]()
+
+
+def _token_dim(dims: Sequence[int], cuts: Sequence[DimSlice], *, count: int) -> int:
+    """Return the dim of a drawn tensor that has this rank's `count` tokens, or its slice of them; 0 if there is none.
+
+    | (samples, tokens), (samples, tokens, features)
+    | (samples, tokens, …, …), (samples, heads, tokens, …)
+    """
+    sliced = next((cut.size for cut in cuts if cut.dim == -2), count)
+    if len(dims) in (2, 3):
+        return 1 if dims[1] in (sliced, count) else 0
+    return next((dim for dim in (1, 2) if len(dims) > 3 and dims[dim] == count), 0)
 
 
 def _never_draws(module: nn.Module) -> bool:

@@ -75,7 +75,11 @@ COMPATIBILITY = (
         reason="only zero=3 gathers parameters for their use and stores them elsewhere after it",
         instead="zero=3",
     ),
-    Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
+    Refusal(when="cp=1 context!=auto", reason="only cp splits tokens", instead="context=auto"),
+    Refusal(when="context!=usp cp_heads>1", reason="only usp has two kinds of cp ranks", instead="cp_heads=1"),
+    Refusal(
+        when="cp>1 tp_mode!=1d", reason="2d, 2.5d and 3d split rows, and cp has 1d matrices only", instead="tp_mode=1d"
+    ),
     Refusal(
         when="tp_mode!=1d ep>1",
         reason="the grids of 2d, 2.5d and 3d split the hidden states that experts need whole",

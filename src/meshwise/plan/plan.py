@@ -43,6 +43,11 @@ class Plan:
     tp: int = whole_number(1, means="ranks that split each matrix")
     pp: int = whole_number(1, means="stages that split the sequence of blocks")
     cp: int = whole_number(1, means="ranks that split each sequence of tokens")
+    context: str = one_of(
+        "auto gather ring zigzag striped ulysses usp window",
+        means="with cp, which tokens a rank has and how its queries get the keys of other ranks",
+    )
+    cp_heads: int = whole_number(1, means="with `context=usp`, how many of the cp ranks exchange tokens for heads")
     ep: int = whole_number(1, means="ranks of dp, cp and tp, innermost first, that split the experts of a mixture")
     etp: int = whole_number(1, means="ranks of tp that split each matrix of an expert")
     zero: int = whole_number(

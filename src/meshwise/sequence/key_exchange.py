@@ -211,6 +211,16 @@ def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[t
     return found
 
 
+def needed_share(pattern: Pattern, order: Sequence[TokenRanges]) -> float:
+    """Return the largest share of other ranks' keys that a rank needs under a pattern."""
+    shares = [0.0]
+    for index, queries in enumerate(order):
+        others = [keys for number, keys in enumerate(order) if number != index]
+        needed = sum(_count(_needed(pattern, queries, keys)) for keys in others)
+        shares.append(needed / max(1, sum(keys.count for keys in others)))
+    return max(shares)
+
+
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in ranges)
 

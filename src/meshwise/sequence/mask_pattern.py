@@ -34,6 +34,11 @@ class Fill(enum.Enum):
 class Pattern:
     """Set of pairs of query and key; the base of all patterns."""
 
+    @property
+    def positional(self) -> bool:
+        """True if the pattern depends on positions alone, not on the batch."""
+        return True
+
     def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
         """Return how much of a tile the pattern lets through; PARTIAL if finding out would be slow."""
         raise NotImplementedError
@@ -60,6 +65,11 @@ class All(Pattern):
 
     parts: tuple[Pattern, ...]
 
+    @property
+    def positional(self) -> bool:
+        """True if every part depends on positions alone."""
+        return all(part.positional for part in self.parts)
+
     def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
         """Return EMPTY if one part is empty, FULL if all parts are full."""
         found = [part.fill(queries, keys) for part in self.parts]
@@ -84,6 +94,11 @@ class AnyOf(Pattern):
     """Pairs that at least one of the patterns lets through."""
 
     parts: tuple[Pattern, ...]
+
+    @property
+    def positional(self) -> bool:
+        """True if every part depends on positions alone."""
+        return all(part.positional for part in self.parts)
 
     def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
         """Return FULL if one part is full, EMPTY if all parts are empty."""
@@ -310,6 +325,11 @@ class Documents(Pattern):
 
     ids: Tensor
 
+    @property
+    def positional(self) -> bool:
+        """False: it depends on the batch."""
+        return False
+
     def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
         """Compare the lowest and highest numbers in the two tiles, sample by sample."""
         if self.ids.is_meta:
@@ -335,10 +355,28 @@ class Documents(Pattern):
 
 
 @dataclass(frozen=True, eq=False)
+class Restarts(Documents):
+    """Pairs of one packed document, as a model of transformers found them in the tokens that it had.
+
+    Where tokens are split over ranks, the model's own numbers are wrong, and those of the whole batch replace them.
+    """
+
+    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+        """Return every pair."""
+        del change
+        return Full()
+
+
+@dataclass(frozen=True, eq=False)
 class Padding(Pattern):
     """Keys that are not padding. `valid`: True (or 1) for each token that counts, (samples, tokens)."""
 
     valid: Tensor
+
+    @property
+    def positional(self) -> bool:
+        """False: it depends on the batch."""
+        return False
 
     def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
         """Look at the keys of the tile."""

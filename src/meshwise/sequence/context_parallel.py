@@ -1,0 +1,85 @@
+"""Split the tokens of every sequence over the ranks of `cp`, without a change to model or loss (`ContextParallel`).
+
+A micro-batch enters the forward with all tokens. Here it is cut to this rank's tokens, and the model and the loss run
+under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and parameters are replicas over `cp`, so
+the engine does the rest.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.model.forward import Forward, Loss
+from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.plan import Plan
+from meshwise.sequence.hugging_face import use_attend
+from meshwise.sequence.token_attention import ORDER_OF, TokenAttention, context_world
+from meshwise.sequence.token_interception import TokenInterception
+from meshwise.sequence.token_state import HEADS, RING, TokenState, rank_order, sequence_length
+
+
+class ContextParallel:
+    """Tokens of one rank under a plan: cuts batches, and runs the model's attentions over all tokens."""
+
+    def __init__(self, plan: Plan, *, world: World) -> None:
+        """Raises PlanError when `cp_heads` does not divide `cp`."""
+        self._world = context_world(world, plan=plan)
+        self._order = ORDER_OF[plan.context]
+        self.attention = TokenAttention(self._world, plan.context)
+        self.mode = TokenInterception(self.attention)
+        self.attention.state = lambda: self.mode.state
+
+    def install(self, module: nn.Module) -> Callable[[], None]:
+        """Let the models of transformers in `module` call this attention; return a function that undoes this."""
+        return use_attend(module)
+
+    def forward(self, forward: Forward) -> Forward:
+        """Return `forward` with the batch cut to this rank's tokens."""
+
+        def run(model: nn.Module, batch: Any) -> Any:
+            return forward(model, self._cut(batch))
+
+        return run
+
+    def loss(self, loss: Loss) -> Loss:
+        """Return `loss` with the batch cut to this rank's tokens."""
+
+        def run(output: Any, batch: Any) -> Any:
+            return loss(output, self._cut(batch))
+
+        return run
+
+    def use(self, draws: RandomDraws) -> None:
+        """Take the random numbers of attention dropout from `draws`."""
+        self.attention.draws = draws
+
+    # ---- as `random_draws.TokenPositions` ------------------------------------------------------------------------
+
+    def positions(self) -> Tensor | None:
+        """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
+        state = self.mode.state
+        return None if state is None or len(state.order) == 1 else state.own.positions()
+
+    def running(self, rows: SampleRows, *, again: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a forward of the samples `rows` runs, or with `again` its backward."""
+        return self.mode.running(rows, again=again)
+
+    def _cut(self, batch: Any) -> Any:
+        """Return the batch with this rank's tokens; the batch itself outside of a training or evaluation step."""
+        if not self.mode.active:
+            return batch
+        state = self.mode.state
+        if state is None or state.batch is not batch:
+            length = sequence_length(batch)
+            degrees = {axis: self._world.group(axis) for axis in (RING, HEADS)}
+            ring, heads = degrees[RING], degrees[HEADS]
+            order = rank_order(self._order, length=length, ring=ring.size, heads=heads.size)
+            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index)
+            self.mode.state = state
+            state.take_batch(batch)
+        return state.cut
+
+

@@ -1,0 +1,294 @@
+"""Compute the attentions of a model whose tokens are split over ranks (`TokenAttention`).
+
+    | context    order        keys and values
+    | gather     zigzag       gathered
+    | ring       contiguous   rotate
+    | zigzag     zigzag       rotate
+    | striped    striped      rotate
+    | ulysses    zigzag       tokens are exchanged for heads
+    | usp        zigzag       exchanged over `cp_heads` ranks, rotate over the others
+    | window     contiguous   sent where the pattern needs them
+    | auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+from meshwise.layout.token_order import TokenRanges
+from meshwise.plan import Plan, PlanError
+from meshwise.sequence.attention_tiles import ScoreRules
+from meshwise.sequence.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
+from meshwise.sequence.mask_pattern import Full, Pattern, causal
+from meshwise.sequence.split_attention import AttentionTask, HeadExchange, ScoreDraws, attend, score_rules
+from meshwise.sequence.split_attention import split_attention as attention_of
+from meshwise.sequence.token_state import HEADS, RING, TokenState
+
+_SDPA = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in {
+            "query": None,
+            "key": None,
+            "value": None,
+            "attn_mask": None,
+            "dropout_p": 0.0,
+            "is_causal": False,
+            "scale": None,
+            "enable_gqa": False,
+        }.items()
+    ]
+)
+_MULTIHEAD = inspect.signature(functional.multi_head_attention_forward)
+ORDER_OF: Mapping[str, str] = {
+    "auto": "zigzag",
+    "gather": "zigzag",
+    "ring": "contiguous",
+    "zigzag": "zigzag",
+    "striped": "striped",
+    "ulysses": "zigzag",
+    "usp": "zigzag",
+    "window": "contiguous",
+}
+"""Token order of each value of the plan's key `context`."""
+
+
+def context_world(world: World, *, plan: Plan) -> World:
+    """Return a view of the world over the plan's mesh with the axes `ring` and `heads` in place of `cp`.
+
+    Raises PlanError when `cp_heads` does not divide `cp`.
+    """
+    heads = {"ulysses": plan.cp, "usp": plan.cp_heads}.get(plan.context, 1)
+    if plan.cp % heads:
+        nearest = max(number for number in range(1, heads + 1) if plan.cp % number == 0)
+        raise PlanError(f"cp_heads={heads} does not divide cp={plan.cp}. Nearest that works: 'cp_heads={nearest}'")
+    axes = []
+    for axis, degree in plan.mesh().axes:
+        axes += [(RING, plan.cp // heads), (HEADS, heads)] if axis == "cp" else [(axis, degree)]
+    return world.over(Mesh(tuple(axes)))
+
+
+@dataclass(eq=False)
+class TokenAttention:
+    """Attention over the tokens of all ranks, called in place of torch's functions.
+
+    | context   the plan's key; None if tokens are not split
+    | draws     source of the random numbers of dropout; set when the model's draws are known
+    """
+
+    world: World
+    context: str
+    draws: ScoreDraws | None = None
+    rule: Pattern | None = None
+    """Pattern of a rule for the module that is running."""
+    state: Callable[[], TokenState | None] = lambda: None
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute what `func`, one of torch's attention functions or `attend`, returns for these arguments."""
+        state = self.state()
+        if func is functional.multi_head_attention_forward:
+            if state is None and self.rule is None:
+                return func(*args, **kwargs)
+            return self._multihead(state, **_bound(_MULTIHEAD, args, kwargs))
+        if func is attend:
+            return self._attend(state, *args, **kwargs)
+        given = _bound(_SDPA, args, kwargs)
+        if state is None and self.rule is None:
+            return func(*args, **kwargs)
+        causal_too = given["is_causal"] and given["query"].size(-2) > 0
+        return self._attend(
+            state,
+            given["query"],
+            given["key"],
+            given["value"],
+            pattern=causal() if causal_too else None,
+            mask=given["attn_mask"],
+            scale=given["scale"],
+            dropout=given["dropout_p"],
+        )
+
+    def _attend(
+        self,
+        state: TokenState | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern | None = None,
+        mask: Tensor | None = None,
+        **given: Any,
+    ) -> Tensor:
+        if self.rule is not None:
+            pattern = self.rule if pattern is None else pattern & self.rule
+        given.setdefault("draws", self.draws)
+        if state is None or len(state.order) == 1:
+            return attend(q, k, v, pattern=pattern, mask=mask, **given)
+        if q.dim() != 4:
+            raise ValueError(
+                f"attention of a query of shape {tuple(q.shape)}; under cp its dims are (samples, heads, tokens, "
+                "features): reshape it"
+            )
+        if q.size(2) != state.own.count:
+            raise ValueError(
+                f"attention of {q.size(2)} queries, but this rank has {state.own.count} of {state.length} tokens under "
+                'cp. Give the module all tokens by a rule, Options(tensor_rules={"NAME": "tokens whole"}), or use cp=1'
+            )
+        pattern = (pattern or Full()).map_token_values(lambda x: state.gather(x, dim=1))
+        if given.pop("packed", False) and state.reads_packing and state.packed is not None:
+            pattern = pattern & state.packed
+        split = k.size(2) == state.own.count
+        keys = state.length if split else k.size(2)
+        mask = None if mask is None else _own_rows(mask, state=state, keys=keys)
+        rules = self._rules(q, k, pattern, mask, given, lengths=(state.length, keys))
+        sinks = given.get("sinks")
+        if not split:
+            task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), sinks, self.world.progress)
+            return attention_of(q, k, v, task=task)
+        return self._exchanged(state, (q, k, v), rules, sinks)
+
+    def _rules(
+        self,
+        q: Tensor,
+        k: Tensor,
+        pattern: Pattern,
+        mask: Tensor | None,
+        given: dict[str, Any],
+        *,
+        lengths: tuple[int, int],
+    ) -> ScoreRules:
+        """Return the rules of the scores of all tokens."""
+        query, key = (
+            torch.empty(*x.shape[:2], length, x.size(3), device="meta")
+            for x, length in zip((q, k), lengths, strict=True)
+        )
+        scale, dropout = given.get("scale"), given.get("dropout", 0.0)
+        return score_rules(query, key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=given)
+
+    def _exchanged(
+        self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules, sinks: Tensor | None
+    ) -> Tensor:
+        """Return the attention with keys of all ranks; each rank's keys are at the positions of its queries."""
+        ring, across = self.world.group(RING), self.world.group(HEADS)
+        groups = [state.order[start : start + across.size] for start in range(0, len(state.order), across.size)]
+        rounds = [TokenRanges.joined(group) for group in groups]
+        q, k, v = qkv
+        heads = HeadExchange(self.world, HEADS, groups[ring.index])
+        sizes = [one.count for one in groups[ring.index]]
+        if across.size > 1:
+            own = heads.heads(q.size(1))
+            k, v = (heads.whole_heads(x, queries=q.size(1)) for x in (k, v))
+            q, k, v = (heads.to_heads(x, tokens=sizes) for x in (q, k, v))
+            rules = _of_heads(rules, own, heads, sizes)
+            sinks = None if sinks is None else sinks[own.start : own.stop]
+        exchange = self._exchange(state, rounds, rules.pattern)
+        task = AttentionTask(rules, rounds[ring.index], exchange, sinks, self.world.progress)
+        out = attention_of(q, k, v, task=task)
+        return heads.to_tokens(out, tokens=sizes) if across.size > 1 else out
+
+    def _exchange(self, state: TokenState, rounds: list[TokenRanges], pattern: Pattern) -> KeyExchange:
+        if len(rounds) == 1:
+            return NoExchange(rounds[0])
+        direct = self.context == "window"
+        if self.context == "auto" and pattern.positional:
+            if pattern not in state.shares:
+                state.shares[pattern] = needed_share(pattern, rounds)
+            direct = state.shares[pattern] < 0.5
+        if direct:
+            return Direct(self.world, RING, rounds, rounds, pattern)
+        return (Gathered if self.context == "gather" else Rotated)(self.world, RING, rounds)
+
+    def _multihead(self, state: TokenState | None, **given: Any) -> tuple[Tensor, None]:
+        """Return the output of torch's MultiheadAttention for (tokens, samples, features); no attention weights."""
+        if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
+            raise ValueError("MultiheadAttention with bias_k, add_zero_attn or static keys has no form under cp; use cp=1")
+        inputs = [given[name] for name in ("query", "key", "value")]
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+        if not given["use_separate_proj_weight"]:
+            weights = list(given["in_proj_weight"].chunk(3))
+        biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+        q, k, v = (
+            functional.linear(x, w, b).unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
+            for x, w, b in zip(inputs, weights, biases, strict=True)
+        )
+        mask, padded = given["attn_mask"], given["key_padding_mask"]
+        pattern = causal() if given["is_causal"] else None
+        mask = None if given["is_causal"] or mask is None else _as_allowed(mask)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unflatten(0, (-1, given["num_heads"]))
+        if padded is not None:
+            keys = _as_allowed(padded)[:, None, None, :]
+            keys = keys if state is None else state.gather(keys, dim=3)
+            mask = keys if mask is None else _both(_full_rows(mask, state, k), keys)
+        dropped = given["dropout_p"] if given["training"] else 0.0
+        out = self._attend(state, q, k, v, pattern=pattern, mask=mask, dropout=dropped)
+        mixed = out.permute(2, 0, 1, 3).flatten(2)
+        return functional.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
+
+
+def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = signature.bind(*args, **kwargs)
+    given.apply_defaults()
+    return dict(given.arguments)
+
+
+def _own_rows(mask: Tensor, *, state: TokenState, keys: int) -> Tensor:
+    """Return a mask (…, queries or 1, keys or 1) with this rank's queries and all keys, in the order of positions.
+
+    The user's mask may have all tokens in a dim, or this rank's; but not this rank's in both. Raises ValueError then.
+    """
+    mask = mask[(None,) * (4 - mask.dim())]
+    own, rows, columns = state.own.count, mask.size(-2), mask.size(-1)
+    fits = rows in (1, own, state.length) and columns in (1, own, keys)
+    if not fits or (rows == own != 1 and columns == own != keys):
+        raise ValueError(
+            f"an attention mask of shape {tuple(mask.shape)} under cp, where this rank has {own} of {state.length} "
+            "tokens: it needs all tokens along the keys. Use is_causal=True, or a pattern (meshwise.attention)"
+        )
+    if columns == own != keys:
+        mask = state.gather(mask, dim=3)
+    return state.own.take(mask, dim=2) if rows == state.length != own else mask
+
+
+def _full_rows(mask: Tensor, state: TokenState | None, k: Tensor) -> Tensor:
+    if state is None:
+        return mask
+    keys = state.length if k.size(2) == state.own.count else k.size(2)
+    return _own_rows(mask, state=state, keys=keys)
+
+
+def _as_allowed(mask: Tensor) -> Tensor:
+    """Return a mask of MultiheadAttention, where True forbids, as one of scaled_dot_product_attention."""
+    return ~mask if mask.dtype == torch.bool else mask
+
+
+def _both(one: Tensor, other: Tensor) -> Tensor:
+    if one.dtype == other.dtype == torch.bool:
+        return one & other
+    floats = [torch.where(x, 0.0, -torch.inf) if x.dtype == torch.bool else x for x in (one, other)]
+    return floats[0] + floats[1]
+
+
+def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange, sizes: list[int]) -> ScoreRules:
+    """Return the rules for the query heads `own` and the queries of all ranks that exchange heads."""
+    mask, dropout = rules.mask, rules.dropout
+    if mask is not None:
+        mask = mask[:, own.start : own.stop] if mask.size(1) > 1 else mask
+        if mask.size(2) > 1:
+            mask = _gathered_rows(mask, heads, sizes)
+    if dropout is not None:
+        dropout = dropout.of_heads(own.start, len(own))  # type: ignore[attr-defined]
+    return ScoreRules(rules.pattern, rules.scale, rules.softcap, dropout, mask)
+
+
+def _gathered_rows(mask: Tensor, heads: HeadExchange, sizes: list[int]) -> Tensor:
+    source = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+    whole = gradient.all_gather(source, world=heads.world, axes=HEADS, dim=2, sizes=sizes).wait()
+    return whole.bool() if mask.dtype == torch.bool else whole

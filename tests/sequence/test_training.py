@@ -1,0 +1,93 @@
+"""Training with split tokens equals training on one process: loss, gradient norm, every gradient and parameter."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from grid import Grid
+from torch import Tensor
+
+from meshwise import Options, Plan, World, parallelize
+from meshwise.reference import GPT, GPTConfig
+from meshwise.reference.language_loss import next_token_loss
+from meshwise.testing import agree, alone, outcome, run
+
+
+def gpt(positions: str, kv_heads: int, dropout: float) -> GPT:
+    config = GPTConfig(
+        vocabulary=40,
+        context=64,
+        layers=2,
+        heads=4,
+        kv_heads=kv_heads,
+        width=32,
+        positions=positions,  # type: ignore[arg-type]
+        dropout=dropout,
+    )
+    return GPT(config).double()
+
+
+@cache
+def batches(length: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(3):
+        tokens = torch.randint(40, (5, length + 1), generator=draw)
+        targets = tokens[:, 1:].clone()
+        targets[0, : length // 2] = -100
+        made.append((tokens[:, :-1].contiguous(), targets))
+    return made
+
+
+@cache
+def single(positions: str, kv_heads: int, dropout: float, length: int) -> Any:
+    return alone(
+        lambda: gpt(positions, kv_heads, dropout), loss=next_token_loss, batches=batches(length), lr=1e-2
+    )
+
+
+def under(plan: str, model: Any, *, length: int, **options: Any) -> Any:
+    ranks = Plan.parse(plan)
+    size = (ranks.dp or 1) * ranks.tp * ranks.pp * ranks.cp
+
+    def main(world: World) -> Any:
+        trainer = parallelize(
+            model, plan, loss=next_token_loss, world=world, lr=1e-2, options=Options(**options)
+        )
+        return outcome(trainer, batches=batches(length))
+
+    return run(size, main)[0]
+
+
+@pytest.mark.grid(
+    Grid(
+        {
+            "context": ("gather", "ring", "zigzag", "striped", "ulysses", "usp cp_heads=2", "window", "auto"),
+            "cp": (2, 3, 4),
+            "dp": (1, 2),
+            "zero": (0, 1, 2, 3),
+            "microbatches": (1, 2),
+            "positions": ("learned", "rotary"),
+            "kv_heads": (1, 2, 4),
+            "dropout": (0.0, 0.2),
+            "length": (16, 13),
+        },
+        exists=lambda cell: not (cell["cp"] == 3 and cell["context"].startswith("u")),
+        cost=lambda cell: cell["cp"] * cell["dp"],
+    )
+)
+def test_a_gpt_trains_as_on_one_process(
+    context: str,
+    cp: int,
+    dp: int,
+    zero: int,
+    microbatches: int,
+    positions: str,
+    kv_heads: int,
+    dropout: float,
+    length: int,
+) -> None:
+    plan = f"dp={dp} cp={cp} context={context} zero={zero} microbatches={microbatches}"
+    found = under(plan, lambda: gpt(positions, kv_heads, dropout), length=length)
+    agree(found, single(positions, kv_heads, dropout, length), bound=1e-9)
