@@ -70,14 +70,16 @@ def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
 def refuse(what: str, x: Tensor, *, state: TokenState) -> None:
     """Raise ValueError about `what` that mixes the tokens of `x`.
 
-    transformers looks for packed documents in position_ids; then do not raise, but note that it does.
+    Do not raise inside of two files of transformers: one looks for packed documents in position_ids, which is noted in
+    the state, the other keeps tokens for later calls (a cache, which training does not use).
     """
     frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_name.startswith("find_packed"):
+    while frame is not None:
+        file = frame.f_globals.get("__name__", "")
+        if file in ("transformers.masking_utils", "transformers.cache_utils"):
+            state.reads_packing |= frame.f_code.co_name.startswith("find_packed")
+            return
         frame = frame.f_back
-    if frame is not None:
-        state.reads_packing = True
-        return
     name = _running_module()
     where = f" in {name}" if name else ""
     raise ValueError(

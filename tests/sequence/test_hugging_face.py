@@ -1,0 +1,178 @@
+"""Models of transformers, as they are, train under cp as on one process in float64."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise import Options, World, parallelize
+from meshwise.testing import agree, alone, outcome, run
+from tensor.exact import with_exact_norms
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+
+TOKENS, VOCABULARY, WIDTH = 13, 23, 32
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
+BERT = {key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
+GEMMA = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", TEXT),
+    "Qwen2": ("Qwen2ForCausalLM", TEXT),
+    "Qwen3": ("Qwen3ForCausalLM", {**TEXT, "head_dim": 8}),
+    "Mistral": ("MistralForCausalLM", {**TEXT, "sliding_window": 4, "head_dim": 8}),
+    "Gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0}),
+    "Gemma3": ("Gemma3ForCausalLM", GEMMA),
+    "GptOss": ("GptOssForCausalLM", {**GEMMA, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "GPT2": ("GPT2LMHeadModel", {**GPT2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "GPT2 with dropout": ("GPT2LMHeadModel", GPT2),
+    "Bert": ("BertForMaskedLM", {**BERT, **NO_DROPOUT}),
+}
+
+
+def model_of(family: str, **more: Any) -> nn.Module:
+    name, sizes = MODELS[family]
+    kind = getattr(transformers, name)
+    config = kind.config_class(**{**sizes, **more})
+    if family == "GptOss":
+        config.layer_types = ["sliding_attention", "full_attention"]
+    model = kind(config)
+    if family == "GptOss":
+        model.set_experts_implementation("eager")
+    for place, module in list(model.named_modules()):
+        if type(module).__name__ in ("Gemma2RMSNorm", "Gemma3RMSNorm"):
+            model.set_submodule(place, ExactGemmaNorm(module.weight.numel(), eps=module.eps))
+    return with_exact_norms(model).double()
+
+
+class ExactGemmaNorm(nn.Module):
+    """Gemma's norm in the dtype of its input; that of transformers computes in float32."""
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+
+@cache
+def batches(kind: str) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(2):
+        ids = torch.randint(3, VOCABULARY, (4, TOKENS), generator=draw)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if kind == "padded":
+            valid = torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 4], [3], [TOKENS]])
+            batch |= {"attention_mask": valid.long(), "labels": ids.masked_fill(~valid, -100)}
+        if kind == "packed":
+            ends = torch.tensor([[5, 9], [2, 11], [6, 7], [1, 12]])
+            places = torch.arange(TOKENS).expand(4, -1)
+            starts = torch.where(places < ends[:, :1], 0, torch.where(places < ends[:, 1:], ends[:, :1], ends[:, 1:]))
+            batch["position_ids"] = places - starts
+        made.append(batch)
+    return made
+
+
+def without_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    return model(**{key: value for key, value in batch.items() if key != "labels"})
+
+
+def shifted_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy with the shift that tutorials write."""
+    logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def models_own_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss that transformers computes, a mean over its own labels."""
+    count = (batch["labels"][:, 1:] != -100).sum()
+    return output.loss * count, count
+
+
+def plain_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    return functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum"), (
+        labels != -100
+    ).sum()
+
+
+def train(world: World, model: Callable[[], nn.Module]) -> None:
+    options = Options(forward=without_loss)
+    parallelize(model, "cp=2", loss=shifted_loss, world=world, options=options).step(batches("plain")[0])
+
+
+def compare(
+    model: Callable[[], nn.Module], plan: str, *, ranks: int, kind: str, loss: Any = shifted_loss, bound: float = 1e-9
+) -> None:
+    """Compare with one process; a `bound` above 1e-9 is for models that compute a part in float32 themselves."""
+    given = Options(forward=without_loss if loss is not models_own_loss else None)
+    training = {"optimizer": torch.optim.SGD if bound > 1e-9 else torch.optim.AdamW, "lr": 1e-2}
+
+    def main(world: World) -> Any:
+        trainer = parallelize(model, plan, loss=loss, world=world, options=given, **training)
+        found = outcome(trainer, batches=batches(kind))
+        trainer.close()
+        return found
+
+    single = alone(model, loss=loss, batches=batches(kind), options=given, **training)
+    agree(run(ranks, main)[0], single, bound=bound)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_of_transformers_trains_as_on_one_process(family: str) -> None:
+    loss = plain_loss if family == "Bert" else shifted_loss
+    bound = 1e-6 if family == "Gemma2" else 1e-9  # softmax in float32
+    compare(lambda: model_of(family), "cp=2", ranks=2, kind="plain", loss=loss, bound=bound)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Bert"])
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_padding_masks_are_of_all_tokens(family: str, context: str) -> None:
+    loss = plain_loss if family == "Bert" else shifted_loss
+    compare(lambda: model_of(family), f"cp=2 context={context}", ranks=2, kind="padded", loss=loss)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_position_ids_that_restart_are_documents(family: str) -> None:
+    compare(lambda: model_of(family, use_cache=False), "cp=3 context=striped", ranks=3, kind="packed")
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded"])
+def test_the_loss_that_transformers_computes_is_of_the_next_token(kind: str) -> None:
+    # transformers computes its loss in float32
+    compare(lambda: model_of("Llama"), "cp=2", ranks=2, kind=kind, loss=models_own_loss, bound=1e-6)
+
+
+def test_gradient_checkpointing_of_transformers_repeats_the_attention_over_all_tokens() -> None:
+    def model() -> nn.Module:
+        made: Any = model_of("GPT2 with dropout", use_cache=False)
+        made.activation_checkpointing_enable()
+        return made  # type: ignore[no-any-return]
+
+    compare(model, "cp=2", ranks=2, kind="plain")
+
+
+def test_a_relative_bias_is_refused() -> None:
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    with pytest.raises(ValueError, match="bias by relative position|does not follow|cannot be replaced"):
+        run(2, lambda world: train(world, lambda: transformers.T5EncoderModel(config)))
