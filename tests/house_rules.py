@@ -77,7 +77,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
         "tensor": "one sharded matmul, a page of layouts per scheme",
         "expert": "mixtures of experts: finds them, divides their experts, exchanges tokens",
         "pipeline": "schedules and cuts as tables, and what runs them",
-        "sequence": "attention over split tokens: exchanges, patterns, interception",
+        "attention": "attention over split tokens, and under patterns",
         "optim": "optimizers over the slices that a rank owns",
     },
     {"memory": "recomputation, and tiers of state between its uses"},

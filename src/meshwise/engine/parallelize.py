@@ -55,7 +55,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
-from meshwise.sequence.context_parallel import ContextParallel
+from meshwise.attention.context_parallel import ContextParallel
 from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
@@ -85,7 +85,8 @@ class Options:
     """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
     tensor_rules: Rules | None = None
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
-    `meshwise.tensor.detect.find_parts.Rules`. None: what the model declares and its structure says."""
+    `meshwise.tensor.detect.find_parts.Rules`. None: what the model declares and its structure says. Under every plan,
+    `"attention pattern=window:1024"` gives attentions a pattern; with cp, `"tokens whole"` gives a module all tokens."""
     parts: Mapping[str, Part] | None = None
     """With tp, the role of each module, as `find_parts` returns them for this model and plan. None: `find_parts` is
     called."""
@@ -151,7 +152,7 @@ def parallelize(
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
     policy = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
     forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
-    context = ContextParallel(plan, world=world) if plan.cp > 1 else None
+    context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(source.module))
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)

@@ -70,7 +70,9 @@ class TokenRanges:
     def positions(self, *, device: torch.device | None = None) -> Tensor:
         """Return the positions as integers of shape (count,)."""
         parts = [
-            torch.arange(first, first + count * step, step, device=device) for first, count, step in self.ranges if count
+            torch.arange(first, first + count * step, step, device=device)
+            for first, count, step in self.ranges
+            if count
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 

@@ -86,7 +86,7 @@ def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
     for entry in units:
         together = not isinstance(entry, str)
         for pattern in [entry] if isinstance(entry, str) else entry:
-            matched = [name for name in names if _matches(name, pattern)]
+            matched = [name for name in names if matches(name, pattern=pattern)]
             if not matched:
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[1:4]
                 raise ValueError(f"units: {pattern!r} matches no module with parameters; did you mean {near}?")
@@ -101,7 +101,8 @@ def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
     return chosen
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, *, pattern: str) -> bool:
+    """Return whether a dotted name matches a pattern word by word, with as many words; `*` matches within a word."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 

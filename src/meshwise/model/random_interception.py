@@ -105,7 +105,7 @@ class RandomInterception(ForwardAndBackwardMode):
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `func`, with meshwise's draws in place of torch's."""
         name = getattr(func, "__name__", "")
-        if name == "attend":  # of `sequence/split_attention.py`, which takes its draws from their source
+        if name == "attend":  # of `attention/split_attention.py`, which takes its draws from their source
             return func(*args, **{"draws": self._source, **kwargs})
         if name not in MAY_DRAW or kwargs.get("generator") is not None:
             return func(*args, **kwargs)

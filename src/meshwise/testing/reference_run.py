@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.attention.attention_rules import token_rules
+from meshwise.attention.context_parallel import ContextParallel
 from meshwise.base.tensor_tree import map_tensors, row_count
+from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
@@ -28,6 +31,7 @@ from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.optim.flat_optimizer import needs_whole
+from meshwise.plan import Plan
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, widen_for_loss
 from meshwise.precision.dtype_policy import Precision
 
@@ -63,7 +67,15 @@ class ReferenceRun:
         if needs_whole(optimizer):
             optimizer_arguments["logical"] = WholeParameters(self._updated)
         self._optimizer = optimizer(groups, **optimizer_arguments)
-        self.draws = RandomDraws(self.model, seed=self._options.seed)
+        rules = token_rules(self._options.tensor_rules)
+        tokens = None
+        if rules:
+            one_rank = TraceWorld(rank=0, mesh=Plan().mesh(), device=self._device)
+            tokens = ContextParallel(Plan(), world=one_rank, rules=rules, dense=True)
+        self.draws = RandomDraws(self.model, seed=self._options.seed, tokens=tokens)
+        if tokens is not None:
+            tokens.use(self.draws)
+            tokens.install(self.model)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:

@@ -12,7 +12,6 @@ A rule that matches nothing is an error, with similar names. A parameter without
 
 import dataclasses
 import difflib
-import fnmatch
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwise.model.find_mixtures import find_mixtures
+from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import HeadSharing
@@ -77,6 +77,10 @@ class Rule:
                 raise ValueError(f"rule {pattern!r}: {word!r} in {text!r}; the part {role!r} {takes}")
             options[match[1]] = int(match[2])
         return cls(role, options)
+
+
+_OF_TOKENS = ("attention pattern=", "tokens ")
+"""First words of the rules that concern tokens and not matrices; see `attention/attention_rules.py`."""
 
 
 def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
@@ -159,18 +163,14 @@ def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     matched: dict[str, Rule] = {}
     for pattern, text in rules.items():
+        if text.startswith(_OF_TOKENS):
+            continue
         rule = Rule.parse(text, pattern=pattern)
         names = [name for name in (*modules, *parameters) if matches(name, pattern=pattern)]
         if not names:
             raise ValueError(f"rule {pattern!r} matches no module and no parameter; {_near(pattern, modules[1:])}")
         matched |= dict.fromkeys(names, rule)
     return matched
-
-
-def matches(name: str, *, pattern: str) -> bool:
-    """Return whether a dotted name has as many words as a pattern, and each matches; `*` matches inside one word."""
-    words, wanted = name.split("."), pattern.split(".")
-    return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:

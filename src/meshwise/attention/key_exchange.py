@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwise.comm.api.world import Work, World
 from meshwise.layout.token_order import TokenRanges
-from meshwise.sequence.mask_pattern import Fill, Pattern
+from meshwise.attention.mask_pattern import Fill, Pattern
 
 BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
 """Function of the positions of a block and the block that returns the gradient of the block."""

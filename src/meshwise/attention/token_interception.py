@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from meshwise.model.random_draws import SampleRows
 from meshwise.model.random_interception import ForwardAndBackwardMode
-from meshwise.sequence.mixed_tokens import MIXING, mixing_dims, refuse, refuse_mixed
-from meshwise.sequence.split_attention import attend
-from meshwise.sequence.token_count import TokenCount
-from meshwise.sequence.token_state import TokenState, token_dims
+from meshwise.attention.mixed_tokens import MIXING, mixing_dims, refuse, refuse_mixed
+from meshwise.attention.split_attention import attend
+from meshwise.attention.token_count import TokenCount
+from meshwise.attention.token_state import TokenState, token_dims
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZED = ("ones", "zeros", "full", "empty", "rand", "randn", "new_full", "new_ones", "new_zeros", "new_empty")
@@ -106,9 +106,7 @@ class TokenInterception(ForwardAndBackwardMode):
         if not dims:
             return found
         if isinstance(found, torch.Size):
-            sizes = [
-                TokenCount.of(size, whole=state.length) if dim in dims else size for dim, size in enumerate(found)
-            ]
+            sizes = [TokenCount.of(size, whole=state.length) if dim in dims else size for dim, size in enumerate(found)]
             return torch.Size(sizes)
         asked = (args[1] if len(args) > 1 else kwargs["dim"]) % x.dim()
         return TokenCount.of(found, whole=state.length) if asked in dims else found

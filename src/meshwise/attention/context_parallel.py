@@ -6,7 +6,7 @@ the engine does the rest.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,26 +15,49 @@ from meshwise.comm.api.world import World
 from meshwise.model.forward import Forward, Loss
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.plan import Plan
-from meshwise.sequence.hugging_face import use_attend
-from meshwise.sequence.token_attention import ORDER_OF, TokenAttention, context_world
-from meshwise.sequence.token_interception import TokenInterception
-from meshwise.sequence.token_state import HEADS, RING, TokenState, rank_order, sequence_length
+from meshwise.attention.attention_rules import install_rules, token_rules
+from meshwise.attention.hugging_face import use_attend
+from meshwise.attention.mask_pattern import Pattern
+from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
+from meshwise.attention.token_interception import TokenInterception
+from meshwise.attention.token_state import HEADS, RING, TokenState, rank_order, sequence_length
 
 
 class ContextParallel:
     """Tokens of one rank under a plan: cuts batches, and runs the model's attentions over all tokens."""
 
-    def __init__(self, plan: Plan, *, world: World) -> None:
-        """Raises PlanError when `cp_heads` does not divide `cp`."""
+    def __init__(
+        self, plan: Plan, *, world: World, rules: Mapping[str, Pattern | None] | None = None, dense: bool = False
+    ) -> None:
+        """`rules`: as `token_rules` returns them. `dense`: attention under a rule is torch's, with a mask.
+
+        Raises PlanError when `cp_heads` does not divide `cp`.
+        """
         self._world = context_world(world, plan=plan)
+        self._splits = plan.cp > 1
         self._order = ORDER_OF[plan.context]
-        self.attention = TokenAttention(self._world, plan.context)
+        self._rules = rules or {}
+        self._names: dict[nn.Module, str] = {}
+        self.attention = TokenAttention(self._world, plan.context, dense)
         self.mode = TokenInterception(self.attention)
         self.attention.state = lambda: self.mode.state
 
+    @classmethod
+    def of(cls, plan: Plan, *, world: World, rules: Mapping[str, str] | None) -> "ContextParallel | None":
+        """Return the tokens under a plan and the rules of a run; None if neither concerns tokens."""
+        found = token_rules(rules)
+        return cls(plan, world=world, rules=found) if plan.cp > 1 or found else None
+
     def install(self, module: nn.Module) -> Callable[[], None]:
-        """Let the models of transformers in `module` call this attention; return a function that undoes this."""
-        return use_attend(module)
+        """Let the models of transformers in `module` call this attention, and register the hooks of the rules.
+
+        Return a function that undoes both.
+        """
+        self._names = {one: name for name, one in module.named_modules()}
+        undo = contextlib.ExitStack()
+        undo.callback(use_attend(module))
+        undo.callback(install_rules(module, self._rules, mode=self.mode, attention=self.attention))
+        return undo.close
 
     def forward(self, forward: Forward) -> Forward:
         """Return `forward` with the batch cut to this rank's tokens."""
@@ -69,7 +92,7 @@ class ContextParallel:
 
     def _cut(self, batch: Any) -> Any:
         """Return the batch with this rank's tokens; the batch itself outside of a training or evaluation step."""
-        if not self.mode.active:
+        if not self.mode.active or not self._splits:
             return batch
         state = self.mode.state
         if state is None or state.batch is not batch:
@@ -77,9 +100,7 @@ class ContextParallel:
             degrees = {axis: self._world.group(axis) for axis in (RING, HEADS)}
             ring, heads = degrees[RING], degrees[HEADS]
             order = rank_order(self._order, length=length, ring=ring.size, heads=heads.size)
-            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index)
+            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
             self.mode.state = state
             state.take_batch(batch)
         return state.cut
-
-

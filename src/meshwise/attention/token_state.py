@@ -17,7 +17,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges, token_order
-from meshwise.sequence.mask_pattern import Documents, Pattern
+from meshwise.attention.mask_pattern import Documents, Pattern
 
 RING, HEADS = "ring", "heads"
 """Axes into which the axis `cp` is divided: `heads` exchanges tokens for heads, `ring` exchanges keys."""
@@ -37,6 +37,8 @@ class TokenState:
     length: int
     order: tuple[TokenRanges, ...]
     index: int
+    names: Mapping[torch.nn.Module, str] = field(default_factory=dict)
+    """Names of the model's modules, for messages."""
     batch: Any = None
     """The batch as the engine gave it."""
     cut: Any = None
@@ -138,5 +140,3 @@ def _masks(x: Tensor) -> bool:
 
 def _counted(places: Tensor) -> Tensor:
     return torch.arange(places.numel(), device=places.device)
-
-

@@ -23,9 +23,9 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges, TokenTile
 from meshwise.model.random_bits import IndexBlock, draw, keep_mask
-from meshwise.sequence.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
-from meshwise.sequence.key_exchange import KeyExchange, NoExchange
-from meshwise.sequence.mask_pattern import Full, Pattern
+from meshwise.attention.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
+from meshwise.attention.key_exchange import KeyExchange, NoExchange
+from meshwise.attention.mask_pattern import Full, Pattern
 
 
 class ScoreDraws(Protocol):

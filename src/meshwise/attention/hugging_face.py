@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.sequence.mask_pattern import (
+from meshwise.attention.mask_pattern import (
     All,
     AnyOf,
     Pattern,
@@ -21,7 +21,7 @@ from meshwise.sequence.mask_pattern import (
     padding,
     window,
 )
-from meshwise.sequence.split_attention import attend
+from meshwise.attention.split_attention import attend
 
 NAME = "meshwise"
 """Name of the attention in transformers' registries."""
@@ -38,7 +38,9 @@ def use_attend(module: nn.Module) -> Callable[[], None]:
 
     outer: list[Any] = []
     for name, one in module.named_modules():
-        if isinstance(one, PreTrainedModel) and not any(name.startswith(f"{known}.") or not known for known, _ in outer):
+        if isinstance(one, PreTrainedModel) and not any(
+            name.startswith(f"{known}.") or not known for known, _ in outer
+        ):
             outer.append((name, one))
     if outer:
         AttentionInterface.register(NAME, _attention)

@@ -11,9 +11,9 @@ from torch import Tensor
 from meshwise import Mesh
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges, token_order
-from meshwise.sequence.attention_tiles import ScoreRules
-from meshwise.sequence.key_exchange import Direct, Gathered, KeyExchange, Rotated
-from meshwise.sequence.mask_pattern import (
+from meshwise.attention.attention_tiles import ScoreRules
+from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated
+from meshwise.attention.mask_pattern import (
     Pattern,
     block_window,
     causal,
@@ -27,7 +27,7 @@ from meshwise.sequence.mask_pattern import (
     random_blocks,
     window,
 )
-from meshwise.sequence.split_attention import AttentionTask, attend, split_attention
+from meshwise.attention.split_attention import AttentionTask, attend, split_attention
 from meshwise.testing import run
 
 SAMPLES, HEADS, FEATURES, LENGTH = 2, 4, 8, 23

@@ -252,9 +252,7 @@ class BlockPattern(PositionPattern):
 
     def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
         """Look at all blocks that the tile touches."""
-        rows, columns = (
-            torch.arange(tile.first // self.size, tile.last // self.size + 1) for tile in (queries, keys)
-        )
+        rows, columns = (torch.arange(tile.first // self.size, tile.last // self.size + 1) for tile in (queries, keys))
         allowed = self.allows_block(rows[:, None], columns[None, :])
         if not bool(allowed.any()):
             return Fill.EMPTY
@@ -496,7 +494,9 @@ def _word(text: str) -> Pattern:
         "fixed": (fixed, 1, 2),
     }
     if name not in kinds:
-        raise ValueError(f"{name!r} in the pattern {text!r} is not one of {' '.join(kinds)}; write it as in window:1024")
+        raise ValueError(
+            f"{name!r} in the pattern {text!r} is not one of {' '.join(kinds)}; write it as in window:1024"
+        )
     make, least, most = kinds[name]
     if not least <= len(numbers) <= most or not all(number.isdigit() for number in numbers):
         raise ValueError(f"the pattern {text!r} needs {least} to {most} whole numbers after {name}, as in window:1024")

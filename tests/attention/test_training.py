@@ -42,9 +42,7 @@ def batches(length: int) -> list[tuple[Tensor, Tensor]]:
 
 @cache
 def single(positions: str, kv_heads: int, dropout: float, length: int) -> Any:
-    return alone(
-        lambda: gpt(positions, kv_heads, dropout), loss=next_token_loss, batches=batches(length), lr=1e-2
-    )
+    return alone(lambda: gpt(positions, kv_heads, dropout), loss=next_token_loss, batches=batches(length), lr=1e-2)
 
 
 def under(plan: str, model: Any, *, length: int, **options: Any) -> Any:
@@ -52,9 +50,7 @@ def under(plan: str, model: Any, *, length: int, **options: Any) -> Any:
     size = (ranks.dp or 1) * ranks.tp * ranks.pp * ranks.cp
 
     def main(world: World) -> Any:
-        trainer = parallelize(
-            model, plan, loss=next_token_loss, world=world, lr=1e-2, options=Options(**options)
-        )
+        trainer = parallelize(model, plan, loss=next_token_loss, world=world, lr=1e-2, options=Options(**options))
         return outcome(trainer, batches=batches(length))
 
     return run(size, main)[0]

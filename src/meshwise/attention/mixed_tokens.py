@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.sequence.token_state import TokenState, token_dims
+from meshwise.attention.token_state import TokenState, token_dims
 
 _ALONG = """
     cumsum cumprod cummax cummin logcumsumexp softmax log_softmax logsumexp mean sum prod max min amax amin argmax
@@ -54,7 +54,9 @@ def refuse_mixed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
         other = args[1] if len(args) > 1 else None
         by_tokens = isinstance(other, Tensor) and min(x.dim(), other.dim()) >= 3 and other.size(-1) == count
         if by_tokens and x.size(-2) == count and x.size(-1) != count and not isinstance(other, nn.Parameter):
-            refuse("a product of tokens with tokens (attention by hand; call scaled_dot_product_attention)", x, state=state)
+            refuse(
+                "a product of tokens with tokens (attention by hand; call scaled_dot_product_attention)", x, state=state
+            )
 
 
 def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
@@ -70,22 +72,22 @@ def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
 def refuse(what: str, x: Tensor, *, state: TokenState) -> None:
     """Raise ValueError about `what` that mixes the tokens of `x`.
 
-    Do not raise inside of two files of transformers: one looks for packed documents in position_ids, which is noted in
-    the state, the other keeps tokens for later calls (a cache, which training does not use).
+    Do not raise for calls by meshwise itself, nor by two files of transformers: one looks for packed documents in
+    position_ids, which is noted in the state, the other keeps tokens for later calls, which training does not have.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_globals.get("__name__", "")
-        if file in ("transformers.masking_utils", "transformers.cache_utils"):
-            state.reads_packing |= frame.f_code.co_name.startswith("find_packed")
-            return
-        frame = frame.f_back
-    name = _running_module()
-    where = f" in {name}" if name else ""
+    caller = _caller()
+    file = caller.f_globals.get("__name__", "")
+    if file in ("transformers.masking_utils", "transformers.cache_utils"):
+        state.reads_packing |= caller.f_code.co_name.startswith("find_packed")
+        return
+    if file.startswith("meshwise.") and not file.startswith("meshwise.reference."):
+        return
+    module = _running_module()
+    name = state.names.get(module, type(module).__name__) if module is not None else ""
     raise ValueError(
-        f"{what} of a tensor {tuple(int(size) for size in x.shape)}{where} mixes tokens, and under cp this rank has "
-        f"{state.own.count} of {state.length}. Give the module all tokens by a rule, "
-        f'Options(tensor_rules={{"NAME": "tokens whole"}}), or use cp=1'
+        f"{what} of a tensor {tuple(int(size) for size in x.shape)}{f' in {name}' if name else ''} mixes tokens, and "
+        f"under cp this rank has {state.own.count} of {state.length}. Give a module all tokens by a rule, "
+        f'Options(tensor_rules={{"{name or "NAME"}": "tokens whole"}}), or use cp=1'
     )
 
 
@@ -99,14 +101,24 @@ def _refuse_cat(parts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
             refuse(f"cat along dim {dim % part.dim()}", part, state=state)
 
 
-def _running_module() -> str:
-    """Return the class of the module whose forward is running, found on the stack of Python's calls."""
+def _caller() -> Any:
+    """Return the frame of Python that called a torch function: the first outside of torch and of this mode."""
+    frame: Any = sys._getframe(1)
+    around = ("torch.", "meshwise.attention.", "meshwise.model.random_interception")
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(around):
+        frame = frame.f_back
+    return frame
+
+
+def _running_module() -> nn.Module | None:
+    """Return the innermost module of the user whose forward is running, found on the stack of Python's calls."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if isinstance(owner := frame.f_locals.get("self"), nn.Module):
-            return type(owner).__name__
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith("torch."):
+            return owner
         frame = frame.f_back
-    return ""
+    return None
 
 
 MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUCTS | {"cat"}

@@ -1,14 +1,14 @@
 """Compute the attentions of a model whose tokens are split over ranks (`TokenAttention`).
 
-    | context    order        keys and values
-    | gather     zigzag       gathered
-    | ring       contiguous   rotate
-    | zigzag     zigzag       rotate
-    | striped    striped      rotate
-    | ulysses    zigzag       tokens are exchanged for heads
-    | usp        zigzag       exchanged over `cp_heads` ranks, rotate over the others
-    | window     contiguous   sent where the pattern needs them
-    | auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate
+| context    order        keys and values
+| gather     zigzag       gathered
+| ring       contiguous   rotate
+| zigzag     zigzag       rotate
+| striped    striped      rotate
+| ulysses    zigzag       tokens are exchanged for heads
+| usp        zigzag       exchanged over `cp_heads` ranks, rotate over the others
+| window     contiguous   sent where the pattern needs them
+| auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate
 """
 
 import inspect
@@ -25,12 +25,12 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges
 from meshwise.plan import Plan, PlanError
-from meshwise.sequence.attention_tiles import ScoreRules
-from meshwise.sequence.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
-from meshwise.sequence.mask_pattern import Full, Pattern, causal
-from meshwise.sequence.split_attention import AttentionTask, HeadExchange, ScoreDraws, attend, score_rules
-from meshwise.sequence.split_attention import split_attention as attention_of
-from meshwise.sequence.token_state import HEADS, RING, TokenState
+from meshwise.attention.attention_tiles import ScoreRules
+from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
+from meshwise.attention.mask_pattern import Full, Pattern, causal
+from meshwise.attention.split_attention import AttentionTask, HeadExchange, ScoreDraws, attend, score_rules
+from meshwise.attention.split_attention import split_attention as attention_of
+from meshwise.attention.token_state import HEADS, RING, TokenState
 
 _SDPA = inspect.Signature(
     [
@@ -80,12 +80,14 @@ def context_world(world: World, *, plan: Plan) -> World:
 class TokenAttention:
     """Attention over the tokens of all ranks, called in place of torch's functions.
 
-    | context   the plan's key; None if tokens are not split
+    | context   the plan's key
+    | dense     compute attention under a rule by torch's function with a mask, to compare with
     | draws     source of the random numbers of dropout; set when the model's draws are known
     """
 
     world: World
     context: str
+    dense: bool = False
     draws: ScoreDraws | None = None
     rule: Pattern | None = None
     """Pattern of a rule for the module that is running."""
@@ -103,17 +105,21 @@ class TokenAttention:
         given = _bound(_SDPA, args, kwargs)
         if state is None and self.rule is None:
             return func(*args, **kwargs)
-        causal_too = given["is_causal"] and given["query"].size(-2) > 0
-        return self._attend(
-            state,
-            given["query"],
-            given["key"],
-            given["value"],
-            pattern=causal() if causal_too else None,
-            mask=given["attn_mask"],
-            scale=given["scale"],
-            dropout=given["dropout_p"],
-        )
+        pattern = causal() if given["is_causal"] else None
+        if self.dense:
+            return self._dense(given, pattern)
+        qkv = (given[name] for name in ("query", "key", "value"))
+        scale, dropout = given["scale"], given["dropout_p"]
+        return self._attend(state, *qkv, pattern=pattern, mask=given["attn_mask"], scale=scale, dropout=dropout)
+
+    def _dense(self, given: dict[str, Any], pattern: Pattern | None) -> Tensor:
+        """Return torch's attention with the mask of the rule of the running module."""
+        assert self.rule is not None
+        both = self.rule if pattern is None else pattern & self.rule
+        tiles = [next(TokenRanges.whole(given[name].size(-2)).tiles(given[name].size(-2))) for name in ("query", "key")]
+        mask = both.mask(*tiles, device=given["query"].device)
+        mask = mask if given["attn_mask"] is None else _both(mask, given["attn_mask"])
+        return functional.scaled_dot_product_attention(**{**given, "attn_mask": mask, "is_causal": False})
 
     def _attend(
         self,
@@ -208,7 +214,9 @@ class TokenAttention:
     def _multihead(self, state: TokenState | None, **given: Any) -> tuple[Tensor, None]:
         """Return the output of torch's MultiheadAttention for (tokens, samples, features); no attention weights."""
         if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
-            raise ValueError("MultiheadAttention with bias_k, add_zero_attn or static keys has no form under cp; use cp=1")
+            raise ValueError(
+                "MultiheadAttention with bias_k, add_zero_attn or static keys has no form under cp; use cp=1"
+            )
         inputs = [given[name] for name in ("query", "key", "value")]
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
         if not given["use_separate_proj_weight"]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshwise.layout.token_order import TokenRanges, TokenTile
-from meshwise.sequence.mask_pattern import Fill, Pattern
+from meshwise.attention.mask_pattern import Fill, Pattern
 
 CPU_TILE = 256
 """Queries, and keys of a masked tile, that are computed at once on the CPU."""

@@ -1,0 +1,120 @@
+"""Rules for modules under split tokens or patterns, stated with the rules of tensor parallelism.
+
+| "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
+|                               the model: "attention pattern=window:1024+global:64"
+| "tokens whole"                with cp, the module gets all tokens, and returns this rank's
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from meshwise.attention.mask_pattern import Pattern, parse_pattern
+from meshwise.attention.token_attention import TokenAttention
+from meshwise.attention.token_interception import TokenInterception
+from meshwise.attention.token_state import TokenState, token_dims
+from meshwise.base.tensor_tree import map_tensors
+from meshwise.model.parameter_units import matches
+
+_PATTERN, _WHOLE = "attention pattern=", "tokens whole"
+
+
+def token_rules(rules: Mapping[str, str] | None) -> dict[str, Pattern | None]:
+    """Return the rules that concern tokens, by pattern of module names: the attention's pattern; None: tokens whole.
+
+    Raises ValueError for a text that is no pattern.
+    """
+    found: dict[str, Pattern | None] = {}
+    for pattern, text in (rules or {}).items():
+        if text.startswith(_PATTERN):
+            found[pattern] = parse_pattern(text.removeprefix(_PATTERN))
+        elif text == _WHOLE:
+            found[pattern] = None
+    return found
+
+
+def install_rules(
+    module: nn.Module, rules: Mapping[str, Pattern | None], *, mode: TokenInterception, attention: TokenAttention
+) -> Callable[[], None]:
+    """Register the hooks of the rules on the modules that match; return a function that removes them.
+
+    Warns that a pattern changes the model. Raises ValueError for a rule that matches no module.
+    """
+    handles = contextlib.ExitStack()
+    for pattern, rule in rules.items():
+        found = [one for name, one in module.named_modules() if matches(name, pattern=pattern)]
+        if not found:
+            raise ValueError(f"rule {pattern!r} matches no module; name one as in named_modules()")
+        if rule is not None:
+            warnings.warn(f"{pattern} attends under the pattern {rule}: this is another model", stacklevel=3)
+        for one in found:
+            hooks = _Attends(attention, rule) if rule is not None else _SeesAllTokens(mode)
+            for handle in (
+                one.register_forward_pre_hook(hooks.enter, with_kwargs=True),
+                one.register_forward_hook(hooks.leave, always_call=True),
+            ):
+                handles.callback(handle.remove)
+    return handles.close
+
+
+class _Hooks:
+    """Hooks of a module; the module's copies in the stages of a pipeline share them."""
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
+
+
+class _Attends(_Hooks):
+    """Hooks of a module whose attentions have a pattern."""
+
+    def __init__(self, attention: TokenAttention, pattern: Pattern) -> None:
+        self._attention = attention
+        self._pattern = pattern
+        self._before: list[Pattern | None] = []
+
+    def enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Add the pattern to the one of the module around."""
+        outer = self._attention.rule
+        self._before.append(outer)
+        self._attention.rule = self._pattern if outer is None else outer & self._pattern
+
+    def leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """Restore the pattern of the module around."""
+        self._attention.rule = self._before.pop()
+
+
+class _SeesAllTokens(_Hooks):
+    """Hooks of a module that gets all tokens, computes them on every rank, and returns this rank's."""
+
+    def __init__(self, mode: TokenInterception) -> None:
+        self._mode = mode
+        self._running: list[tuple[contextlib.ExitStack, TokenState | None]] = []
+
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the tokens of the arguments, and end the interception."""
+        stack = contextlib.ExitStack()
+        state = self._mode.state
+        given = (args, kwargs)
+        if state is not None:
+            given = map_tensors(functools.partial(_gathered, state=state), given)
+        stack.enter_context(self._mode.whole())
+        self._running.append((stack, state))
+        return given
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Take this rank's tokens of the output, and begin the interception again."""
+        stack, state = self._running.pop()
+        stack.close()
+        return output if state is None else map_tensors(functools.partial(_taken, state=state), output)
+
+
+def _gathered(x: Tensor, *, state: TokenState) -> Tensor:
+    return state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x
+
+
+def _taken(x: Tensor, *, state: TokenState) -> Tensor:
+    return state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x

@@ -1,1 +1,0 @@
-"""Attention over tokens that are split over ranks, and sparse attention."""
