@@ -322,6 +322,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.engine.parallelize.parallelize": 2,
     "meshwise.simulate.memory_shortage.needs": 2,
     "meshwise.verify.verification.verify": 4,
+    "meshwise.attention.split_attention.attend": 3,  # as torch's scaled_dot_product_attention
     "meshwise.comm.launch.launch.run": 2,
     "meshwise.comm.in_process.thread_world.run_threads": 2,
     "meshwise.testing.run_ranks.run": 2,

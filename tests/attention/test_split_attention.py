@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from grid import Grid
 from torch import Tensor
+from torch.nn import functional
 
+from grid import Grid
 from meshwise import Mesh
-from meshwise.comm.api.world import World
-from meshwise.layout.token_order import TokenRanges, token_order
 from meshwise.attention.attention_tiles import ScoreRules
 from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated
 from meshwise.attention.mask_pattern import (
     Pattern,
-    block_window,
+    TilePair,
+    blocks,
     causal,
     dilated,
     documents,
@@ -28,6 +28,8 @@ from meshwise.attention.mask_pattern import (
     window,
 )
 from meshwise.attention.split_attention import AttentionTask, attend, split_attention
+from meshwise.comm.api.world import World
+from meshwise.layout.token_order import TokenRanges, token_order
 from meshwise.testing import run
 
 SAMPLES, HEADS, FEATURES, LENGTH = 2, 4, 8, 23
@@ -38,10 +40,10 @@ PATTERNS: dict[str, Pattern] = {
     "window": causal() & window(6),
     "wide": window(5),
     "prefix": causal() | prefix(4),
-    "dilated": dilated(9, 3),
+    "dilated": dilated(9, step=3),
     "longformer": window(3) | global_tokens(2),
-    "blocks": (block_window(4, 1) | random_blocks(4, 3, seed=5)) & causal(),
-    "fixed": fixed(5, 2) & causal(),
+    "blocks": (blocks(4) | random_blocks(4, every=3, seed=5)) & causal(),
+    "fixed": fixed(5, summary=2) & causal(),
     "packed": causal() & documents(IDS),
     "padded": padding(torch.arange(LENGTH) < torch.tensor([[19], [23]])),
 }
@@ -55,13 +57,13 @@ def tensors(kv_heads: int, *, dtype: torch.dtype = torch.float64) -> list[Tensor
 
 def dense_mask(pattern: Pattern) -> Tensor:
     [tile] = TokenRanges.whole(LENGTH).tiles(LENGTH)
-    return pattern.mask(tile, tile, device=torch.device("cpu"))
+    return pattern.mask(TilePair(tile, tile), device=torch.device("cpu"))
 
 
 def expected(pattern: Pattern, kv_heads: int) -> list[Tensor]:
     q, k, v, do = tensors(kv_heads)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=dense_mask(pattern), enable_gqa=True)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(pattern), enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
 
@@ -94,7 +96,7 @@ def test_every_exchange_gives_the_output_and_gradients_of_torch(
         inputs = [x.requires_grad_() for x in (q, k, v)]
         rules = ScoreRules(PATTERNS[pattern], 1 / math.sqrt(FEATURES))
         task = AttentionTask(rules, mine, exchange_of(exchange, world, shares, rules.pattern))
-        out = split_attention(*inputs, task=task)
+        out = split_attention((inputs[0], inputs[1], inputs[2]), task=task)
         return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
     of_ranks = run(cp, main)
@@ -134,7 +136,8 @@ def test_soft_cap_sinks_and_a_bias_have_the_gradients_of_the_formula() -> None:
 
 def test_half_precision_is_merged_in_fp32() -> None:
     inputs = tensors(4, dtype=torch.bfloat16)[:3]
-    exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in inputs), is_causal=True)
+    q, k, v = (x.double() for x in inputs)
+    exact = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def main(world: World) -> Tensor:
         world = world.over(Mesh((("ring", 4),)))
@@ -142,7 +145,7 @@ def test_half_precision_is_merged_in_fp32() -> None:
         mine = shares[world.rank]
         rules = ScoreRules(causal(), 1 / math.sqrt(FEATURES))
         q, k, v = (mine.take(x, dim=2) for x in inputs)
-        return split_attention(q, k, v, task=AttentionTask(rules, mine, Rotated(world, "ring", shares)))
+        return split_attention((q, k, v), task=AttentionTask(rules, mine, Rotated(world, "ring", shares)))
 
     for share, out in zip(token_order("zigzag", length=LENGTH, parts=4), run(4, main), strict=True):
         assert out.dtype == torch.bfloat16
@@ -159,7 +162,7 @@ def test_a_ring_passes_on_n_minus_1_blocks_forward_and_2n_minus_1_backward() -> 
         q, k, v = (torch.randn(1, 2, length // ranks, 4, requires_grad=True) for _ in range(3))
         task = AttentionTask(ScoreRules(causal(), 0.5), shares[world.rank], Rotated(world, "ring", shares))
         with world.record() as forward:
-            out = split_attention(q, k, v, task=task)
+            out = split_attention((q, k, v), task=task)
         with world.record() as backward:
             out.sum().backward()
         return ([(r.kind, r.bytes) for r in forward], [(r.kind, r.bytes) for r in backward])
@@ -180,7 +183,7 @@ def test_a_window_sends_only_the_halo() -> None:
         rules = ScoreRules(causal() & window(size), 0.5)
         with world.record() as calls:
             exchange = Direct(world, "ring", shares, shares, rules.pattern)
-            split_attention(q, k, v, task=AttentionTask(rules, shares[world.rank], exchange))
+            split_attention((q, k, v), task=AttentionTask(rules, shares[world.rank], exchange))
         return sum(record.bytes for record in calls if record.kind == "recv")
 
     assert run(ranks, main) == [0, *[64 * 2 * 4 * 4] * 3]

@@ -1,13 +1,14 @@
 """Training with split tokens equals training on one process: loss, gradient norm, every gradient and parameter."""
 
+import itertools
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from grid import Grid
 from torch import Tensor
 
+from grid import Grid
 from meshwise import Options, Plan, World, parallelize
 from meshwise.reference import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
@@ -64,9 +65,7 @@ def under(plan: str, model: Any, *, length: int, **options: Any) -> Any:
             "dp": (1, 2),
             "zero": (0, 1, 2, 3),
             "microbatches": (1, 2),
-            "positions": ("learned", "rotary"),
-            "kv_heads": (1, 2, 4),
-            "dropout": (0.0, 0.2),
+            "model": tuple(itertools.product(("learned", "rotary"), (1, 2, 4), (0.0, 0.2))),
             "length": (16, 13),
         },
         exists=lambda cell: not (cell["cp"] == 3 and cell["context"].startswith("u")),
@@ -79,11 +78,32 @@ def test_a_gpt_trains_as_on_one_process(
     dp: int,
     zero: int,
     microbatches: int,
-    positions: str,
-    kv_heads: int,
-    dropout: float,
+    model: tuple[str, int, float],
     length: int,
 ) -> None:
     plan = f"dp={dp} cp={cp} context={context} zero={zero} microbatches={microbatches}"
-    found = under(plan, lambda: gpt(positions, kv_heads, dropout), length=length)
-    agree(found, single(positions, kv_heads, dropout, length), bound=1e-9)
+    found = under(plan, lambda: gpt(*model), length=length)
+    agree(found, single(*model, length), bound=1e-9)
+
+
+@pytest.mark.grid(
+    Grid(
+        {
+            "context": ("gather", "zigzag", "striped", "ulysses"),
+            "tp": (1, 2),
+            "pp": (1, 2),
+            "sequence_parallel": (0, 1),
+            "rest": ("", "recompute=full", "recompute=selective", "offload=optimizer:cpu,activations:cpu"),
+            "zero": (0, 1, 3),
+        },
+        exists=lambda cell: cell["tp"] == 2 or not cell["sequence_parallel"],
+        cost=lambda cell: cell["tp"] * cell["pp"],
+    )
+)
+def test_cp_with_tensor_and_pipeline_parallelism(
+    context: str, tp: int, pp: int, sequence_parallel: int, rest: str, zero: int
+) -> None:
+    plan = f"cp=2 context={context} tp={tp} pp={pp} sequence_parallel={sequence_parallel} zero={zero} microbatches=2"
+    options = {"example": batches(13)[0]} if pp > 1 else {}
+    found = under(f"{plan} {rest}", lambda: gpt("rotary", 2, 0.2), length=13, **options)
+    agree(found, single("rotary", 2, 0.2, 13), bound=1e-9)

@@ -2,7 +2,7 @@
 
 from meshwise.attention.mask_pattern import (
     Pattern,
-    block_window,
+    blocks,
     causal,
     dilated,
     documents,
@@ -20,7 +20,7 @@ from meshwise.attention.split_attention import attend
 __all__ = [
     "Pattern",
     "attend",
-    "block_window",
+    "blocks",
     "causal",
     "dilated",
     "documents",

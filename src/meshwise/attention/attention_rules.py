@@ -38,7 +38,7 @@ def token_rules(rules: Mapping[str, str] | None) -> dict[str, Pattern | None]:
 
 
 def install_rules(
-    module: nn.Module, rules: Mapping[str, Pattern | None], *, mode: TokenInterception, attention: TokenAttention
+    module: nn.Module, *, rules: Mapping[str, Pattern | None], mode: TokenInterception, attention: TokenAttention
 ) -> Callable[[], None]:
     """Register the hooks of the rules on the modules that match; return a function that removes them.
 

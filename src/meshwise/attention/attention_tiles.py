@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshwise.attention.mask_pattern import Fill, Pattern, TilePair
 from meshwise.layout.token_order import TokenRanges, TokenTile
-from meshwise.attention.mask_pattern import Fill, Pattern
 
 CPU_TILE = 256
 """Queries, and keys of a masked tile, that are computed at once on the CPU."""
@@ -31,14 +31,21 @@ DEVICE_TILE = 1024
 """Queries, and keys of a masked tile, that are computed at once on other devices."""
 
 
+_NOT_CAUSAL = False
+
+
 class ScoreDropout(Protocol):
-    """Dropout of attention scores, a function of the global positions alone."""
+    """Dropout of attention scores, a function of head and global positions."""
 
-    probability: float
-    """Probability of dropping a score."""
+    @property
+    def probability(self) -> float:
+        """Probability of dropping a score."""
 
-    def keep(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+    def keep(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
+
+    def of_heads(self, heads: range) -> "ScoreDropout":
+        """Return the dropout of some of the heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +56,8 @@ class ScoreRules:
     | scale      factor of the products of queries and keys
     | softcap    cap * tanh(score / cap) replaces each score (Gemma 2); None: scores as they are
     | dropout    dropout of the probabilities; None: none
-    | mask       True where a pair counts, or a float added to the scores, (samples or 1, heads or 1, queries or 1, keys);
-    |            `queries` are this rank's queries in their order, `keys` all keys in the order of their positions
+    | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys), with this
+    |            rank's queries in their order, and all keys in the order of their positions
     """
 
     pattern: Pattern
@@ -73,7 +80,7 @@ class TiledAttention:
     """Attention of this rank's queries, which gets the keys block by block."""
 
     def __init__(self, rules: ScoreRules, *, queries: TokenRanges, progress: Callable[[], None]) -> None:
-        """`queries`: positions of the queries. `progress`: called between tiles, for collectives under way."""
+        """Keep the positions of the queries, and `progress`, which is called between tiles for pending collectives."""
         self.rules = rules
         self._queries = queries
         self._progress = progress
@@ -86,9 +93,9 @@ class TiledAttention:
         o = torch.zeros(*q.shape[:-1], features, dtype=dtype, device=q.device)
         return o, torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, *, keys: TokenRanges, into: tuple[Tensor, Tensor]) -> None:
-        """Merge the attention on a block of keys into the accumulators. `keys`: positions of the block."""
-        k, v = k.to(into[0].dtype), v.to(into[0].dtype)
+    def add(self, q: Tensor, *, block: tuple[Tensor, Tensor], keys: TokenRanges, into: tuple[Tensor, Tensor]) -> None:
+        """Merge the attention on a block (k, v) at the positions `keys` into the accumulators."""
+        k, v = (x.to(into[0].dtype) for x in block)
         for tile, runs in self._plan(keys, q):
             rows = slice(tile.start, tile.stop)
             part = _fold(q[:, :, rows].to(k.dtype), k.size(1))
@@ -96,7 +103,7 @@ class TiledAttention:
             for run in runs:
                 kernel = self._kernel(tile, run, part, k, v)
                 new_o, new_lse = kernel.forward()
-                merge(o, lse, _unfold(new_o, o.shape), new_lse.reshape(lse.shape))
+                _merge(o, lse, _unfold(new_o, o.shape), new_lse.reshape(lse.shape))
                 self._progress()
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -104,19 +111,18 @@ class TiledAttention:
     def gradients(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         *,
+        block: tuple[Tensor, Tensor],
         keys: TokenRanges,
         merged: tuple[Tensor, Tensor, Tensor],
         into: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of k and v of a block, and add the gradients of q and of the mask to `into`.
+        """Return the gradients of a block's k and v, and add the gradients of q and of the mask to `into`.
 
         `merged`: the merged o and lse, and the gradient of o.
         """
         dtype = into[0].dtype
-        k, v = k.to(dtype), v.to(dtype)
+        k, v = (x.to(dtype) for x in block)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for tile, runs in self._plan(keys, q):
             rows = slice(tile.start, tile.stop)
@@ -145,7 +151,7 @@ class TiledAttention:
         for tile in self._queries.tiles(size):
             runs: list[KeyRun] = []
             for other in key_tiles:
-                fill = self.rules.pattern.fill(tile, other)
+                fill = self.rules.pattern.fill(TilePair(tile, other))
                 if fill is Fill.EMPTY:
                     continue
                 full = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
@@ -160,12 +166,12 @@ class TiledAttention:
         rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)
         mask = None
         if run.tile is not None:
-            allowed = rules.pattern.mask(tile, run.tile, device=part.device)
+            allowed = rules.pattern.mask(TilePair(tile, run.tile), device=part.device)
             given = None if rules.mask is None else _mask_part(rules.mask, tile, run.tile)
             mask = _grouped(_added(allowed, given, part.dtype), groups, k.size(1))
         keep = None
         if rules.dropout is not None and run.tile is not None:
-            kept = rules.dropout.keep(tile, run.tile, device=part.device)
+            kept = rules.dropout.keep(TilePair(tile, run.tile), device=part.device)
             keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
         block = k[:, :, run.start : run.stop], v[:, :, run.start : run.stop]
         trains = rules.mask is not None and rules.mask.requires_grad
@@ -178,7 +184,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
+def _merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
     """Merge a result into the accumulators `o` and `lse`, in place. A lse of -inf stands for no keys."""
     total = torch.logaddexp(lse, new_lse)
     safe = total.masked_fill(total == -math.inf, 0.0)
@@ -186,7 +192,7 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def join_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
+def join_sinks(sinks: Tensor, *, o: Tensor, lse: Tensor) -> None:
     """Add one score per head without a value to the softmax, in place (attention sinks). `sinks`: (heads,)."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
     o.mul_((lse - total).exp_().unsqueeze(-1))
@@ -216,7 +222,7 @@ class _Kernel:
         """Return o and lse; a query without keys has o = 0 and lse = -inf."""
         if self.fused:
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                self.q, self.k, self.v, 0.0, False, attn_mask=self.mask, scale=self.rules.scale
+                self.q, self.k, self.v, attn_mask=self.mask, scale=self.rules.scale
             )
             if self.mask is not None:
                 lse = lse.masked_fill((self.mask == -math.inf).all(-1).expand(lse.shape), -math.inf)
@@ -233,7 +239,7 @@ class _Kernel:
         """Return the gradients of q, k, v and of the mask (None from the fused kernel)."""
         if self.fused:
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                do, self.q, self.k, self.v, o, lse, 0.0, False, attn_mask=self.mask, scale=self.rules.scale
+                do, self.q, self.k, self.v, o, lse, 0.0, _NOT_CAUSAL, attn_mask=self.mask, scale=self.rules.scale
             )
             return dq, dk, dv, None
         scores, slope = self._scores()
@@ -276,14 +282,16 @@ def _grouped(mask: Tensor, groups: int, heads: int) -> Tensor:
     if groups == 1:
         return mask
     if mask.size(1) != 1:
-        return mask.unflatten(1, (heads, groups)).flatten(2, 3)
+        own: Tensor = mask.unflatten(1, (heads, groups)).flatten(2, 3)
+        return own
     return mask.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
 
 
 def _mask_part(mask: Tensor, queries: TokenTile, keys: TokenTile) -> Tensor:
     """Return the view of a mask over a tile."""
     rows = slice(queries.start, queries.stop) if mask.size(-2) > 1 else slice(None)
-    return mask[..., rows, keys.positions if mask.size(-1) > 1 else slice(None)]
+    part: Tensor = mask[..., rows, keys.positions if mask.size(-1) > 1 else slice(None)]
+    return part
 
 
 def _added(allowed: Tensor, given: Tensor | None, dtype: torch.dtype) -> Tensor:

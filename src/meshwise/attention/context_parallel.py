@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.comm.api.world import World
-from meshwise.model.forward import Forward, Loss
-from meshwise.model.random_draws import RandomDraws, SampleRows
-from meshwise.plan import Plan
 from meshwise.attention.attention_rules import install_rules, token_rules
 from meshwise.attention.hugging_face import use_attend
 from meshwise.attention.mask_pattern import Pattern
 from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
 from meshwise.attention.token_interception import TokenInterception
 from meshwise.attention.token_state import HEADS, RING, TokenState, rank_order, sequence_length
+from meshwise.comm.api.world import World
+from meshwise.model.forward import Forward, Loss
+from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.plan import Plan
 
 
 class ContextParallel:
@@ -56,7 +56,7 @@ class ContextParallel:
         self._names = {one: name for name, one in module.named_modules()}
         undo = contextlib.ExitStack()
         undo.callback(use_attend(module))
-        undo.callback(install_rules(module, self._rules, mode=self.mode, attention=self.attention))
+        undo.callback(install_rules(module, rules=self._rules, mode=self.mode, attention=self.attention))
         return undo.close
 
     def forward(self, forward: Forward) -> Forward:

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwise.attention.mask_pattern import (
-    All,
-    AnyOf,
+    Combined,
     Pattern,
     Restarts,
     causal,
@@ -34,7 +33,7 @@ def use_attend(module: nn.Module) -> Callable[[], None]:
     """
     if "transformers" not in sys.modules:
         return _nothing
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: PLC0415 - of the extra `hf`
 
     outer: list[Any] = []
     for name, one in module.named_modules():
@@ -120,9 +119,9 @@ def translated(function: Callable[..., Any]) -> Pattern:
         case "bidirectional_mask_function":
             return full()
         case "and_masks":
-            return All(tuple(map(translated, inside["mask_functions"])))
+            return Combined(tuple(map(translated, inside["mask_functions"])), every=True)
         case "or_masks":
-            return AnyOf(tuple(map(translated, inside["mask_functions"])))
+            return Combined(tuple(map(translated, inside["mask_functions"])), every=False)
         case "sliding_window_overlay":
             return window(inside["sliding_window"])  # transformers joins it with the causal mask
         case "sliding_window_bidirectional_overlay":

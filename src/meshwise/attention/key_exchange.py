@@ -7,8 +7,8 @@ N ranks split the tokens; K is the size of keys and values of all ranks together
     | rotate     N-1 to the next rank        K(N-1)/N      K(N-1)/N, and K for the gradients: 2N-1 messages
     | direct     one for each pair of ranks  needed keys   needed keys and their gradients
 
-In a rotation the next block travels while the present one is computed (ring attention, arXiv 2310.01889). Gradients of a
-block travel with the block and are complete when they are back at the block's rank.
+In a rotation the next block travels while the present one is computed (ring attention, arXiv 2310.01889). The gradients
+of a block travel with it, and are complete when they are back at its rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from meshwise.attention.mask_pattern import Fill, Pattern, TilePair
 from meshwise.comm.api.world import Work, World
 from meshwise.layout.token_order import TokenRanges
-from meshwise.attention.mask_pattern import Fill, Pattern
 
 BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
 """Function of the positions of a block and the block that returns the gradient of the block."""
@@ -36,7 +36,7 @@ class KeyExchange(Protocol):
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
         """Yield the positions and the keys and values of each block; `own`: this rank's block. Every rank calls it."""
 
-    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Return the gradient of `own`, summed over all ranks: `gradient` is called for each block."""
 
 
@@ -50,7 +50,7 @@ class NoExchange:
         """Yield the only block."""
         yield self.keys, own
 
-    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Return the gradient of the only block."""
         return gradient(self.keys, own)
 
@@ -82,7 +82,7 @@ class Gathered(_Exchange):
         self.world.all_gather(own, into=parts, axes=self.axis).wait()
         yield from zip(self.order, parts, strict=True)
 
-    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Compute the gradients of all blocks, and add them up on the ranks of the blocks."""
         parts = [gradient(keys, block).contiguous() for keys, block in self.blocks(own)]
         total = torch.empty_like(parts[self.index])
@@ -107,7 +107,7 @@ class Rotated(_Exchange):
                 work.wait()
             block = coming
 
-    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Compute the gradient of each block when it is here, add it to the block's gradient, and pass that on."""
         ranks = len(self.order)
         works: list[Work] = []
@@ -152,7 +152,7 @@ class Direct(_Exchange):
         for work in works[self.index]:
             work.wait()
 
-    def backward(self, own: Tensor, gradient: BlockGradient) -> Tensor:
+    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Send the gradients of received keys back to their ranks, and add up what comes back."""
         needs, here = self._needs(), self.index
         others = [rank for rank in range(len(self.order)) if rank != here]
@@ -203,7 +203,7 @@ def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[t
     found: list[tuple[int, int]] = []
     rows = list(queries.tiles(4 * NEEDED_TILE))
     for tile in keys.tiles(NEEDED_TILE):
-        if any(pattern.fill(row, tile) is not Fill.EMPTY for row in rows):
+        if any(pattern.fill(TilePair(row, tile)) is not Fill.EMPTY for row in rows):
             if found and found[-1][1] == tile.start:
                 found[-1] = (found[-1][0], tile.stop)
             else:
@@ -211,7 +211,7 @@ def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[t
     return found
 
 
-def needed_share(pattern: Pattern, order: Sequence[TokenRanges]) -> float:
+def needed_share(pattern: Pattern, *, order: Sequence[TokenRanges]) -> float:
     """Return the largest share of other ranks' keys that a rank needs under a pattern."""
     shares = [0.0]
     for index, queries in enumerate(order):
@@ -226,4 +226,4 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def _selected(keys: TokenRanges, ranges: Sequence[tuple[int, int]]) -> TokenRanges:
-    return TokenRanges.joined([keys.narrow(start, stop) for start, stop in ranges])
+    return TokenRanges.joined([keys.narrow(start, stop=stop) for start, stop in ranges])

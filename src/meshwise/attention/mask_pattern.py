@@ -4,18 +4,19 @@ A pattern does not hold a mask of (queries, keys). It says of a tile of queries 
 or partial, and makes the mask of a partial tile. So the work of an attention is in proportion to the tiles that are not
 empty, and a rank needs masks only for its own queries. Positions are global: a pattern means the same on every rank.
 
-    causal() & window(1024)                       sliding window (Mistral)
-    causal() | prefix(64)                         prefix language model
-    (window(256) | global_tokens(32))             Longformer, arXiv 2004.05150
-    block_window(64, 3) | random_blocks(64, 2)    BigBird, arXiv 2007.14062
-    causal() & documents(ids)                     packed documents: no attention across
+    causal() & window(1024)                                     sliding window (Mistral)
+    causal() | prefix(64)                                       prefix language model
+    window(256) | global_tokens(32)                             Longformer, arXiv 2004.05150
+    blocks(64) | random_blocks(64, every=8) | global_tokens(64) BigBird, arXiv 2007.14062
+    causal() & fixed(128, summary=8)                            Sparse Transformers, arXiv 1904.10509
+    causal() & documents(ids)                                   packed documents: no attention across
 """
 
 import enum
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,287 +32,193 @@ class Fill(enum.Enum):
     FULL = "full"
 
 
+class TilePair(NamedTuple):
+    """Tile of an attention: some queries and some keys."""
+
+    queries: TokenTile
+    keys: TokenTile
+
+
+Change: TypeAlias = Callable[[Tensor], Tensor]
+
+
 class Pattern:
     """Set of pairs of query and key; the base of all patterns."""
 
-    @property
-    def positional(self) -> bool:
-        """True if the pattern depends on positions alone, not on the batch."""
-        return True
+    positional: bool = True
+    """True if the pattern depends on positions alone, not on the batch."""
 
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
+    def fill(self, pair: TilePair) -> Fill:
         """Return how much of a tile the pattern lets through; PARTIAL if finding out would be slow."""
         raise NotImplementedError
 
-    def mask(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+    def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return True for each pair let through: (queries, keys), or (samples, 1, queries, keys)."""
         raise NotImplementedError
 
-    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> "Pattern":
+    def map_token_values(self, change: Change) -> "Pattern":
         """Return the pattern with `change` applied to its tensors of (samples, tokens)."""
         del change
         return self
 
     def __and__(self, other: "Pattern") -> "Pattern":
-        return All((self, other))
+        return Combined((self, other), every=True)
 
     def __or__(self, other: "Pattern") -> "Pattern":
-        return AnyOf((self, other))
+        return Combined((self, other), every=False)
 
 
 @dataclass(frozen=True)
-class All(Pattern):
-    """Pairs that every one of the patterns lets through."""
+class Combined(Pattern):
+    """Pairs that every part lets through or, without `every`, at least one part."""
 
     parts: tuple[Pattern, ...]
+    every: bool
 
     @property
-    def positional(self) -> bool:
+    def positional(self) -> bool:  # type: ignore[override]
         """True if every part depends on positions alone."""
         return all(part.positional for part in self.parts)
 
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Return EMPTY if one part is empty, FULL if all parts are full."""
-        found = [part.fill(queries, keys) for part in self.parts]
-        if Fill.EMPTY in found:
-            return Fill.EMPTY
-        return Fill.PARTIAL if Fill.PARTIAL in found else Fill.FULL
+    def fill(self, pair: TilePair) -> Fill:
+        """Combine the fills of the parts."""
+        found = [part.fill(pair) for part in self.parts]
+        decisive, other = (Fill.EMPTY, Fill.FULL) if self.every else (Fill.FULL, Fill.EMPTY)
+        if decisive in found:
+            return decisive
+        return Fill.PARTIAL if Fill.PARTIAL in found else other
 
-    def mask(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
-        """Return the conjunction of the masks."""
-        return reduce(torch.logical_and, (part.mask(queries, keys, device=device) for part in self.parts))
+    def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
+        """Combine the masks of the parts."""
+        join = torch.logical_and if self.every else torch.logical_or
+        return reduce(join, (part.mask(pair, device=device) for part in self.parts))
 
-    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+    def map_token_values(self, change: Change) -> Pattern:
         """Return the pattern with `change` applied to the tensors of its parts."""
         return replace(self, parts=tuple(part.map_token_values(change) for part in self.parts))
 
     def __str__(self) -> str:
-        return " & ".join(f"({part})" if isinstance(part, AnyOf) else str(part) for part in self.parts)
-
-
-@dataclass(frozen=True)
-class AnyOf(Pattern):
-    """Pairs that at least one of the patterns lets through."""
-
-    parts: tuple[Pattern, ...]
-
-    @property
-    def positional(self) -> bool:
-        """True if every part depends on positions alone."""
-        return all(part.positional for part in self.parts)
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Return FULL if one part is full, EMPTY if all parts are empty."""
-        found = [part.fill(queries, keys) for part in self.parts]
-        if Fill.FULL in found:
-            return Fill.FULL
-        return Fill.PARTIAL if Fill.PARTIAL in found else Fill.EMPTY
-
-    def mask(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
-        """Return the disjunction of the masks."""
-        return reduce(torch.logical_or, (part.mask(queries, keys, device=device) for part in self.parts))
-
-    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> Pattern:
-        """Return the pattern with `change` applied to the tensors of its parts."""
-        return replace(self, parts=tuple(part.map_token_values(change) for part in self.parts))
-
-    def __str__(self) -> str:
-        return " | ".join(map(str, self.parts))
+        if not self.every:
+            return "+".join(map(str, self.parts))
+        return "&".join(
+            f"({part})" if isinstance(part, Combined) and not part.every else str(part) for part in self.parts
+        )
 
 
 # ---- patterns of positions ---------------------------------------------------------------------------------------
 
 
+class _Kind(NamedTuple):
+    """Kind of a pattern of positions, as functions of a tile or of positions, and of the pattern's numbers.
+
+    | allows      True for each pair of positions q, k that is let through
+    | some, all   whether a tile, given by its lowest and highest query and key, may have pairs, and has all pairs
+    | numbers     how many numbers follow the kind's name in a text
+    """
+
+    allows: Callable[..., Tensor]
+    some: Callable[..., bool]
+    all: Callable[..., bool]
+    numbers: int
+
+
+def _hash(query: Tensor, key: Tensor, seed: int) -> Tensor:
+    """Return a hash of (seed, query block, key block), 32 bits."""
+    mixed = (query * 0x9E3779B1 + seed * 0x7FEB352D + 0x2545F491) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) + key * 0x85EBCA77) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 13)) * 0x27D4EB2F) & 0xFFFFFFFF
+    return mixed ^ (mixed >> 16)
+
+
+def _near(q0: int, q1: int, k0: int, k1: int) -> int:
+    """Return the smallest distance between a query and a key of a tile, or less than 0."""
+    return max(k0 - q1, q0 - k1)
+
+
+def _far(q0: int, q1: int, k0: int, k1: int) -> int:
+    return max(q1 - k0, k1 - q0)
+
+
+def _of_blocks(allows: Callable[..., Tensor], numbers: int) -> _Kind:
+    """Return the kind that is constant on blocks; `allows`: of the numbers of the blocks and of the pattern."""
+
+    def table(q0: int, q1: int, k0: int, k1: int, size: int, *more: int) -> Tensor:
+        rows, columns = torch.arange(q0 // size, q1 // size + 1), torch.arange(k0 // size, k1 // size + 1)
+        return allows(rows[:, None], columns[None, :], *more)
+
+    return _Kind(
+        lambda q, k, size, *more: allows(q // size, k // size, *more),
+        lambda *given: bool(table(*given).any()),
+        lambda *given: bool(table(*given).all()),
+        numbers,
+    )
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "full": _Kind(lambda q, k: (q == q) & (k == k), lambda *_: True, lambda *_: True, 0),
+    "causal": _Kind(lambda q, k: k <= q, lambda _q0, q1, k0, _k1: k0 <= q1, lambda q0, _q1, _k0, k1: k1 <= q0, 0),
+    "window": _Kind(
+        lambda q, k, size: (q - k).abs() < size,
+        lambda *given: _near(*given[:4]) < given[4],
+        lambda *given: _far(*given[:4]) < given[4],
+        1,
+    ),
+    "dilated": _Kind(
+        lambda q, k, size, step: ((q - k).abs() < size) & ((q - k) % step == 0),
+        lambda *given: _near(*given[:4]) < given[4],
+        lambda *given: _far(*given[:4]) < given[4] and given[5] == 1,
+        2,
+    ),
+    "prefix": _Kind(
+        lambda q, k, size: (k < size) & (q == q),
+        lambda _q0, _q1, k0, _k1, size: k0 < size,
+        lambda _q0, _q1, _k0, k1, size: k1 < size,
+        1,
+    ),
+    "global": _Kind(
+        lambda q, k, size: (k < size) | (q < size),
+        lambda q0, _q1, k0, _k1, size: min(q0, k0) < size,
+        lambda _q0, q1, _k0, k1, size: min(q1, k1) < size,
+        1,
+    ),
+    "blocks": _of_blocks(lambda q, k, reach: (q - k).abs() <= reach, 2),
+    "random": _of_blocks(lambda q, k, every, seed: _hash(q, k, seed) % every == 0, 3),
+    "fixed": _Kind(
+        lambda q, k, size, summary: (q // size == k // size) | (k % size >= size - summary),
+        lambda *_: True,
+        lambda q0, q1, k0, k1, size, _summary: len({border // size for border in (q0, q1, k0, k1)}) == 1,
+        2,
+    ),
+}
+"""Kinds of patterns by the word in a text."""
+
+
+@dataclass(frozen=True)
 class PositionPattern(Pattern):
-    """Pattern that depends on the two positions alone; a subclass defines `allows` and `fill`."""
+    """Pattern that depends on the two positions alone: a word of `_KINDS` and its numbers."""
 
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return True for each pair of positions (broadcast) that is let through."""
-        raise NotImplementedError
+    kind: str
+    numbers: tuple[int, ...] = ()
 
-    def mask(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
-        """Return the mask (queries, keys)."""
-        return self.allows(_positions(queries, device)[:, None], _positions(keys, device)[None, :])
+    def __post_init__(self) -> None:
+        if any(number < 1 for number in self.numbers[:2]):
+            raise ValueError(f"the pattern {self} has a number below 1; give 1 or more")
 
-
-@dataclass(frozen=True)
-class Full(PositionPattern):
-    """Every pair."""
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Return FULL."""
-        del queries, keys
-        return Fill.FULL
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return True everywhere."""
-        return (query == query) & (key == key)
-
-    def __str__(self) -> str:
-        return "full"
-
-
-@dataclass(frozen=True)
-class Causal(PositionPattern):
-    """Keys up to the query's own position."""
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
+    def fill(self, pair: TilePair) -> Fill:
         """Compare the borders of the two tiles."""
-        if keys.first > queries.last:
+        borders = (pair.queries.first, pair.queries.last, pair.keys.first, pair.keys.last)
+        kind = _KINDS[self.kind]
+        if not kind.some(*borders, *self.numbers):
             return Fill.EMPTY
-        return Fill.FULL if keys.last <= queries.first else Fill.PARTIAL
+        return Fill.FULL if kind.all(*borders, *self.numbers) else Fill.PARTIAL
 
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the key is not after the query."""
-        return key <= query
-
-    def __str__(self) -> str:
-        return "causal"
-
-
-@dataclass(frozen=True)
-class Window(PositionPattern):
-    """Keys at a distance of less than `size` from the query on either side, and a multiple of `dilation`."""
-
-    size: int
-    dilation: int = 1
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Compare the distances of the two tiles' borders with the size."""
-        nearest = max(keys.first - queries.last, queries.first - keys.last)
-        farthest = max(queries.last - keys.first, keys.last - queries.first)
-        if nearest >= self.size:
-            return Fill.EMPTY
-        return Fill.FULL if farthest < self.size and self.dilation == 1 else Fill.PARTIAL
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the distance is below the size and a multiple of the dilation."""
-        near = (query - key).abs() < self.size
-        return near if self.dilation == 1 else near & ((query - key) % self.dilation == 0)
+    def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
+        """Return the mask (queries, keys)."""
+        q, k = (torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in pair)
+        return _KINDS[self.kind].allows(q[:, None], k[None, :], *self.numbers)
 
     def __str__(self) -> str:
-        return f"window:{self.size}" if self.dilation == 1 else f"dilated:{self.size}:{self.dilation}"
-
-
-@dataclass(frozen=True)
-class Prefix(PositionPattern):
-    """The first `size` keys, for every query."""
-
-    size: int
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Compare the keys' borders with the size."""
-        del queries
-        if keys.first >= self.size:
-            return Fill.EMPTY
-        return Fill.FULL if keys.last < self.size else Fill.PARTIAL
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the key is in the prefix."""
-        return (key < self.size) & (query == query)
-
-    def __str__(self) -> str:
-        return f"prefix:{self.size}"
-
-
-@dataclass(frozen=True)
-class GlobalTokens(PositionPattern):
-    """Pairs of which one is among the first `size` tokens: these see all tokens and are seen by all."""
-
-    size: int
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Compare the borders of both tiles with the size."""
-        if queries.first >= self.size and keys.first >= self.size:
-            return Fill.EMPTY
-        return Fill.FULL if queries.last < self.size or keys.last < self.size else Fill.PARTIAL
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether query or key is a global token."""
-        return (key < self.size) | (query < self.size)
-
-    def __str__(self) -> str:
-        return f"global:{self.size}"
-
-
-# ---- patterns of blocks ------------------------------------------------------------------------------------------
-
-
-class BlockPattern(PositionPattern):
-    """Pattern that is constant on blocks of `size` x `size` positions; a subclass defines `allows_block`."""
-
-    size: int
-
-    def allows_block(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return True for each pair of block numbers (broadcast) that is let through."""
-        raise NotImplementedError
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the blocks of the two positions are let through."""
-        return self.allows_block(query // self.size, key // self.size)
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Look at all blocks that the tile touches."""
-        rows, columns = (torch.arange(tile.first // self.size, tile.last // self.size + 1) for tile in (queries, keys))
-        allowed = self.allows_block(rows[:, None], columns[None, :])
-        if not bool(allowed.any()):
-            return Fill.EMPTY
-        return Fill.FULL if bool(allowed.all()) else Fill.PARTIAL
-
-
-@dataclass(frozen=True)
-class BlockWindow(BlockPattern):
-    """Blocks of keys at a distance of at most `reach` blocks from the query's block."""
-
-    size: int
-    reach: int = 1
-
-    def allows_block(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the blocks are near each other."""
-        return (query - key).abs() <= self.reach
-
-    def __str__(self) -> str:
-        return f"blocks:{self.size}:{self.reach}"
-
-
-@dataclass(frozen=True)
-class RandomBlocks(BlockPattern):
-    """For each block of queries, about one in `every` blocks of keys, chosen by a hash of (seed, both numbers)."""
-
-    size: int
-    every: int
-    seed: int = 0
-
-    def allows_block(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the hash of the two block numbers is among one in `every`."""
-        start = int.from_bytes(hashlib.blake2b(str(self.seed).encode(), digest_size=4).digest(), "little")
-        mixed = (query * 0x9E3779B1 + start) & 0xFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 15)) + key * 0x85EBCA77) & 0xFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 13)) * 0x27D4EB2F) & 0xFFFFFFFF
-        return ((mixed ^ (mixed >> 16)) % self.every) == 0
-
-    def __str__(self) -> str:
-        return f"random:{self.size}:{self.every}" + (f":{self.seed}" if self.seed else "")
-
-
-@dataclass(frozen=True)
-class Fixed(BlockPattern):
-    """Own block, and the last `summary` positions of every block (Sparse Transformers, arXiv 1904.10509, "fixed")."""
-
-    size: int
-    summary: int = 1
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether both are in one block, or the key is one of the last of its block."""
-        return (query // self.size == key // self.size) | (key % self.size >= self.size - self.summary)
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
-        """Return FULL inside one block, PARTIAL for any other tile."""
-        blocks = {border // self.size for tile in (queries, keys) for border in (tile.first, tile.last)}
-        return Fill.FULL if len(blocks) == 1 else Fill.PARTIAL
-
-    def __str__(self) -> str:
-        return f"fixed:{self.size}:{self.summary}"
+        return ":".join((self.kind, *map(str, self.numbers)))
 
 
 # ---- patterns of the batch ---------------------------------------------------------------------------------------
@@ -322,29 +229,23 @@ class Documents(Pattern):
     """Pairs of one document. `ids`: document number of each token, (samples, tokens)."""
 
     ids: Tensor
+    positional = False
 
-    @property
-    def positional(self) -> bool:
-        """False: it depends on the batch."""
-        return False
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
+    def fill(self, pair: TilePair) -> Fill:
         """Compare the lowest and highest numbers in the two tiles, sample by sample."""
         if self.ids.is_meta:
             return Fill.PARTIAL
-        rows, columns = self.ids[:, queries.positions], self.ids[:, keys.positions]
-        (low, high), (least, most) = rows.aminmax(dim=1), columns.aminmax(dim=1)
+        (low, high), (least, most) = (self.ids[:, tile.positions].aminmax(dim=1) for tile in pair)
         if bool(((high < least) | (most < low)).all()):
             return Fill.EMPTY
-        same = (low == high) & (least == most) & (low == least)
-        return Fill.FULL if bool(same.all()) else Fill.PARTIAL
+        return Fill.FULL if bool(((low == high) & (least == most) & (low == least)).all()) else Fill.PARTIAL
 
-    def mask(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+    def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return (samples, 1, queries, keys)."""
-        rows, columns = self.ids[:, queries.positions], self.ids[:, keys.positions]
-        return (rows[:, None, :, None] == columns[:, None, None, :]).to(device)
+        rows, columns = (self.ids[:, tile.positions].to(device) for tile in pair)
+        return rows[:, None, :, None] == columns[:, None, None, :]
 
-    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+    def map_token_values(self, change: Change) -> Pattern:
         """Return the pattern of changed document numbers."""
         return Documents(change(self.ids))
 
@@ -359,10 +260,10 @@ class Restarts(Documents):
     Where tokens are split over ranks, the model's own numbers are wrong, and those of the whole batch replace them.
     """
 
-    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+    def map_token_values(self, change: Change) -> Pattern:
         """Return every pair."""
         del change
-        return Full()
+        return full()
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,28 +271,23 @@ class Padding(Pattern):
     """Keys that are not padding. `valid`: True (or 1) for each token that counts, (samples, tokens)."""
 
     valid: Tensor
+    positional = False
 
-    @property
-    def positional(self) -> bool:
-        """False: it depends on the batch."""
-        return False
-
-    def fill(self, queries: TokenTile, keys: TokenTile) -> Fill:
+    def fill(self, pair: TilePair) -> Fill:
         """Look at the keys of the tile."""
-        del queries
         if self.valid.is_meta:
             return Fill.PARTIAL
-        columns = self.valid[:, keys.positions].bool()
+        columns = self.valid[:, pair.keys.positions].bool()
         if not bool(columns.any()):
             return Fill.EMPTY
         return Fill.FULL if bool(columns.all()) else Fill.PARTIAL
 
-    def mask(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+    def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return (samples, 1, queries, keys)."""
-        columns = self.valid[:, keys.positions].bool().to(device)
-        return columns[:, None, None, :].expand(-1, 1, queries.stop - queries.start, -1)
+        columns = self.valid[:, pair.keys.positions].bool().to(device)
+        return columns[:, None, None, :].expand(-1, 1, pair.queries.stop - pair.queries.start, -1)
 
-    def map_token_values(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+    def map_token_values(self, change: Change) -> Pattern:
         """Return the pattern of changed flags."""
         return Padding(change(self.valid))
 
@@ -399,56 +295,52 @@ class Padding(Pattern):
         return "padding"
 
 
-def _positions(tile: TokenTile, device: torch.device) -> Tensor:
-    return torch.arange(tile.first, tile.last + 1, tile.step, device=device)
-
-
 # ---- makers and text ---------------------------------------------------------------------------------------------
 
 
 def full() -> Pattern:
     """Return the pattern of every pair."""
-    return Full()
+    return PositionPattern("full")
 
 
 def causal() -> Pattern:
     """Return the pattern of keys up to the query's own position."""
-    return Causal()
+    return PositionPattern("causal")
 
 
 def window(size: int) -> Pattern:
     """Return the pattern of keys at a distance of less than `size`; with `causal()`, the last `size` keys."""
-    return Window(_positive(size, "window"))
+    return PositionPattern("window", (size,))
 
 
-def dilated(size: int, dilation: int) -> Pattern:
-    """Return the pattern of keys at a distance of less than `size` that is a multiple of `dilation`."""
-    return Window(_positive(size, "dilated"), _positive(dilation, "dilated"))
+def dilated(size: int, *, step: int) -> Pattern:
+    """Return the pattern of keys at a distance of less than `size` that is a multiple of `step`."""
+    return PositionPattern("dilated", (size, step))
 
 
 def prefix(size: int) -> Pattern:
     """Return the pattern of the first `size` keys."""
-    return Prefix(_positive(size, "prefix"))
+    return PositionPattern("prefix", (size,))
 
 
 def global_tokens(size: int) -> Pattern:
     """Return the pattern of pairs of which one is among the first `size` tokens."""
-    return GlobalTokens(_positive(size, "global"))
+    return PositionPattern("global", (size,))
 
 
-def block_window(size: int, reach: int = 1) -> Pattern:
+def blocks(size: int, *, reach: int = 1) -> Pattern:
     """Return the pattern of blocks of `size` keys at a distance of at most `reach` blocks."""
-    return BlockWindow(_positive(size, "blocks"), reach)
+    return PositionPattern("blocks", (size, reach))
 
 
-def random_blocks(size: int, every: int, *, seed: int = 0) -> Pattern:
-    """Return the pattern of about one in `every` blocks of `size` keys, chosen by a hash of the block numbers."""
-    return RandomBlocks(_positive(size, "random"), _positive(every, "random"), seed)
+def random_blocks(size: int, *, every: int, seed: int = 0) -> Pattern:
+    """Return the pattern of about one in `every` blocks of `size` keys, by a hash of the seed and both blocks."""
+    return PositionPattern("random", (size, every, seed))
 
 
-def fixed(size: int, summary: int = 1) -> Pattern:
-    """Return the pattern of the own block and the last `summary` keys of every block."""
-    return Fixed(_positive(size, "fixed"), _positive(summary, "fixed"))
+def fixed(size: int, *, summary: int = 1) -> Pattern:
+    """Return the pattern of the own block of `size` keys, and the last `summary` keys of every block."""
+    return PositionPattern("fixed", (size, summary))
 
 
 def documents(ids: Tensor) -> Pattern:
@@ -461,43 +353,29 @@ def padding(valid: Tensor) -> Pattern:
     return Padding(valid)
 
 
-def _positive(size: int, name: str) -> int:
-    if size < 1:
-        raise ValueError(f"the pattern {name} has a size of {size}; give 1 or more")
-    return size
-
-
 def parse_pattern(text: str) -> Pattern:
-    """Return the pattern of a text: words joined by + (either) and & (both), & first, as in `causal&window:64+global:2`.
+    """Return the pattern of a text: words joined by + (either) and & (both, first), as in `causal&window:64+global:2`.
 
-    The words are `full`, `causal`, `window:SIZE`, `dilated:SIZE:DILATION`, `prefix:SIZE`, `global:SIZE`,
+    The words are `full`, `causal`, `window:SIZE`, `dilated:SIZE:STEP`, `prefix:SIZE`, `global:SIZE`,
     `blocks:SIZE:REACH`, `random:SIZE:EVERY:SEED` and `fixed:SIZE:SUMMARY`. Raises ValueError for another text.
     """
-    return _joined([_joined([_word(word) for word in part.split("&")], All) for part in text.split("+")], AnyOf)
 
+    def joined(texts: list[str], read: Callable[[str], Pattern], *, every: bool) -> Pattern:
+        parts = tuple(map(read, texts))
+        return parts[0] if len(parts) == 1 else Combined(parts, every)
 
-def _joined(parts: Sequence[Pattern], kind: Callable[[tuple[Pattern, ...]], Pattern]) -> Pattern:
-    return parts[0] if len(parts) == 1 else kind(tuple(parts))
+    return joined(text.split("+"), lambda part: joined(part.split("&"), _word, every=True), every=False)
 
 
 def _word(text: str) -> Pattern:
     name, *numbers = text.strip().split(":")
-    kinds: dict[str, tuple[Callable[..., Pattern], int, int]] = {
-        "full": (full, 0, 0),
-        "causal": (causal, 0, 0),
-        "window": (window, 1, 1),
-        "dilated": (dilated, 2, 2),
-        "prefix": (prefix, 1, 1),
-        "global": (global_tokens, 1, 1),
-        "blocks": (block_window, 1, 2),
-        "random": (lambda size, every, seed=0: random_blocks(size, every, seed=seed), 2, 3),
-        "fixed": (fixed, 1, 2),
-    }
-    if name not in kinds:
+    if name not in _KINDS:
         raise ValueError(
-            f"{name!r} in the pattern {text!r} is not one of {' '.join(kinds)}; write it as in window:1024"
+            f"{name!r} in the pattern {text!r} is not one of {' '.join(_KINDS)}; write it as in window:1024"
         )
-    make, least, most = kinds[name]
-    if not least <= len(numbers) <= most or not all(number.isdigit() for number in numbers):
-        raise ValueError(f"the pattern {text!r} needs {least} to {most} whole numbers after {name}, as in window:1024")
-    return make(*map(int, numbers))
+    count = _KINDS[name].numbers
+    if len(numbers) != count or not all(number.isdigit() for number in numbers):
+        raise ValueError(
+            f"the pattern {text!r} needs {count} whole numbers after {name}, as in window:1024 or blocks:64:1"
+        )
+    return PositionPattern(name, tuple(map(int, numbers)))

@@ -18,15 +18,17 @@ _ALONG = """
     argmin var std median sort argsort flip diff unbind select norm softmin unfold index_select
 """
 _DIM_SECOND: Mapping[str, int] = {"topk": 2, "roll": 2, "chunk": 2, "split": 2, "gather": 1, "narrow": 1}
-DIM_ARGUMENT: Mapping[str, int] = dict.fromkeys(_ALONG.split(), 1) | _DIM_SECOND
+DIM_ARGUMENT: Mapping[str, int] = {**dict.fromkeys(_ALONG.split(), 1), **_DIM_SECOND}
 """By name of a function that mixes along a dim: the number of the argument that names the dim."""
-LAST_DIM = frozenset("conv1d avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d interpolate".split())
+LAST_DIM = frozenset(
+    ["conv1d", "avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "interpolate"]
+)
 """Names of functions that mix along the last dim of (samples, channels, tokens)."""
-RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-PRODUCTS = frozenset("matmul __matmul__ bmm".split())
+RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
+PRODUCTS = frozenset(["matmul", "__matmul__", "bmm"])
 
 
-def refuse_mixed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, state: TokenState) -> None:
+def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: TokenState) -> None:
     """Raise ValueError if the function `name` mixes tokens when it is called with these arguments."""
     count = state.own.count
     x = args[0] if args else kwargs.get("input")
@@ -42,21 +44,20 @@ def refuse_mixed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
         named = given if isinstance(given, tuple | list) else (given,)
         for dim in named:
             if type(dim) is int and dim % x.dim() in mixing:
-                refuse(f"{name} over dim {dim % x.dim()}", x, state=state)
+                refuse(f"{name} over dim {dim % x.dim()}", x=x, state=state)
     elif name in LAST_DIM:
         kernel = args[1] if len(args) > 1 else None
         if x.dim() == 3 and x.shape[2] == count and not (isinstance(kernel, Tensor) and kernel.size(-1) == 1):
-            refuse(f"{name} over dim 2", x, state=state)
+            refuse(f"{name} over dim 2", x=x, state=state)
     elif name in RECURRENT:
         if x.dim() == 3 and count in x.shape[:2]:
-            refuse(f"{name}, from token to token,", x, state=state)
+            refuse(f"{name}, from token to token,", x=x, state=state)
     elif name in PRODUCTS:
         other = args[1] if len(args) > 1 else None
         by_tokens = isinstance(other, Tensor) and min(x.dim(), other.dim()) >= 3 and other.size(-1) == count
         if by_tokens and x.size(-2) == count and x.size(-1) != count and not isinstance(other, nn.Parameter):
-            refuse(
-                "a product of tokens with tokens (attention by hand; call scaled_dot_product_attention)", x, state=state
-            )
+            what = "a product of tokens with tokens (attention by hand; call scaled_dot_product_attention)"
+            refuse(what, x=x, state=state)
 
 
 def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
     return found if len(found) == 1 else ()
 
 
-def refuse(what: str, x: Tensor, *, state: TokenState) -> None:
+def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
     """Raise ValueError about `what` that mixes the tokens of `x`.
 
     Do not raise for calls by meshwise itself, nor by two files of transformers: one looks for packed documents in
@@ -98,7 +99,7 @@ def _refuse_cat(parts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     filled = [part for part in parts if isinstance(part, Tensor) and part.numel()]
     for part in filled if len(filled) > 1 else ():
         if dim % part.dim() in mixing_dims(part, count=state.own.count, linear=False) and part.dim() > 2:
-            refuse(f"cat along dim {dim % part.dim()}", part, state=state)
+            refuse(f"cat along dim {dim % part.dim()}", x=part, state=state)
 
 
 def _caller() -> Any:

@@ -1,12 +1,12 @@
 """Attention of queries on keys that may lie on other ranks, with its backward (`split_attention`, `attend`).
 
 `attend` is the function for models: attention under a pattern, on one process or on ranks that split the tokens. Its
-arguments are as in torch's `scaled_dot_product_attention`, with a `Pattern` in place of a mask.
+arguments are those of torch's function, with a `Pattern` in place of a mask.
 
 With an exchange of heads (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719), each rank gives away tokens
 for heads before, and heads for tokens after:
 
-    q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention over `tokens` ── all-to-all ── (B, H, n, D)
+    q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention ── all-to-all ── (B, H, n, D)
 """
 
 import math
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.comm.api.world import World
-from meshwise.layout.token_order import TokenRanges, TokenTile
-from meshwise.model.random_bits import IndexBlock, draw, keep_mask
 from meshwise.attention.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
 from meshwise.attention.key_exchange import KeyExchange, NoExchange
-from meshwise.attention.mask_pattern import Full, Pattern
+from meshwise.attention.mask_pattern import Pattern, TilePair, full
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+from meshwise.layout.token_order import TokenRanges
+from meshwise.model.random_bits import IndexBlock, draw, keep_mask
 
 
 class ScoreDraws(Protocol):
@@ -62,16 +62,15 @@ class PositionDropout:
         lead = tuple(zip(block.shape, block.starts, strict=True))[: -2 if min(shape[2:]) > 1 else None]
         return cls(probability, draws.key(), lead, (samples, heads))
 
-    def of_heads(self, start: int, count: int) -> "PositionDropout":
-        """Return the dropout of `count` heads from `start` on."""
-        lead = self.lead if len(self.lead) < 2 else (self.lead[0], (count, self.lead[1][1] + start))
-        return replace(self, lead=lead, shape=(self.shape[0], count))
+    def of_heads(self, heads: range) -> "PositionDropout":
+        """Return the dropout of some of the heads."""
+        lead = self.lead if len(self.lead) < 2 else (self.lead[0], (len(heads), self.lead[1][1] + heads.start))
+        return replace(self, lead=lead, shape=(self.shape[0], len(heads)))
 
-    def keep(self, queries: TokenTile, keys: TokenTile, *, device: torch.device) -> Tensor:
+    def keep(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
-        tiles = queries, keys
-        places = tuple(torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in tiles)
-        sizes = tuple(tile.stop - tile.start for tile in tiles)
+        places = tuple(torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in pair)
+        sizes = tuple(tile.stop - tile.start for tile in pair)
         block = IndexBlock(
             (*(size for size, _ in self.lead), *sizes),
             (*(start for _, start in self.lead), 0, 0),
@@ -144,9 +143,9 @@ class AttentionTask:
     progress: Callable[[], None] = lambda: None
 
 
-def split_attention(q: Tensor, k: Tensor, v: Tensor, *, task: AttentionTask) -> Tensor:
+def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> Tensor:
     """Return the attention of this rank's queries on the keys of all ranks: (samples, heads, queries, features)."""
-    result: Tensor = _SplitAttention.apply(q, k, v, task.rules.mask, task.sinks, task)
+    result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.sinks, task)
     return result
 
 
@@ -162,9 +161,9 @@ class _SplitAttention(torch.autograd.Function):
         engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
         o, lse = engine.begin(q, features=v.size(-1))
         for keys, block in task.exchange.blocks(own):
-            engine.add(q, block[..., : ctx.width], block[..., ctx.width :], keys=keys, into=(o, lse))
+            engine.add(q, block=(block[..., : ctx.width], block[..., ctx.width :]), keys=keys, into=(o, lse))
         if sinks is not None:
-            join_sinks(o, lse, sinks)
+            join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
         ctx.task = task
         ctx.save_for_backward(q, own, out, lse, mask, sinks)
@@ -181,10 +180,10 @@ class _SplitAttention(torch.autograd.Function):
         dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
 
         def gradient_of(keys: TokenRanges, block: Tensor) -> Tensor:
-            k, v = block[..., : ctx.width], block[..., ctx.width :]
-            return torch.cat(engine.gradients(q, k, v, keys=keys, merged=(out, lse, do), into=(dq, dmask)), -1)
+            kv = block[..., : ctx.width], block[..., ctx.width :]
+            return torch.cat(engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do), into=(dq, dmask)), -1)
 
-        dkv = task.exchange.backward(own, gradient_of).to(own.dtype)
+        dkv = task.exchange.backward(own, gradient=gradient_of).to(own.dtype)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
@@ -222,24 +221,24 @@ def attend(
         result: Tensor = handle_torch_function(attend, (query, key, value), query, key, value, **given)
         return result
     queries, keys = TokenRanges.whole(query.size(-2)), TokenRanges.whole(key.size(-2))
-    rules = score_rules(query, key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=more)
-    return split_attention(query, key, value, task=AttentionTask(rules, queries, NoExchange(keys), more.get("sinks")))
+    rules = score_rules(query, key=key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=more)
+    return split_attention((query, key, value), task=AttentionTask(rules, queries, NoExchange(keys), more.get("sinks")))
 
 
 def score_rules(
     query: Tensor,
-    key: Tensor,
     *,
+    key: Tensor,
     pattern: Pattern | None,
     mask: Tensor | None,
     scale: float | None,
     dropout: float,
     more: dict[str, Any],
 ) -> ScoreRules:
-    """Return the rules of `attend`'s arguments; `query` and `key` have all tokens, of which only the shapes are used."""
+    """Return the rules for the arguments of `attend`, of which `query` and `key` give the shapes of all tokens."""
     drops = None
     if dropout:
         shape = (*query.shape[:-1], key.size(-2))
         drops = PositionDropout.of(dropout, draws=more.get("draws"), shape=shape)
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    return ScoreRules(pattern or Full(), factor, more.get("softcap"), drops, mask)
+    return ScoreRules(pattern or full(), factor, more.get("softcap"), drops, mask)

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwise.attention.attention_tiles import ScoreRules
+from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
+from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full
+from meshwise.attention.split_attention import AttentionTask, HeadExchange, ScoreDraws, attend, score_rules
+from meshwise.attention.split_attention import split_attention as attention_of
+from meshwise.attention.token_state import HEADS, RING, TokenState
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges
 from meshwise.plan import Plan, PlanError
-from meshwise.attention.attention_tiles import ScoreRules
-from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
-from meshwise.attention.mask_pattern import Full, Pattern, causal
-from meshwise.attention.split_attention import AttentionTask, HeadExchange, ScoreDraws, attend, score_rules
-from meshwise.attention.split_attention import split_attention as attention_of
-from meshwise.attention.token_state import HEADS, RING, TokenState
 
 _SDPA = inspect.Signature(
     [
@@ -116,8 +116,9 @@ class TokenAttention:
         """Return torch's attention with the mask of the rule of the running module."""
         assert self.rule is not None
         both = self.rule if pattern is None else pattern & self.rule
-        tiles = [next(TokenRanges.whole(given[name].size(-2)).tiles(given[name].size(-2))) for name in ("query", "key")]
-        mask = both.mask(*tiles, device=given["query"].device)
+        lengths = [given[name].size(-2) for name in ("query", "key")]
+        queries, keys = (next(TokenRanges.whole(length).tiles(length)) for length in lengths)
+        mask = both.mask(TilePair(queries, keys), device=given["query"].device)
         mask = mask if given["attn_mask"] is None else _both(mask, given["attn_mask"])
         return functional.scaled_dot_product_attention(**{**given, "attn_mask": mask, "is_causal": False})
 
@@ -147,7 +148,7 @@ class TokenAttention:
                 f"attention of {q.size(2)} queries, but this rank has {state.own.count} of {state.length} tokens under "
                 'cp. Give the module all tokens by a rule, Options(tensor_rules={"NAME": "tokens whole"}), or use cp=1'
             )
-        pattern = (pattern or Full()).map_token_values(lambda x: state.gather(x, dim=1))
+        pattern = (pattern or full()).map_token_values(lambda x: state.gather(x, dim=1))
         if given.pop("packed", False) and state.reads_packing and state.packed is not None:
             pattern = pattern & state.packed
         split = k.size(2) == state.own.count
@@ -157,7 +158,7 @@ class TokenAttention:
         sinks = given.get("sinks")
         if not split:
             task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), sinks, self.world.progress)
-            return attention_of(q, k, v, task=task)
+            return attention_of((q, k, v), task=task)
         return self._exchanged(state, (q, k, v), rules, sinks)
 
     def _rules(
@@ -176,7 +177,7 @@ class TokenAttention:
             for x, length in zip((q, k), lengths, strict=True)
         )
         scale, dropout = given.get("scale"), given.get("dropout", 0.0)
-        return score_rules(query, key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=given)
+        return score_rules(query, key=key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=given)
 
     def _exchanged(
         self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules, sinks: Tensor | None
@@ -196,7 +197,7 @@ class TokenAttention:
             sinks = None if sinks is None else sinks[own.start : own.stop]
         exchange = self._exchange(state, rounds, rules.pattern)
         task = AttentionTask(rules, rounds[ring.index], exchange, sinks, self.world.progress)
-        out = attention_of(q, k, v, task=task)
+        out = attention_of((q, k, v), task=task)
         return heads.to_tokens(out, tokens=sizes) if across.size > 1 else out
 
     def _exchange(self, state: TokenState, rounds: list[TokenRanges], pattern: Pattern) -> KeyExchange:
@@ -205,7 +206,7 @@ class TokenAttention:
         direct = self.context == "window"
         if self.context == "auto" and pattern.positional:
             if pattern not in state.shares:
-                state.shares[pattern] = needed_share(pattern, rounds)
+                state.shares[pattern] = needed_share(pattern, order=rounds)
             direct = state.shares[pattern] < 0.5
         if direct:
             return Direct(self.world, RING, rounds, rounds, pattern)
@@ -292,7 +293,7 @@ def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange, sizes: list[in
         if mask.size(2) > 1:
             mask = _gathered_rows(mask, heads, sizes)
     if dropout is not None:
-        dropout = dropout.of_heads(own.start, len(own))  # type: ignore[attr-defined]
+        dropout = dropout.of_heads(own)
     return ScoreRules(rules.pattern, rules.scale, rules.softcap, dropout, mask)
 
 

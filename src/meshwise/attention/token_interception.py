@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.model.random_draws import SampleRows
-from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.attention.mixed_tokens import MIXING, mixing_dims, refuse, refuse_mixed
 from meshwise.attention.split_attention import attend
 from meshwise.attention.token_count import TokenCount
 from meshwise.attention.token_state import TokenState, token_dims
+from meshwise.model.random_draws import SampleRows
+from meshwise.model.random_interception import ForwardAndBackwardMode
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZED = ("ones", "zeros", "full", "empty", "rand", "randn", "new_full", "new_ones", "new_zeros", "new_empty")
@@ -54,7 +54,7 @@ class TokenInterception(ForwardAndBackwardMode):
 
     @contextlib.contextmanager
     def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
-        """Intercept functions inside the block, which runs a forward of the samples `rows`, or with `again` a backward."""
+        """Intercept functions in the block: a forward of the samples `rows` or, with `again`, its backward."""
         self._backward_runs = again
         place = rows.first, rows.count
         self.state, self.active = self._states.get(place) if again else None, True
@@ -96,7 +96,7 @@ class TokenInterception(ForwardAndBackwardMode):
         elif name == "pad":
             return self._pad(func, args, kwargs, state)
         elif name in MIXING:
-            refuse_mixed(name, args, kwargs, state=state)
+            refuse_mixed(name, args=args, kwargs=kwargs, state=state)
         return func(*args, **kwargs)
 
     def _size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], state: TokenState) -> Any:
@@ -171,7 +171,7 @@ class TokenInterception(ForwardAndBackwardMode):
             elif isinstance(item, slice) and _bounds(item) == (1, None, 1) and known is not None:
                 x, items[number] = paired.take(known[1].narrow(1, 1, whole - 1), dim=1), slice(None)
             elif (isinstance(item, slice) and _bounds(item) != (0, None, 1)) or type(item) is int:
-                refuse(f"the index [{_text(item)}] of dim {dim}", x, state=state)
+                refuse(f"the index [{_text(item)}] of dim {dim}", x=x, state=state)
         return func(x, tuple(items))
 
 

@@ -1,6 +1,6 @@
 """Tokens of the present micro-batch: which rank has which, and the batch cut to this rank's tokens.
 
-The token dim of a batch is dim 1 of its first tensor: integers (samples, tokens), or floats (samples, tokens, features).
+The token dim is dim 1 of a batch's first tensor: integers (samples, tokens) or floats (samples, tokens, features).
 Every tensor with as many elements along dim 1 is cut, except a mask (samples, tokens, tokens), which stays whole.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.attention.mask_pattern import Documents, Pattern
 from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges, token_order
-from meshwise.attention.mask_pattern import Documents, Pattern
 
 RING, HEADS = "ring", "heads"
 """Axes into which the axis `cp` is divided: `heads` exchanges tokens for heads, `ring` exchanges keys."""
@@ -115,7 +115,7 @@ def rank_order(order: str, *, length: int, ring: int, heads: int) -> tuple[Token
     """Return the positions of each rank along (ring, heads): `order` over the ring, neighbours over `heads`."""
     found: list[TokenRanges] = []
     for group in token_order(order, length=length, parts=ring):
-        found += [group.narrow(start, stop) for start, stop in even_split(group.count, heads)]
+        found += [group.narrow(start, stop=stop) for start, stop in even_split(group.count, heads)]
     return tuple(found)
 
 

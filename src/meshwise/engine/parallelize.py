@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.attention.context_parallel import ContextParallel
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.connect import connect
@@ -55,7 +56,6 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
-from meshwise.attention.context_parallel import ContextParallel
 from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
@@ -86,7 +86,7 @@ class Options:
     tensor_rules: Rules | None = None
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
     `meshwise.tensor.detect.find_parts.Rules`. None: what the model declares and its structure says. Under every plan,
-    `"attention pattern=window:1024"` gives attentions a pattern; with cp, `"tokens whole"` gives a module all tokens."""
+    `"attention pattern=window:1024"` gives attentions a pattern; with cp, `"tokens whole"` gives modules all tokens."""
     parts: Mapping[str, Part] | None = None
     """With tp, the role of each module, as `find_parts` returns them for this model and plan. None: `find_parts` is
     called."""

@@ -84,7 +84,7 @@ class TokenRanges:
             return parts[0]
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
-    def narrow(self, start: int, stop: int) -> "TokenRanges":
+    def narrow(self, start: int, *, stop: int) -> "TokenRanges":
         """Return the positions of the local tokens `start` to `stop` (excluded)."""
         found, passed = [], 0
         for first, count, step in self.ranges:

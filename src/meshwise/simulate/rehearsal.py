@@ -172,7 +172,8 @@ def rehearse(
         subject_here, plan, _representatives(schedule), source, device, StageMessages(like), shared, batch.values
     )
     tapes = part.tapes()
-    tokens = round(rows * counts[0]) if counts else _tokens(subject.batch)
+    split = math.prod(plan.mesh().degree(axis) for axis in plan.token_axes)
+    tokens = round(rows * counts[0] * split) if counts else _tokens(subject.batch)
     return Rehearsal(plan, rows, tokens, schedule, tapes, device)
 
 
