@@ -11,6 +11,7 @@
 | auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def context_world(world: World, *, plan: Plan) -> World:
         nearest = max(number for number in range(1, heads + 1) if plan.cp % number == 0)
         raise PlanError(f"cp_heads={heads} does not divide cp={plan.cp}. Nearest that works: 'cp_heads={nearest}'")
     axes = []
-    for axis, degree in plan.mesh().axes:
+    for axis, degree in dataclasses.replace(plan, ep=1, etp=1).mesh().axes:  # experts may divide the ranks of cp
         axes += [(RING, plan.cp // heads), (HEADS, heads)] if axis == "cp" else [(axis, degree)]
     return world.over(Mesh(tuple(axes)))
 
