@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,29 @@ def _kilobytes(file: Path, name: str) -> int:
     return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])
 
 
+def python_calls(step: Callable[[int], object], number: int) -> int:
+    """Run a step, and return how many Python functions this thread called in it."""
+    calls = 0
+
+    def seen(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        step(number)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def operations(step: Callable[[int], object], number: int) -> int:
+    """Run a step, and return how many operations of torch it ran, those inside of others included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step(number)
+    return sum(event.name.startswith("aten::") for event in profiler.events())
+
+
 def main() -> None:
     """Build the contestant, answer ready, then serve orders until stdin closes."""
     setting: dict[str, Any] = json.loads(os.environ["SETTING"])
@@ -59,6 +83,9 @@ def main() -> None:
             if order["do"] == "reset_peak":
                 reset_peak()
                 answer: dict[str, Any] = {}
+            elif order["do"] == "count":
+                answer = {"calls": python_calls(step, number), "operations": operations(step, number + 1)}
+                number += 2
             else:
                 start = time.monotonic()
                 losses = [step(number + offset) for offset in range(order["steps"])]

@@ -119,6 +119,11 @@ class Team:
             megabytes=tuple(answer["peak"] for answer in answers),
         )
 
+    def counts(self) -> tuple[int, int]:
+        """Python calls and torch operations of one step on rank 0; two more steps are trained for it."""
+        first = self._order({"do": "count"})[0]
+        return first["calls"], first["operations"]
+
     def cpu_seconds(self) -> float:
         """Processor time used so far by all ranks and all their threads (Linux; 0 elsewhere)."""
         stats = [Path(f"/proc/{process.pid}/stat") for process in self._processes]
