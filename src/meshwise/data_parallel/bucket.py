@@ -120,6 +120,7 @@ class Bucket:
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
+        self._views: list[Tensor] | None = None
         self._arriving: ReducedPart | None = None
         self._rounds = 0
 
@@ -187,7 +188,7 @@ class Bucket:
 
     def views(self) -> list[Tensor]:
         """Return this rank's tensors of the parameters, in piece order, as views of `whole`."""
-        return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
+        return views_of(self.whole, place=self.place)
 
     def gather(self) -> Work:
         """Start to gather `whole` from the shards (a collective); a shared buffer needs none."""
@@ -237,30 +238,36 @@ class Bucket:
         if not (self.storage.reduction.shards_gradients or self.storage.tiers.is_offloaded("gradients")):
             self.reduced = None
 
-    def deposit(self, index: int, *, gradient: Tensor) -> None:
-        """Add a gradient to the accumulated gradient of piece number `index`."""
-        piece = self.place.pieces[index]
-        view = self._buffer()[piece.start : piece.stop].view(piece.shape)
-        value = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        if index in self._filled:
-            view.add_(value)
-        else:
-            view.copy_(value)
-            self._filled.add(index)
+    def deposit(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, one per piece in piece order (None: no gradient), to the accumulated gradients."""
+        views = self._gradient_views()
+        given = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+        first = [(index, gradient) for index, gradient in given if index not in self._filled]
+        if first:
+            torch._foreach_copy_([views[index] for index, _ in first], [_dense(gradient) for _, gradient in first])
+        if len(first) < len(given):
+            again = [(index, gradient) for index, gradient in given if index in self._filled]
+            torch._foreach_add_([views[index] for index, _ in again], [_dense(gradient) for _, gradient in again])
+        self._filled.update(index for index, _ in first)
 
     def accumulated(self, index: int) -> Tensor:
         """Return the accumulated gradient of piece number `index` as a writable view; zeros if there is none."""
-        piece = self.place.pieces[index]
-        view = self._buffer()[piece.start : piece.stop].view(piece.shape)
+        view = self._gradient_views()[index]
         if index not in self._filled:
             view.zero_()
             self._filled.add(index)
         return view
 
+    def _gradient_views(self) -> list[Tensor]:
+        buffer = self._buffer()
+        if self._views is None:
+            self._views = views_of(buffer, place=self.place)
+        return self._views
+
     def _buffer(self) -> Tensor:
         if self.gradient is None:
             dtype = self.storage.precision.accumulation_of(self.dtype)
-            self.gradient = self.shard_group.world.empty(self.place.size, dtype=dtype)
+            self.gradient, self._views = self.shard_group.world.empty(self.place.size, dtype=dtype), None
             self.clear_padding()
         return self.gradient
 
@@ -273,9 +280,9 @@ class Bucket:
     def start_reduce(self) -> None:
         """Start to sum the gradients over the ranks; `settle` waits. Parameters without a gradient count as zero."""
         buffer = self._buffer()
-        for index, piece in enumerate(self.place.pieces):
-            if index not in self._filled:
-                buffer[piece.start : piece.stop].zero_()
+        if len(self._filled) < len(self.place.pieces):
+            for index in range(len(self.place.pieces)):
+                self.accumulated(index)
         shard_group, wire, into = self.shard_group, self._on_wire(buffer), None
         if shard_group.storage.reduction.shards_gradients:
             assert self.reduced is not None
@@ -317,7 +324,7 @@ class Bucket:
             self.reduced.add_(target)
         elif target is not self.reduced:
             self.reduced.copy_(target)
-        self.gradient = None
+        self.gradient = self._views = None
 
     def _updating(self, arrived: Tensor) -> Tensor:
         """Return reduced gradients in the dtype of the masters, in the accumulation buffer if it has this dtype."""
@@ -340,7 +347,7 @@ class Bucket:
             before.release()
         self._square = _square(self._counted(arrived))
         tiers.store(arrived, into=self.reduced)
-        self.gradient = None
+        self.gradient = self._views = None
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
@@ -420,6 +427,15 @@ def _put(part: Tensor, piece: BucketPiece, *, into: Tensor, start: int) -> None:
     low, high = max(piece.start, start), min(piece.stop, start + into.numel())
     if low < high:
         into[low - start : high - start].copy_(part[low - piece.start : high - piece.start])
+
+
+def views_of(flat: Tensor, *, place: BucketPlace) -> list[Tensor]:
+    """Return views of a flat buffer, (elements,), in the shapes of its pieces."""
+    return [flat[piece.start : piece.stop].view(piece.shape) for piece in place.pieces]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _square(values: Tensor) -> Tensor:

@@ -26,16 +26,14 @@ on ranks that took other branches of the model or had no data.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket, ShardGroup, StorageConfig
 from meshwise.data_parallel.bucket_place import Options
-from meshwise.data_parallel.live_unit import LiveUnit
+from meshwise.data_parallel.live_unit import GradientCallback, LiveUnit, UnitGradients
 from meshwise.data_parallel.parameter_gather import ParameterGatherer
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
@@ -44,9 +42,6 @@ from meshwise.model.parameter_table import ParameterRow, ParameterTable
 IN_FLIGHT = 1
 """Most units that are reduced at once under ZeRO-2 and 3, and when updates run during the backward: one unit is
 reduced while the next one accumulates."""
-
-GradientCallback: TypeAlias = Callable[[ParameterRow, Tensor], None]
-"""Callback `(row, gradient)` that receives each gradient of this rank before reduction, instead of the bucket."""
 
 
 class DataParallel:
@@ -77,18 +72,13 @@ class DataParallel:
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
-        self._order = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
-        self._handles: list[RemovableHandle] = []
-        self._watching: dict[int, RemovableHandle] = {}
-        self._waiting: dict[int, set[int]] = {}
+        trained = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
+        self._order = [UnitGradients(unit, on_complete=self._arrived, progress=self._progress) for unit in trained]
         self._started = 0
         self._in_flight: list[LiveUnit] = []
         self._reducing = False
         self._on_gradient: GradientCallback | None = None
         self._incomplete = True
-        for unit in self._order:
-            for bucket, index, parameter in unit.trainable():
-                self._watch(unit, bucket, index, parameter)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -127,13 +117,10 @@ class DataParallel:
     def begin_step(self) -> None:
         """Discard all earlier gradients, and wait for transfers and reductions that are still running."""
         self._in_flight.clear()
-        self._waiting = {}
         with contextlib.suppress(TierError):
             self.tiers.settle()
-        for unit in self._order:
-            for _, _, parameter in unit.trainable():
-                parameter.grad = None
-                _put_last(self._watching[id(parameter)], on=parameter)
+        for gradients in self._order:
+            gradients.begin_step()
         for bucket in self.buckets:
             bucket.begin_step()
 
@@ -158,10 +145,10 @@ class DataParallel:
             with self.gatherer.explained_errors():
                 loss.backward()
             self.gatherer.free_all()
-            self._incomplete = absent or hidden or any(self._waiting.values())
+            self._incomplete = self.collect() or absent or hidden
+            self._stop()
         else:
             self.gatherer.free_all()
-        self._waiting = {}
         if reduces:
             self._start(all_of_them=True)
             self._settle(0)
@@ -173,11 +160,16 @@ class DataParallel:
         self._reducing = False
         self._expect(None)
 
+    def collect(self) -> bool:
+        """Take the gradients that a backward has left in `.grad`; return True if some have not arrived."""
+        missing = [one.take_rest(self._on_gradient, reducing=self._reducing) for one in self._order]
+        return any(missing)
+
     def accumulated(self, name: str) -> Tensor:
         """Return this rank's unreduced gradient of a parameter as a writable view; zeros if it has none."""
         return next(
             bucket.accumulated(index)
-            for unit in self._order
+            for unit in self.units
             for bucket, index, _ in unit.trainable()
             if bucket.place.pieces[index].row.name == name
         )
@@ -191,13 +183,13 @@ class DataParallel:
 
     def reduce(self) -> None:
         """Start to reduce the accumulated gradients of all units; `settle` waits for the end."""
-        self._waiting = {}
+        self._stop()
         self._started = 0
         self._start(all_of_them=True)
 
     def settle(self) -> None:
         """Wait for all reductions that have started, and stop accumulating gradients."""
-        self._waiting = {}
+        self._stop()
         self._settle(0)
 
     def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
@@ -209,7 +201,8 @@ class DataParallel:
         with self.gatherer.explained_errors():
             loss.backward()
         self.gatherer.free_all()
-        self._waiting = {}
+        self.collect()
+        self._stop()
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
@@ -245,8 +238,8 @@ class DataParallel:
     def close(self) -> None:
         """Remove the hooks from the model."""
         self.gatherer.close()
-        for handle in self._handles:
-            handle.remove()
+        for gradients in self._order:
+            gradients.close()
 
     def _install(self, row: ParameterRow, value: Tensor) -> nn.Parameter:
         return install(self.module, row=row, tensor=value)
@@ -258,46 +251,24 @@ class DataParallel:
 
     # ---- gradient hooks and reductions -------------------------------------------------------------------------
 
-    def _watch(self, unit: LiveUnit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        row = bucket.place.pieces[index].row
+    def _arrived(self, gradients: UnitGradients) -> None:
+        """Take the gradients of a complete unit, and start to reduce it if its turn has come."""
+        gradients.take(self._on_gradient)
+        if self._reducing:
+            self._start(all_of_them=False)
+        self._progress()
 
-        def arrived(parameter: Tensor) -> None:
-            waiting = self._waiting.get(id(unit))
-            if waiting is None:
-                return
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                raise ValueError(
-                    f"a hook on {row.name} has set its .grad to None, as a hook that updates in the backward does. The "
-                    "plan accumulates and applies the gradients itself; let the hook leave .grad"
-                )
-            if self._reducing and id(parameter) not in waiting:
-                raise RuntimeError(
-                    f"{row.name} received a gradient, but the graph of the loss does not lead to it, and its reduction "
-                    "may have begun. An autograd function of the model calls backward() itself: let it return "
-                    "gradients instead"
-                )
-            if self._on_gradient is None:
-                bucket.deposit(index, gradient=gradient)
-            else:
-                self._on_gradient(row, gradient)
-            waiting.discard(id(parameter))
-            if self._reducing and not waiting:
-                self._start(all_of_them=False)
-            self.world.progress()  # other ranks may wait for this rank's part of the last reduction
-
-        handle = parameter.register_post_accumulate_grad_hook(arrived)
-        self._handles.append(handle)
-        self._watching[id(parameter)] = handle
+    def _progress(self) -> None:
+        self.world.progress()  # other ranks may wait for this rank's part of the last reduction
 
     def _expect(self, leaves: set[int] | None) -> bool:
         """Expect gradients of all trainable parameters, or of those with an id in `leaves`; return True if fewer."""
-        absent = False
-        for unit in self._order:
-            expected = {id(parameter) for _, _, parameter in unit.trainable()}
-            self._waiting[id(unit)] = expected if leaves is None else expected & leaves
-            absent = absent or len(self._waiting[id(unit)]) < len(expected)
-        return absent
+        fewer = [gradients.expect(leaves) for gradients in self._order]
+        return any(fewer)
+
+    def _stop(self) -> None:
+        for gradients in self._order:
+            gradients.stop()
 
     def _start(self, *, all_of_them: bool) -> None:
         """Start to reduce the next units in order, up to the first unit with missing gradients.
@@ -305,14 +276,14 @@ class DataParallel:
         all_of_them: start all remaining units; missing gradients count as zero.
         """
         while self._started < len(self._order):
-            unit = self._order[self._started]
-            if not all_of_them and self._waiting[id(unit)]:
+            gradients = self._order[self._started]
+            if not all_of_them and not gradients.complete:
                 return
             if self.reduction.each_microbatch or self._awaited:
                 self._settle(IN_FLIGHT - 1)
             self._started += 1
-            self._in_flight.append(unit)
-            for bucket in unit.buckets:
+            self._in_flight.append(gradients.unit)
+            for bucket in gradients.unit.buckets:
                 if bucket.trainable:
                     bucket.start_reduce()
 
@@ -440,10 +411,3 @@ def reached(loss: Tensor) -> set[int] | None:
             leaves.add(id(variable))
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return leaves
-
-
-def _put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
-    """Move this engine's hook behind hooks that were registered later: they must run before it removes `.grad`."""
-    hooks = on._post_accumulate_grad_hooks
-    if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
-        hooks[handle.id] = hooks.pop(handle.id)

@@ -1,19 +1,38 @@
-"""A unit on this rank: the buckets that are gathered, freed and reduced together, and the model's view of them."""
+"""A unit on this rank: the buckets that are gathered, freed and reduced together, and the model's view of them.
+
+`UnitGradients` takes the gradients of a unit from `.grad` all at once, with one hook per unit instead of one per
+parameter.
+
+Autograd leaves a new gradient in `.grad` without a copy. A hook on one parameter of the unit runs when its gradient
+arrives. If other gradients of the unit are still missing, the hook moves to a parameter without one. So after the first
+backward it is on the parameter whose gradient arrives last:
+
+    | backward 1   on a: b and c are missing, move to b    on b: c is missing, move to c    on c: complete
+    | backward 2                                                                            on c: complete
+
+Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
+parameter with the user's own hook for accumulated gradients keeps a hook of the unit too. It notices when the user's
+hook has removed the gradient.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import Work
 from meshwise.data_parallel.bucket import Bucket, ShardGroup
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterRow, ParameterUnit
+
+GradientCallback: TypeAlias = Callable[[ParameterRow, Tensor], None]
+"""Callback `(row, gradient)` that receives each gradient of this rank before reduction, instead of the bucket."""
 
 _SHARED = "the ranks of this host share one copy of it, so that each of them would write to it"
 
@@ -35,7 +54,9 @@ class LiveUnit:
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
         self.buckets = [Bucket(rows, shard_group=replace(shard_group, axes=rows[0].summed)) for rows in alike]
         self.parameters: list[list[nn.Parameter]] = []
-        self._versions: list[list[int]] = []
+        self._unused: list[list[Tensor]] = []
+        self._used: list[list[Tensor]] | None = None
+        self._state: list[list[tuple[Any, ...]]] = []
         self.whole = True
         self.stays_gathered = False
         self._gathering: list[Work] = []
@@ -62,18 +83,26 @@ class LiveUnit:
                 source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces
             )
             values = self._between_uses(bucket)
+            self._unused.append(values)
             pieces = bucket.place.pieces
             # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
-            self._versions.append([parameter._version for parameter in self.parameters[-1]])
         self.whole = not self.is_sharded
+        self._state = [
+            [(one.requires_grad, one._version, one.data_ptr()) for one in parameters] for parameters in self.parameters
+        ]
 
     def change_message(self) -> str:
-        """Return an error message with its remedy if a parameter was changed or written to since `load`, else ""."""
-        for bucket, parameters, versions in zip(self.buckets, self.parameters, self._versions, strict=True):
+        """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
+
+        Call it between two steps, while ZeRO-3 units are freed.
+        """
+        for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
+            if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
+                continue
             freed = bucket.is_sharded and not self.whole
             memory = bucket.whole.untyped_storage().data_ptr()
-            for piece, parameter, version in zip(bucket.place.pieces, parameters, versions, strict=True):
+            for piece, parameter, (_, version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
                 name, held = piece.row.name, parameter.untyped_storage()
                 if parameter.requires_grad != bucket.trainable:
                     return (
@@ -126,7 +155,9 @@ class LiveUnit:
         self._gathering = []
         self.release_shards()
         self.whole = True
-        self._show([bucket.views() for bucket in self.buckets])
+        if self._used is None:
+            self._used = [bucket.views() for bucket in self.buckets]
+        self._show(self._used)
 
     def free(self) -> None:
         """Free the gathered parameters; the module's parameters then read as NaN. Does nothing without ZeRO-3."""
@@ -135,7 +166,7 @@ class LiveUnit:
             return
         self.ready()
         self.whole = False
-        self._show([self._between_uses(bucket) for bucket in self.buckets])
+        self._show(self._unused)
         for bucket in self.buckets:
             if bucket.is_sharded:
                 bucket.free()
@@ -161,6 +192,135 @@ class LiveUnit:
         with torch.inference_mode(mode=False):  # a meta parameter cannot take an inference tensor as data
             nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
+
+
+class UnitGradients:
+    """Gradients of one unit during a backward.
+
+    | unit       the unit, which has at least one trainable parameter
+    | complete   True once all gradients that are expected in this backward have been taken
+    """
+
+    def __init__(
+        self, unit: LiveUnit, *, on_complete: Callable[["UnitGradients"], None], progress: Callable[[], object]
+    ) -> None:
+        """`on_complete` is called when the last expected gradient has arrived; it calls `take`.
+
+        `progress` is called at the hooks before.
+        """
+        self.unit = unit
+        self.complete = False
+        self._on_complete = on_complete
+        self._progress = progress
+        self._by_bucket: list[tuple[Bucket, list[nn.Parameter]]] = [
+            (bucket, parameters)
+            for bucket, parameters in zip(unit.buckets, unit.parameters, strict=True)
+            if bucket.trainable
+        ]
+        self._parameters = [parameter for _, parameters in self._by_bucket for parameter in parameters]
+        self._expected = self._parameters
+        self._active = False
+        self._handles: dict[int, RemovableHandle] = {}
+        self._last = self._parameters[0]
+        self._stay = (self._parameters[0], self._parameters[-1])
+        for parameter in self._stay:
+            self._watch(parameter)
+
+    def begin_step(self) -> None:
+        """Discard earlier gradients, and put the hooks behind those that the user has registered since."""
+        self.stop()
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter in [each for each in self._parameters if each._post_accumulate_grad_hooks]:
+            self._watch(parameter)
+
+    def expect(self, leaves: set[int] | None) -> bool:
+        """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all."""
+        self._expected = (
+            self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
+        )
+        self.complete, self._active = not self._expected, True
+        if leaves is not None and self._expected and id(self._last) not in leaves:
+            self._move(self._expected[0])
+        return len(self._expected) < len(self._parameters)
+
+    def stop(self) -> None:
+        """Leave gradients that arrive from now on to the user."""
+        self._active = False
+
+    def take(self, on_gradient: GradientCallback | None) -> None:
+        """Move all gradients that are there into the buckets, or pass them to `on_gradient`."""
+        for bucket, parameters in self._by_bucket:
+            gradients = [parameter.grad for parameter in parameters]
+            if on_gradient is None:
+                bucket.deposit(gradients)
+            else:
+                for piece, gradient in zip(bucket.place.pieces, gradients, strict=True):
+                    if gradient is not None:
+                        on_gradient(piece.row, gradient)
+            for parameter in parameters:
+                parameter.grad = None
+
+    def take_rest(self, on_gradient: GradientCallback | None, *, reducing: bool) -> bool:
+        """Take the gradients that a backward has left in incomplete units; return True if some have not arrived.
+
+        Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`).
+        """
+        rest = [parameter for parameter in self._parameters if parameter.grad is not None]
+        missing, self.complete = not self.complete, False
+        if rest and reducing and not missing:
+            row = next(r for r, p in zip(self._rows(), self._parameters, strict=True) if p is rest[0])
+            raise RuntimeError(
+                f"{row.name} received a gradient, but the graph of the loss does not lead to it, and its reduction "
+                "may have begun. An autograd function of the model calls backward() itself: let it return "
+                "gradients instead"
+            )
+        if rest:
+            self.take(on_gradient)
+        return missing and len(rest) < len(self._expected)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+
+    def _rows(self) -> list[ParameterRow]:
+        return [piece.row for bucket, _ in self._by_bucket for piece in bucket.place.pieces]
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Register the hook on a parameter, or move it behind hooks that the user has registered later."""
+        own = self._handles.get(id(parameter))
+        hooks = parameter._post_accumulate_grad_hooks
+        if own is None:
+            self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._arrived)
+        elif hooks and own.id in hooks and next(reversed(hooks)) != own.id:
+            hooks[own.id] = hooks.pop(own.id)
+
+    def _move(self, to: nn.Parameter) -> None:
+        """Move the hook to another parameter; it also stays where the user has hooks."""
+        staying = any(self._last is parameter for parameter in self._stay)
+        if not staying and len(self._last._post_accumulate_grad_hooks or ()) == 1:
+            self._handles.pop(id(self._last)).remove()
+        self._last = to
+        self._watch(to)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._active or self.complete:
+            return
+        if parameter.grad is None:
+            row = next(r for r, p in zip(self._rows(), self._parameters, strict=True) if p is parameter)
+            raise ValueError(
+                f"a hook on {row.name} has set its .grad to None, as a hook that updates in the backward does. The "
+                "plan accumulates and applies the gradients itself; let the hook leave .grad"
+            )
+        missing = [each for each in self._expected if each.grad is None]
+        if not missing:
+            self.complete = True
+            self._on_complete(self)
+            return
+        if parameter is self._last:
+            self._move(missing[0])
+        self._progress()
 
 
 def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:

@@ -73,6 +73,8 @@ class StageParameters:
             else contextlib.nullcontext(),
         ):
             yield
+        if again:
+            self._engine.collect()
 
     def gather(self) -> None:
         """Start to gather the parameters."""
