@@ -65,6 +65,9 @@ class RecomputedBlock:
         self.run = module.forward
         self._module = module
         self._own = "forward" in vars(module)
+        parts = list(module.named_modules())
+        self._norms = [part for _, part in parts if isinstance(part, RunningNorm)]
+        self._buffered = [(f"{path}." if path else "", one) for path, one in parts if one not in self._norms]
         self.__wrapped__ = self.run
         module.forward = self
 
@@ -80,8 +83,8 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Inside, norms use copies of `statistics`, one entry per norm; empty: of their present running statistics."""
-        norms = self._norms()
+        """Inside, norms use copies of `statistics` (one entry a norm; empty: of their present running statistics)."""
+        norms = self._norms
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
             for norm, buffers in zip(norms, statistics or own, strict=True):
@@ -95,10 +98,7 @@ class RecomputedBlock:
 
     def statistics(self) -> list[Statistics]:
         """Return copies of each norm's running statistics, as the repeated forward must find them."""
-        return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms()]
-
-    def _norms(self) -> list[nn.Module]:
-        return [part for part in self._module.modules() if isinstance(part, RunningNorm)]
+        return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms]
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -116,9 +116,9 @@ class RecomputedBlock:
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """Return the identity and the version (number of writes) of each buffer, without the buffers of norms."""
         return {
-            f"{path}.{name}" if path else name: (id(buffer), buffer._version)
-            for path, part in self._module.named_modules()
-            if not isinstance(part, RunningNorm)
+            prefix + name: (id(buffer), buffer._version)
+            for prefix, part in self._buffered
+            if part._buffers
             for name, buffer in part.named_buffers(recurse=False)
         }
 

@@ -10,13 +10,18 @@ operations are computed again:
     repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes scores: large, but cheap
 
 In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input.
-They are 3 h of queries, keys and values, h of the attention's projection, and 4 h and h of the MLP (as in GPT-3).
+They are 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
+
+There are two modes. `SavedOperations` sees the functions that Python code calls, at a cost of one microsecond each. It
+runs those that may keep an output, or write to a kept one, inside `_KeptOutputs`. This mode sees every operation inside
+them, at five microseconds each. Only the function and its arguments decide, so both forwards keep the same outputs.
 """
 
 import contextlib
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.memory.recompute_cost import DeviceTimer
@@ -32,7 +37,17 @@ KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
 """Schema names of the operations whose outputs are kept."""
 
 
-class SavedOperations(TorchDispatchMode):
+_CALLS = """
+    linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution
+    mm addmm matmul __matmul__ __rmatmul__ einsum tensordot inner multi_dot chain_matmul
+    scaled_dot_product_attention multi_head_attention_forward
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+"""
+_MULTIPLIES = frozenset(_CALLS.split())
+"""Names of the functions and methods that run an operation in `KEPT`, in some cases at least."""
+
+
+class SavedOperations(TorchFunctionMode):
     """Mode that keeps the outputs of the operations in `KEPT`, or takes them from `recall` in a repeated forward.
 
     The autograd functions of `tensor/core` call `recall.once` themselves for the products inside them.
@@ -40,6 +55,35 @@ class SavedOperations(TorchDispatchMode):
 
     def __init__(self, recall: ForwardReplay, *, clock: DeviceTimer | None = None) -> None:
         """`clock` measures the seconds of the operations in `KEPT`; None measures nothing."""
+        super().__init__()
+        self._kept = _KeptOutputs(recall, clock)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or not (name in _MULTIPLIES or _may_write(name, func, args, kwargs)):
+            return func(*args, **kwargs)
+        with self._kept:
+            return func(*args, **kwargs)
+
+
+def _may_write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function may write to an argument: `x.add_`, `x += y`, `x[0] = y`, `out=`, `inplace=True`."""
+    if name.endswith("__"):
+        return name.startswith("__i") or name in ("__setitem__", "__set__")
+    return (
+        name.endswith("_")
+        or "out" in kwargs
+        or kwargs.get("inplace") is True
+        or any(one is True for one in args)
+        or isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    )
+
+
+class _KeptOutputs(TorchDispatchMode):
+    def __init__(self, recall: ForwardReplay, clock: DeviceTimer | None) -> None:
         super().__init__()
         self._recall = recall
         self._clock = clock or contextlib.nullcontext()
