@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from model.drawing_models import FORMS, Block, Calling, Stack, attention, drawn, numbers
@@ -252,3 +253,81 @@ def test_local_draws_are_torchs_own_and_the_same_again_for_the_same_part() -> No
     assert not torch.equal(run(SampleRows(0, 4)), run(SampleRows(4, 4)))
     assert not torch.equal(run(SampleRows(0, 4)), drawn(model, x[:4]))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- after the first step ----------------------------------------------------------------------------------------
+
+
+class Skipping(Stack):
+    """A stack that leaves out its last block in step 0, and draws between the blocks in every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks if self.step else self.blocks[:-1]:  # type: ignore[attr-defined,unused-ignore]
+            x = functional.dropout(block(x), 0.3)
+        return x
+
+    step = 0
+
+
+MODELS: dict[str, Any] = {
+    "blocks": lambda: Stack(Block(), nn.Sequential(nn.Linear(6, 6).double(), nn.Tanh()), Block()),
+    "one block twice": lambda: Stack(Block(), Block(), run=lambda block, x: block(block(x))),
+    "a block that step 0 skips": lambda: Skipping(Block(), Block(), Stack(Block())),
+    "attention": lambda: Stack(Calling(lambda x: x + attention(x.view(-1, 1, 2, 3)).view_as(x)), Block()),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_later_steps_draw_by_fewer_hooks_what_the_first_would(model: Any) -> None:
+    model, x = model(), numbers(8, 6)
+    draws = RandomDraws(model, seed=0)
+    for number in range(4):
+        model.step = number
+        draws.begin(number)
+        parts = []
+        for first in (0, 4):
+            with draws.running(SampleRows(first, 4)):
+                parts.append(model(x[first : first + 4]))
+        draws.finish()
+        assert torch.equal(torch.cat(parts), drawn(model, x, step=number)), number
+        quiet = [name for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
+        assert not any(model.get_submodule(name)._forward_pre_hooks for name in quiet)
+
+
+def test_a_module_that_draws_for_the_first_time_later_is_noticed() -> None:
+    quiet = nn.Dropout(0.0)
+    model, x = Stack(Block(), quiet), numbers(4, 6)
+    draws = RandomDraws(model, seed=0)
+
+    def step(number: int) -> Tensor:
+        draws.begin(number)
+        with draws.running(SampleRows(0, 4)):
+            result: Tensor = model(x)
+        draws.finish()
+        return result
+
+    assert torch.equal(step(0), drawn(model, x))
+    quiet.p = 0.5
+    with pytest.warns(UserWarning, match="the model drew random numbers in step 1 for the first time"):
+        step(1)
+    assert torch.equal(step(2), drawn(model, x, step=2))
+    assert torch.equal(step(3), drawn(model, x, step=3))
+
+
+def test_a_repeated_forward_of_a_later_step_draws_the_same() -> None:
+    model, x = Stack(Block(), Block()), numbers(4, 6).requires_grad_()
+    expected, found = [], []
+    draws = RandomDraws(model, seed=0)
+    for run, into in (
+        (lambda block, x: block(x), expected),
+        (lambda b, x: checkpoint(b, x, use_reentrant=False), found),
+    ):
+        model.run = run
+        for number in range(3):
+            draws.begin(number)
+            with draws.running(SampleRows(0, 4)):
+                loss = model(x).square().sum()
+            with draws.running(SampleRows(0, 4), again=True):
+                into.extend(torch.autograd.grad(loss, list(model.parameters())))
+            draws.finish()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

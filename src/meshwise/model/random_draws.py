@@ -25,7 +25,7 @@ import contextlib
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.streams import generator_states, restore_generators, streams_of
-from meshwise.model.random_bits import IndexBlock
+from meshwise.model.masks_ahead import DrawPlace, MasksAhead
+from meshwise.model.random_bits import Distribution, IndexBlock, draw
 from meshwise.model.random_interception import RandomInterception
 
 DRAWING_MODULES = (
@@ -125,10 +126,12 @@ class _Frame:
     visit: ModuleVisit | None
     calls: dict[str, int] = field(default_factory=dict)
     draws: int = 0
+    intercepts: bool = False
+    """The modes are active since this call, and until it ends."""
 
     def copied(self) -> "_Frame":
         """Return a copy with counts of its own."""
-        return replace(self, calls=dict(self.calls))
+        return replace(self, calls=dict(self.calls), intercepts=False)
 
 
 class RandomDraws:
@@ -143,7 +146,10 @@ class RandomDraws:
         with draws.running(rows, again=True): backward    # may repeat a forward
         draws.finish()
 
-    If the model draws nothing in a step, its hooks are removed, until the state of torch's generator changes.
+    In the first step every module has hooks, and the modes are active everywhere. Later only modules that drew and
+    their callers have hooks, and the modes are active only inside modules that draw themselves. A module that the first
+    step did not run counts as one of them. If torch's generator moves in a later step, a draw was missed: all modules
+    get their hooks back. The small masks of a step are drawn together when it begins (`MasksAhead`).
     """
 
     def __init__(
@@ -175,8 +181,13 @@ class RandomDraws:
         self._modes = RandomInterception(self)
         self._handles: list[RemovableHandle] = []
         self._active = self._ran = False
+        self._intercepts = False
         self._random_state: list[Tensor] = []
-        self._watch()
+        self._callers: dict[str, set[str]] = {}
+        self._drawing: set[str] = set()
+        self._everywhere = True
+        self._masks = MasksAhead()
+        self._watch(None)
 
     # ---- called by the trainer ---------------------------------------------------------------------------------
 
@@ -185,21 +196,45 @@ class RandomDraws:
         self._step = step
         self._visits = {}
         self._ran = self.drew = False
-        if not self._handles:
+        self._masks.masks = {}
+        if self._everywhere:
+            self._callers, self._drawing = {}, set()
+        else:
             self._random_state = generator_states()
+            if step >= 0 and self._handles and not self.local:
+                self._masks.draw(lambda place: _hash(self._seed, step, *place))
 
     def finish(self) -> None:
-        """Finish the step; remove the hooks if nothing drew, or warn and add them if draws were missed."""
-        if self._handles:
-            if self._ran and not self.drew:
-                self.close()
-        elif not all(map(torch.equal, self._random_state, generator_states())):
-            self._watch()
+        """Finish the step; remove the hooks that did not serve a draw, or warn and add all if draws were missed."""
+        if self._everywhere:
+            if self._ran:
+                self._settle()
+        elif not self.unknown and not all(map(torch.equal, self._random_state, generator_states())):
+            self._everywhere = True
+            self._watch(None)
             warnings.warn(
                 f"the model drew random numbers in step {self._step} for the first time. They came from torch's own "
                 "generator and depend on the plan; the draws of later steps do not",
                 stacklevel=3,
             )
+
+    def _settle(self) -> None:
+        """Keep the hooks of the modules that drew in this step or did not run, and of their callers."""
+        self._everywhere = False
+        if not self.drew:
+            self.close()
+            return
+        absent = {name for name, one in self._module.named_modules() if not _never_draws(one)} - self._callers.keys()
+        around = {
+            ".".join(words[:depth]) for words in (name.split(".") for name in absent) for depth in range(len(words))
+        }
+        self._drawing |= absent
+        kept, waiting = set[str](), {*self._drawing, *around}
+        while waiting:
+            name = waiting.pop()
+            kept.add(name)
+            waiting |= self._callers.get(name, set()) - kept
+        self._watch(kept)
 
     @contextlib.contextmanager
     def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
@@ -214,11 +249,35 @@ class RandomDraws:
         self._active = self._ran = True
         kept = generator_states() if self.local else []
         try:
-            with self._modes, split:
+            with self._intercepting(wanted=self._everywhere or ("" in self._drawing and not again)), split:
                 yield
         finally:
+            while len(self._stack) > 1:  # an exception may have left calls behind
+                self._end(self._stack.pop())
             self._active = False
             restore_generators(kept)
+
+    @contextlib.contextmanager
+    def _intercepting(self, *, wanted: bool) -> Iterator[None]:
+        """Inside, the modes are active if `wanted`; they may be active already."""
+        frame = self._stack[-1]
+        if wanted:
+            self._start(frame)
+        try:
+            yield
+        finally:
+            self._end(frame)
+
+    def _start(self, frame: _Frame) -> None:
+        """Make the modes active until `_end` of this call, unless they are."""
+        if not self._intercepts:
+            self._intercepts = frame.intercepts = True
+            self._modes.__enter__()
+
+    def _end(self, frame: _Frame) -> None:
+        if frame.intercepts:
+            self._modes.__exit__(None, None, None)
+            self._intercepts = frame.intercepts = False
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -236,7 +295,8 @@ class RandomDraws:
         before = self._stack, self._region
         self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
         try:
-            yield
+            with self._intercepting(wanted=place[0].name in self._drawing):
+                yield
         finally:
             self._stack, self._region = before
 
@@ -247,13 +307,26 @@ class RandomDraws:
 
         Raises ValueError in a repeated forward if the place is ambiguous.
         """
+        return _hash(self._seed, self._step, *self._place())
+
+    def mask(self, part: IndexBlock, *, kind: Distribution, device: torch.device) -> Tensor:
+        """Return the next draw for a slice as booleans, read-only. Raises ValueError as `key` does."""
+        place = self._place()
+        ready = self._masks.take(part, place=place, kind=kind, device=device)
+        return (
+            draw(part, key=_hash(self._seed, self._step, *place), kind=kind, device=device) if ready is None else ready
+        )
+
+    def _place(self) -> DrawPlace:
         self.drew = True
         frame = self._stack[-1]
+        if self._everywhere:
+            self._drawing.add(frame.name)
         if frame.visit is None:
             repeated = self._stack[1].name if len(self._stack) > 1 else ""
             raise ValueError(_ambiguous(repeated, len(self._visits.get(repeated, ()))))
         frame.draws += 1
-        return _hash(self._seed, self._step, frame.name, frame.visit.path, frame.draws)
+        return frame.name, frame.visit.path, frame.draws
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
@@ -315,9 +388,12 @@ class RandomDraws:
 
     # ---- the stack of calls ------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch(self, names: Collection[str] | None) -> None:
+        """Put hooks on the modules that may draw, or on those in `names`, and on modules where a region begins."""
+        self.close()
         for name, module in self._module.named_modules():
-            if name in self._before or name in self._after or not _never_draws(module):
+            served = not _never_draws(module) if names is None else name in names
+            if name in self._before or name in self._after or served:
                 entering = functools.partial(self._enter, name, samples_first=_samples_first(module))
                 self._handles.append(module.register_forward_pre_hook(entering))
                 # `always_call`: activation checkpointing ends the forward that it repeats by an exception.
@@ -345,10 +421,14 @@ class RandomDraws:
             self._region = visit.region
             self._visits.setdefault(name, set()).add(visit)
         self._stack.append(_Frame(name, visit))
+        if self._everywhere:
+            self._callers.setdefault(name, set()).add(caller.name)
+        elif name in self._drawing:
+            self._start(self._stack[-1])
 
     def _leave(self, name: str, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         if self._active and self._stack[-1].name == name and len(self._stack) > 1:
-            self._stack.pop()
+            self._end(self._stack.pop())
             if name in self._after:
                 self._region = self._after[name]()
 
@@ -366,7 +446,9 @@ def _token_dim(dims: Sequence[int], cuts: Sequence[DimSlice], *, count: int) -> 
 
 
 def _never_draws(module: nn.Module) -> bool:
-    """Return whether a module is of a class of torch, has no modules inside, and draws nothing."""
+    """Return whether a module has no forward, or is of a class of torch, has no modules inside, and draws nothing."""
+    if type(module).forward is nn.Module.forward:
+        return True
     own = type(module).__module__.startswith("torch.nn.")
     return own and not isinstance(module, DRAWING_MODULES) and next(module.children(), None) is None
 

@@ -14,6 +14,7 @@ A draw with an explicit generator (`generator=`) and a draw of complex numbers a
 import abc
 import contextlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -52,6 +53,9 @@ class DrawContext(Protocol):
 
     def key(self) -> int:
         """Return the key of the next draw, a signed 64-bit integer."""
+
+    def mask(self, part: IndexBlock, *, kind: Distribution, device: torch.device) -> Tensor:
+        """Return the next draw for a slice, read-only."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Return the slice of the full draw for a tensor, and whether its first two dims are swapped."""
@@ -128,14 +132,37 @@ class RandomInterception(ForwardAndBackwardMode):
             return functional.dropout(input, p, training, inplace)
         self._replacement.scores = False
         with torch._C.DisableTorchFunction():
-            keep = self._replacement.draw(input.shape, keep_mask(1.0 - p), input.device)
+            keep = self._replacement.mask(input.shape, 1.0 - p, input.device)
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
         return kept_input.mul_(1.0 / (1.0 - p))
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
-        dropping = given.get("dropout_p")
-        return self._unfused(func, args, kwargs, given["query"]) if dropping else func(*args, **kwargs)
+        dropping, query, seen = given.get("dropout_p"), given["query"], given.get("attn_mask")
+        if not dropping:
+            return func(*args, **kwargs)
+        exact = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(query.device.type)
+        known = seen is None or seen.dtype in (torch.bool, query.dtype)
+        if not (exact and known) or query.is_cuda or not 0 < dropping < 1 or given.get("enable_gqa"):
+            return self._unfused(func, args, kwargs, query)
+        if seen is not None and seen.dtype == torch.bool:
+            seen = torch.zeros((), dtype=query.dtype).masked_fill(seen.logical_not(), -math.inf)
+        return self._masked_attention(given, seen, dropping)
+
+    def _masked_attention(self, given: Mapping[str, Any], seen: Tensor | None, dropping: float) -> Tensor:
+        """Return what torch's plain implementation computes, without a mode that sees each of its operations.
+
+        For a value without features it returns the probabilities, which are then dropped and multiplied as there.
+        """
+        value, causal, scale = given["value"], bool(given.get("is_causal")), given.get("scale")
+        self._replacement.scores = True
+        with torch._C.DisableTorchFunction():
+            _, weights = torch.ops.aten._scaled_dot_product_attention_math(
+                given["query"], given["key"], value[..., :0], seen, 0.0, causal, scale=scale
+            )
+            keep = self._replacement.mask(weights.shape, 1.0 - dropping, weights.device)
+            attended: Tensor = (weights * keep.to(weights.dtype).div_(1.0 - dropping)) @ value
+            return attended
 
     def _multi_head_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = inspect.signature(func).bind(*args, **kwargs)
@@ -156,6 +183,10 @@ class RandomInterception(ForwardAndBackwardMode):
 
 def _edge(end: Tensor | GradientEdge) -> GradientEdge:
     return get_gradient_edge(end) if isinstance(end, Tensor) else end
+
+
+def _shaped(drawn: Tensor, shape: Sequence[int], *, turned: bool) -> Tensor:
+    return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
 
 class _DrawReplacement(TorchDispatchMode):
@@ -184,8 +215,12 @@ class _DrawReplacement(TorchDispatchMode):
     def draw(self, shape: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
         """Return this rank's slice of the next draw, for a tensor of `shape`."""
         part, turned = self._source.part(shape, scores=self.scores)
-        drawn = draw(part, key=self._source.key(), kind=kind, device=device)
-        return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
+        return _shaped(draw(part, key=self._source.key(), kind=kind, device=device), shape, turned=turned)
+
+    def mask(self, shape: Sequence[int], probability: float, device: torch.device) -> Tensor:
+        """Return this rank's slice of a dropout mask, booleans, read-only, for a tensor of `shape`."""
+        part, turned = self._source.part(shape, scores=self.scores)
+        return _shaped(self._source.mask(part, kind=keep_mask(probability), device=device), shape, turned=turned)
 
     def _filled(self, target: Tensor, kind: Distribution) -> Tensor:
         """Fill `target` with this rank's slice of the next draw, and return it."""
