@@ -39,17 +39,18 @@ from meshwise.memory.memory_error import memory_errors_explained
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import ActivationTransfers
 from meshwise.memory.tiers import Tiers
+from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.deferred_init import ParameterSource, build_with_values
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
-from meshwise.model.parameter_units import Patterns
+from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.build_stage import make_stage, model_without_values
-from meshwise.pipeline.run.stage import FeatureWidth
+from meshwise.pipeline.run.stage import FeatureWidth, PieceForward
 from meshwise.pipeline.schedules.classic_schedules import naive
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan, PlanError
@@ -99,6 +100,8 @@ class Options:
     recomputed: Patterns = ()
     """With `recompute` or `budget`, patterns over the names of the modules that are each recomputed as a whole:
     `("encoder.layers.*", "decoder.layers.*")`. By default the model's blocks."""
+    compiler: str = "inductor"
+    """With `compile=blocks`, the backend of torch.compile: `inductor`, or `eager`, which gives the same bits."""
     precision: Precision | None = None
     """Dtypes in place of the plan's `precision` and `wire`. None: the plan's."""
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
@@ -157,7 +160,8 @@ def parallelize(
         policy.undo.callback(context.install(source.module))
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(policy.with_offload(forward), loss)
-    setting = ParallelSetting(plan, world, options, task, storage, policy, context)
+    compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
+    setting = ParallelSetting(plan, world, options, task, storage, policy, context, compiled)
     with contextlib.ExitStack() as on_error:
         on_error.callback(tiers.close)
         on_error.callback(policy.close)
@@ -170,6 +174,7 @@ def parallelize(
             options.clip_norm, skip, precision, options.loss_scale if precision.needs_loss_scale else None
         )
         trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
+        trainer.compiled = setting.compiled.counts
         on_error.pop_all()
     return trainer
 
@@ -195,6 +200,7 @@ class ParallelSetting:
     task: MicrobatchTask
     storage: StorageConfig
     policy: ActivationPolicy
+    compiled: CompiledBlocks
     context: ContextParallel | None
     """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
 
@@ -205,6 +211,21 @@ class ParallelSetting:
         if context is None:
             return self.task
         return MicrobatchTask(context.forward(self.task.forward), context.loss(self.task.loss))
+
+    def compile(self, module: nn.Module, *, draws: RandomDraws) -> None:
+        """Compile the blocks of `module` that this rank runs as a whole, if the plan says so; never on meta."""
+        if self.plan.compile == "off" or self.world.device.type == "meta":
+            return
+        modules = dict(module.named_modules())
+        for name in [piece.module for unit in partition(module) for piece in unit if piece.block]:
+            block = modules[name]
+            piece = vars(block).get("forward")
+            forward = self.compiled.wrap(block, name=name, draws=draws)
+            if isinstance(piece, PieceForward):
+                piece.compute = forward
+            elif piece is None:
+                block.forward = forward
+                self.policy.undo.callback(vars(block).pop, "forward", None)
 
 
 @dataclass(frozen=True)
@@ -321,6 +342,7 @@ def _build_engine(
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=stage is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
+    setting.compile(module, draws=draws)
     return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=shared.joined)
 
 

@@ -23,7 +23,7 @@ _MOST = 2**22
 
 
 class MasksAhead:
-    """Masks of one step by place (`masks`, empty when a step begins), and the places from which the next masks follow."""
+    """Masks of one step by place (`masks`, empty when a step begins), and the places for the masks of the next step."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[IndexBlock, Distribution, torch.device], dict[DrawPlace, None]] = {}
@@ -41,7 +41,7 @@ class MasksAhead:
 
     def take(self, part: IndexBlock, *, place: DrawPlace, kind: Distribution, device: torch.device) -> Tensor | None:
         """Return the mask of a place, read-only, or None if it was not foreseen."""
-        if part.matrix[0] * part.matrix[1] > _SMALL:
+        if part.places or part.matrix[0] * part.matrix[1] > _SMALL:
             return None
         self._seen.setdefault((part, kind, device), {})[place] = None
         return self.masks.get((part, kind, place))

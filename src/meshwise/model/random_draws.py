@@ -186,8 +186,18 @@ class RandomDraws:
         self._callers: dict[str, set[str]] = {}
         self._drawing: set[str] = set()
         self._everywhere = True
+        self._kept: frozenset[str] = frozenset()
         self._masks = MasksAhead()
         self._watch(None)
+
+    @property
+    def everywhere(self) -> bool:
+        """True until the end of the first step: it is not known yet which modules draw."""
+        return self._everywhere
+
+    def within(self, name: str) -> bool:
+        """Return whether module `name` or a module inside it draws, or may draw."""
+        return any(one == name or one.startswith(f"{name}.") for one in self._kept)
 
     # ---- called by the trainer ---------------------------------------------------------------------------------
 
@@ -234,6 +244,7 @@ class RandomDraws:
             name = waiting.pop()
             kept.add(name)
             waiting |= self._callers.get(name, set()) - kept
+        self._kept = frozenset(kept)
         self._watch(kept)
 
     @contextlib.contextmanager

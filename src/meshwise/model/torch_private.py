@@ -1,13 +1,23 @@
-"""Wrap functions of torch's private modules, for dispatch modes and for the running backward."""
+"""Wrap functions of torch's private modules: about modes, the running backward, and the backends of torch.compile."""
 
 import contextlib
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 
-__all__ = ["TorchDispatchMode", "in_backward", "needed_gradients", "without_modes"]
+__all__ = [
+    "TorchDispatchMode",
+    "compiler_backend",
+    "dispatch_modes",
+    "in_backward",
+    "needed_gradients",
+    "without_function_modes",
+    "without_modes",
+]
 
 
 def in_backward() -> bool:
@@ -29,6 +39,30 @@ def _runs(node: Node) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch does not answer for a leaf of `autograd.grad`
         return True
+
+
+def dispatch_modes() -> int:
+    """Return the number of active dispatch modes."""
+    return _len_torch_dispatch_stack()
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Hide functions inside the block from all function modes."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """Return the backend of torch.compile of this name."""
+    # torch imports its compiler when it is first used, which takes a second.
+    registry = importlib.import_module("torch._dynamo.backends.registry")
+    found: Callable[..., Any] = registry.lookup_backend(name)
+    return found
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:

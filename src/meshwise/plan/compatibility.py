@@ -86,5 +86,30 @@ COMPATIBILITY = (
         instead="ep=1",
     ),
     Refusal(when="tp_mode!=1d etp>1", reason="only 1d splits the matrices of experts", instead="etp=1"),
+    Refusal(
+        when="compile=blocks tp>1",
+        reason="a block split by tp calls collectives that torch.compile cannot trace",
+        instead="compile=off",
+    ),
+    Refusal(
+        when="compile=blocks recompute=selective",
+        reason="selective recomputation keeps the outputs of single operations, which a compiled block does not show",
+        instead="recompute=full",
+    ),
+    Refusal(
+        when="compile=blocks budget>0",
+        reason="a budget times single operations, which a compiled block does not show",
+        instead="budget=0",
+    ),
+    Refusal(
+        when="compile=blocks cp>1",
+        reason="the attention over split tokens calls collectives that torch.compile cannot trace",
+        instead="compile=off",
+    ),
+    Refusal(
+        when="compile=blocks ep>1",
+        reason="a mixture exchanges tokens by collectives that torch.compile cannot trace",
+        instead="compile=off",
+    ),
 )
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""

@@ -84,6 +84,7 @@ class Plan:
     budget: int = byte_count(
         "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit"
     )
+    compile: str = one_of("off blocks", means="blocks: the forward of each block is compiled by torch.compile")
     precision: str = one_of(
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
     )

@@ -1,0 +1,114 @@
+"""Blocks under compile=blocks: the same bits with the eager backend, one compilation for all blocks of one shape."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.model.compiled_blocks import CompileCounts
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import run
+
+# torch.compile itself reads `.grad` of tensors that are no leaves.
+pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+
+PLANS = (
+    "dp=2 zero=0 microbatches=2",
+    "dp=2 zero=2",
+    "dp=2 zero=3 recompute=full",
+    "pp=2 microbatches=2 recompute=full",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def model(**changes: Any) -> nn.Module:
+    return GPT(GPTConfig(vocabulary=32, context=8, layers=4, heads=2, width=16, **changes)).double()
+
+
+def trained(world: World, plan: str, changes: dict[str, Any]) -> tuple[list[Any], list[Tensor], CompileCounts]:
+    """Losses and norms of three steps, the parameters after them, and the counts."""
+    options = Options(compiler="eager", example=tokens(0))
+    trainer = parallelize(lambda: model(**changes), plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
+    results = [trainer.step(tokens(number)) for number in range(3)]
+    numbers = [(result.loss, result.grad_norm) for result in results]
+    return numbers, [value.clone() for _, value in trainer.full_parameters()], trainer.compiled
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_eager_backend_gives_the_same_bits(plan: str) -> None:
+    ranks = Plan.parse(plan).mesh().size
+    expected, values, none = run(ranks, trained, args=(plan, {}))[0]
+    found, others, counts = run(ranks, trained, args=(f"{plan} compile=blocks", {}))[0]
+    assert found == expected
+    assert all(map(torch.equal, others, values))
+    assert none.blocks == 0
+    assert counts.blocks > 0
+    assert counts.graph_breaks == counts.recompilations == counts.drawing == 0
+
+
+def test_blocks_of_one_shape_are_compiled_once() -> None:
+    counts = run(1, trained, args=("dp=1 compile=blocks", {}))[0][2]
+    assert (counts.blocks, counts.graphs) == (4, 1)
+    assert str(counts).startswith("4 blocks, 1 graphs compiled, 0 graph breaks, 0 recompilations")
+
+
+def test_a_block_that_draws_runs_as_it_is_and_says_so() -> None:
+    plain = run(1, trained, args=("dp=1", {"dropout": 0.1}))[0]
+    with pytest.warns(UserWarning, match=r"blocks\.0 draws random numbers, so compile=blocks runs it uncompiled"):
+        numbers, _, counts = run(1, trained, args=("dp=1 compile=blocks", {"dropout": 0.1}))[0]
+    assert numbers == plain[0]
+    assert (counts.graphs, counts.drawing) == (0, 4)
+
+
+class Broken(nn.Module):
+    """A residual block whose forward torch.compile cuts in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return x + self.second(y.tanh())
+
+
+def test_a_graph_break_is_counted_and_named() -> None:
+    broken = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), Broken()) for _ in range(2)))
+    options = Options(compiler="eager")
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return output.square().sum(), len(batch)
+
+    trainer = parallelize(broken, "dp=1 compile=blocks", loss=loss, options=options, lr=1e-2)
+    trainer.step(torch.ones(2, 4))
+    with pytest.warns(UserWarning, match="cut the forward of .* into 2 graphs; TORCH_LOGS=graph_breaks"):
+        trainer.step(torch.ones(2, 4))
+    assert trainer.compiled.graph_breaks == 1
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "recompute=selective", "budget=1G"])
+def test_what_compiled_blocks_cannot_do_is_refused(plan: str) -> None:
+    with pytest.raises(PlanError, match="compile=blocks"):
+        Plan.parse(f"{plan} compile=blocks")
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compiler='nothing' is no backend of torch\.compile; there are .*inductor"):
+        parallelize(model, "dp=1 compile=blocks", loss=next_token_loss, options=Options(compiler="nothing"), lr=1e-2)
