@@ -161,7 +161,7 @@ def parallelize(
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(policy.with_offload(forward), loss)
     compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
-    setting = ParallelSetting(plan, world, options, task, storage, policy, context, compiled)
+    setting = ParallelSetting(plan, world, options, task, storage, policy, compiled=compiled, context=context)
     with contextlib.ExitStack() as on_error:
         on_error.callback(tiers.close)
         on_error.callback(policy.close)
