@@ -222,7 +222,7 @@ class ParallelSetting:
             piece = vars(block).get("forward")
             forward = self.compiled.wrap(block, name=name, draws=draws)
             if isinstance(piece, PieceForward):
-                piece.compute = forward
+                piece.compiled = forward
             elif piece is None:
                 block.forward = forward
                 self.policy.undo.callback(vars(block).pop, "forward", None)

@@ -260,7 +260,9 @@ class RandomDraws:
         self._active = self._ran = True
         kept = generator_states() if self.local else []
         try:
-            with self._intercepting(wanted=self._everywhere or ("" in self._drawing and not again)), split:
+            # The mode of split tokens is the inner one: it replaces an attention before its draws are.
+            wanted = self._everywhere or self._tokens is not None or ("" in self._drawing and not again)
+            with self._intercepting(wanted=wanted), split:
                 yield
         finally:
             while len(self._stack) > 1:  # an exception may have left calls behind

@@ -218,8 +218,8 @@ class PieceForward:
     """Replacement for the forward of a piece in a stage: it computes, returns the received output, or returns NaN."""
 
     def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", state: StageForwardState) -> None:
-        self.compute: Callable[..., Any] = partial(type(module).forward, module)
-        """The piece's own forward, or what `compile=blocks` has made of it."""
+        self.compiled: Callable[..., Any] | None = None
+        """The forward that `compile=blocks` has made of the piece's own; None: the forward of the piece's class."""
         self._module, self._shadow, self._route, self._state = module, shadow, route, state
         self._hooks = PieceBackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
@@ -243,7 +243,8 @@ class PieceForward:
         return self._nothing(key, args, kwargs)
 
     def _own(self, args: Any, kwargs: Any) -> Any:
-        return self._hooks.around(self.compute, args=args, kwargs=kwargs)
+        compute = self.compiled or partial(type(self._module).forward, self._module)
+        return self._hooks.around(compute, args=args, kwargs=kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return NaN in the shapes and dtypes of the piece's output."""
