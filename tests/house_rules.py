@@ -344,6 +344,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.language_loss.next_token_loss": 2,
+    "meshwise.reference.mixture_gpt.balanced_loss": 2,
     "meshwise.train.objects_by_name.mean_squared_error": 2,
 }
 """How many arguments a public function may take by position, where it is more than one, and why."""

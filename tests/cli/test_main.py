@@ -131,7 +131,7 @@ BAD_JOBS = {
     ),
     "context": (["--model.arguments", "context=99", "--train.batch=4"], "context=99 is less than data.context = 256"),
     "dataset": (["--data.dataset=own.py"], "data.dataset = 'own.py' is no 'module:function', as in 'my_module:own'"),
-    "unknown model": (["--model.name=gtp"], "model.name = 'gtp' is neither 'gpt', 'mlp'"),
+    "unknown model": (["--model.name=gtp"], "model.name = 'gtp' is neither 'gpt', 'mixture', 'mlp'"),
     "wrong shape": (["--model.arguments", "heads=3"], "width=128 must be a multiple of heads=3"),
     "unknown optimizer": (["--optimizer.name=Adamw"], "'Adamw' is no class of torch.optim; did you mean 'AdamW'?"),
     "unknown argument": (

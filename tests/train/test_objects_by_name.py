@@ -74,7 +74,7 @@ def test_a_model_is_built_in_the_type_that_the_job_names() -> None:
 @pytest.mark.parametrize(
     "name, arguments, message",
     [
-        ("gtp", {}, "model.name = 'gtp' is neither 'gpt', 'mlp' nor a 'module:function'"),
+        ("gtp", {}, "model.name = 'gtp' is neither 'gpt', 'mixture', 'mlp' nor a 'module:function'"),
         ("gpt", {"layer": 2}, "model.arguments of gpt: unknown key layer; did you mean layers"),
         ("gpt", {"layers": "two"}, "model.arguments of gpt: layers: not a whole number: 'two'"),
         ("gpt", {"heads": 3}, "must be a multiple of heads=3"),

@@ -16,6 +16,7 @@ all-reduce sums the results of step 4. No token is dropped, as in MegaBlocks (Ga
 GShard has the two all-to-alls (Lepikhin et al., arXiv 2006.16668, section 3).
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -139,7 +140,7 @@ class ExpertExchange:
         results = self._moved(results, sent=routing.received, received=routing.sent)
         weighted: Tensor = results * weights.reshape(-1)[routing.order].unsqueeze(-1)
         if len(routing.order) == index.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
-            mixed = weighted[routing.order.argsort()].unflatten(0, index.shape).sum(1)
+            mixed: Tensor = weighted[routing.order.argsort()].unflatten(0, index.shape).sum(1)
         else:
             mixed = weighted.new_zeros(len(tokens), weighted.size(-1)).index_add(0, routing.order // choices, weighted)
         return mixed.to(tokens.dtype)
@@ -181,16 +182,22 @@ class ExpertExchange:
         order = chosen.argsort(stable=True)
         if bool(chosen.numel()) and int(chosen.max()) >= self._experts:
             order = order[: int(counts.sum())]
-        ranks, mine = len(self.shares), self.span[1] - self.span[0]
-        arriving = counts.new_empty(ranks * mine)
-        parts = [part.contiguous() for part in counts.split(self.shares)]
-        self._world.all_to_all(parts, into=list(arriving.split(mine)), axes=self._axes.experts).wait()
-        return order, counts, arriving
+        return order, counts, self._exchange_counts(counts)
 
     def _balanced(self, index: Tensor) -> _Routing:
         """Return a routing without values, as of a router that gives every expert equally many pairs."""
-        numbers = torch.tensor([stop - start for start, stop in even_split(index.numel(), self._experts)])
-        parts = [int(part.sum()) for part in numbers.split(self.shares)]
-        received = [parts[self._world.group(self._axes.experts).index]] * len(parts)
+        numbers = [stop - start for start, stop in even_split(index.numel(), self._experts)]
+        starts = [0, *itertools.accumulate(self.shares)]
+        sent = [sum(numbers[start:stop]) for start, stop in itertools.pairwise(starts)]
+        received = [sent[self._world.group(self._axes.experts).index]] * len(sent)
+        self._exchange_counts(index.new_empty(self._experts))
         order = torch.arange(index.numel(), device=index.device)
-        return _Routing(order, parts, received, index.new_empty(sum(received)))
+        return _Routing(order, sent, received, index.new_empty(sum(received)))
+
+    def _exchange_counts(self, counts: Tensor) -> Tensor:
+        """Send each rank its part of `counts` (experts,); return the received counts (ranks · own experts,)."""
+        mine = self.span[1] - self.span[0]
+        arriving = counts.new_empty(len(self.shares) * mine)
+        parts = [part.contiguous() for part in counts.split(self.shares)]
+        self._world.all_to_all(parts, into=list(arriving.split(mine)), axes=self._axes.experts).wait()
+        return arriving

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -72,8 +72,9 @@ def compute_experts_by_loops(module: nn.Module) -> None:
     for name in find_mixtures(module):
         experts = module.get_submodule(name)
         if "_is_expert_parallel" in vars(experts):  # an attribute of all experts that choose an implementation
-            experts.config = copy.copy(vars(experts)["config"])
-            experts.config._experts_implementation = "eager"
+            config: Any = copy.copy(vars(experts)["config"])
+            config._experts_implementation = "eager"
+            experts.config = config
 
 
 def _mixture(module: nn.Module) -> Mixture | None:

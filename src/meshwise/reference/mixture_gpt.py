@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.reference.gpt import GPT, Block, GPTConfig
+from meshwise.reference.language_loss import IGNORED, next_token_loss
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,17 @@ class Experts(nn.Module):
         order = order[: len(rows)]
         weighted = rows * weights.flatten()[order].unsqueeze(-1)
         return torch.zeros_like(tokens).index_add(0, order // choices, weighted)
+
+
+def balanced_loss(output: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy plus, for each target, the balance loss of its sequence; and the number of targets.
+
+    Both are sums over samples. So micro-batches and ranks do not change the balance loss, as they would a mean over the
+    tokens of a micro-batch. `output`: (logits, balance losses (B,)) of a model with `balance` above 0.
+    """
+    logits, balance = output
+    total, count = next_token_loss(logits, batch)
+    return total + (balance * (batch[1] != IGNORED).sum(1)).sum(), count
 
 
 def _products(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:

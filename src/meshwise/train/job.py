@@ -79,11 +79,11 @@ class ModelJob:
     """The model: one of the reference models, or your own."""
 
     name: str = "gpt"
-    """`gpt`, `mlp`, or your own function (or nn.Module class) that builds the model: `package.module:function` or
-    `path/to/file.py:function`."""
+    """`gpt`, `mixture`, `mlp`, or your own function (or nn.Module class) that builds the model:
+    `package.module:function` or `path/to/file.py:function`."""
     arguments: Arguments = field(default_factory=dict)
-    """Keyword arguments of the model's function, as in `layers=4 heads=4`. Defaults for `gpt`: a vocabulary of 256 and
-    a context of `data.context`."""
+    """Keyword arguments of the model's function, as in `layers=4 heads=4`. Defaults for `gpt` and `mixture`: a
+    vocabulary of 256 and a context of `data.context`."""
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp: the role in tensor parallelism of modules whose names match a pattern, where it is not detected:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import flat_optimizer
-from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
+from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
+from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 
@@ -37,7 +38,7 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
     return torch.square(output - target).sum(), target.numel()
 
 
-LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squared_error}
+LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}
 """Losses that a job can name without a module."""
 
 
@@ -45,29 +46,34 @@ def model_function(job: Job) -> Callable[[], nn.Module]:
     """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
     if job.model.name == "gpt":
         build: Callable[[], nn.Module] = partial(GPT, _configure(job, GPTConfig(context=job.data.context)))
+    elif job.model.name == "mixture":
+        build = partial(MixtureGPT, _configure(job, MixtureConfig(context=job.data.context)))
     elif job.model.name == "mlp":
         build = partial(MLP, _configure(job, MLPConfig()))
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
-        raise JobError(f"model.name = {job.model.name!r} is neither 'gpt', 'mlp' nor a 'module:function' of your own")
+        raise JobError(
+            f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' of your own"
+        )
     return build if job.train.dtype is None else partial(_build_as, build, getattr(torch, job.train.dtype))
 
 
 def check_text(job: Job) -> None:
-    """Raise JobError when the model is the reference GPT with too small a vocabulary or context for the text."""
-    if job.model.name != "gpt":
+    """Raise JobError when the model is a reference GPT with too small a vocabulary or context for the text."""
+    if job.model.name not in ("gpt", "mixture"):
         return
-    shape = _configure(job, GPTConfig(context=job.data.context))
+    kind = GPTConfig if job.model.name == "gpt" else MixtureConfig
+    shape = _configure(job, kind(context=job.data.context))
     if shape.vocabulary < BYTE_VALUES:
         raise JobError(
-            f"model.arguments of gpt: vocabulary={shape.vocabulary} is less than {BYTE_VALUES}, the number of tokens "
-            "of text; leave it out"
+            f"model.arguments of {job.model.name}: vocabulary={shape.vocabulary} is less than {BYTE_VALUES}, the "
+            "number of tokens of text; leave it out"
         )
     if shape.context < job.data.context:
         raise JobError(
-            f"model.arguments of gpt: context={shape.context} is less than data.context = {job.data.context}, the "
-            "bytes of a sample; leave it out"
+            f"model.arguments of {job.model.name}: context={shape.context} is less than data.context = "
+            f"{job.data.context}, the bytes of a sample; leave it out"
         )
 
 
