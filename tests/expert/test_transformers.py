@@ -1,13 +1,20 @@
 """Test that mixtures of transformers train as on one process, with their experts divided over ranks."""
 
+import warnings
+from pathlib import Path
+
 import pytest
+import torch
 from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
 
-from expert.mixtures_of_transformers import FAMILIES, build, check
+from expert.mixtures_of_transformers import FAMILIES, build, check, settings
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
 from meshwise.model.find_mixtures import Mixture, find_mixtures, planned_mixtures
 from meshwise.plan import Plan, PlanError
+from meshwise.testing import run
 
 PLANS = ("dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1", "tp=2", "dp=2 tp=2 ep=4 zero=2", "dp=2 tp=2 ep=2 etp=2")
 
@@ -35,3 +42,24 @@ def test_a_plan_that_divides_experts_needs_enough_of_them() -> None:
         planned_mixtures(nn.Linear(2, 2), plan=Plan.parse("dp=2 ep=2"))
     with pytest.raises(PlanError, match=r"ep=8: model\.layers\.0\.mlp\.experts has only 4 experts.*'ep=4'"):
         planned_mixtures(build("Mixtral"), plan=Plan.parse("dp=8 ep=8"))
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3", "GptOss"])
+def test_a_folder_of_hugging_face_is_loaded_into_divided_experts(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    model.save_pretrained(tmp_path)
+    wanted = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def load(world: World) -> None:
+        trainer = parallelize(build(family), "dp=2 ep=2 zero=3", world=world, **settings())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.load(tmp_path)
+        for name, value in trainer.full_parameters():
+            assert torch.equal(value, wanted[name]), name
+        trainer.close()
+
+    run(2, load)

@@ -109,7 +109,7 @@ def test_a_loss_is_one_of_ours_or_the_users(own: Path) -> None:
     assert loss_function(Job()) is next_token_loss
     assert loss_function(Job(loss="mse")) is mean_squared_error
     assert loss_function(Job(loss=f"{own}:loss"))(torch.ones(2, 3), None) == (torch.tensor(6.0), 6)
-    with pytest.raises(JobError, match="loss = 'mes' is neither cross-entropy nor mse"):
+    with pytest.raises(JobError, match="loss = 'mes' is neither cross-entropy nor balanced nor mse"):
         loss_function(Job(loss="mes"))
 
 

@@ -1,13 +1,14 @@
 """Load a model from a folder in the layout of Hugging Face, and export a checkpoint to such a folder.
 
-    config.json                                    of transformers models; is written, but never read here
+    config.json                                    of transformers models; written, never read here
     model.safetensors                              or, in parts:
     model-00001-of-00003.safetensors …
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
-`read_pretrained` returns an index of the full tensors in the files, so each rank can load only its rectangles, under
-any plan. The files have no checksums. Tensors keep the model's names; nothing is transposed or fused.
-`write_pretrained` writes a folder. `export` does this too, and compares the logits of the written and saved model.
+`read_pretrained` returns an index of the full tensors in the files. So each rank loads only its rectangles, under any
+plan. There are no checksums. Tensors keep the names of the model; only tensors for single experts are read into fused
+experts. Nothing is transposed.
+`write_pretrained` writes a folder. `export` also compares the logits of the written and the saved model.
 """
 
 import contextlib
@@ -31,23 +32,24 @@ from meshwise.checkpoint.checkpoint_index import (
     plain_name,
     read_index,
 )
+from meshwise.checkpoint.fused_experts import with_fused_experts
 from meshwise.checkpoint.load_state import CheckpointReader
 from meshwise.checkpoint.safetensors_format import DTYPES, TensorSpec, header, read_header
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers
 from meshwise.layout.rectangles import Rectangle
 
 PARTS = "model.safetensors.index.json"
-"""File that says which file holds each tensor, for a model in several files."""
+"""File that names the file of each tensor, for a model in several files."""
 WHOLE = "model.safetensors"
 """File of a model in one file."""
 _PART_BYTES = 5 * 10**9
-"""Most bytes of a file. A larger tensor gets a file of its own, because no tensor is divided."""
+"""Most bytes of a file; a larger tensor has its own file, because no tensor is divided."""
 
 
 def read_pretrained(folder: Path) -> CheckpointIndex:
     """Return an index of the tensors in a folder of safetensors files, each as one rectangle.
 
-    Each tensor is listed in both slots, `parameter` and `buffer`, because the files do not say which one it is.
+    Each tensor is listed twice, in the slots `parameter` and `buffer`, because the files do not say which it is.
     Raises DamageError for a folder without such files, and for files that contradict their headers.
     """
     tensors: dict[str, StoredTensor] = {}
@@ -64,7 +66,7 @@ def read_pretrained(folder: Path) -> CheckpointIndex:
             parts = (StoredRectangle(name, entry.name, whole),) if whole.numel else ()
             for slot in ("parameter", "buffer"):
                 tensors[f"{slot}/{entry.name}"] = StoredTensor(entry.dtype, entry.shape, parts)
-    return CheckpointIndex(folder, 0, files, tensors, aliases={}, extra={})
+    return CheckpointIndex(folder, 0, files, with_fused_experts(tensors), aliases={}, extra={})
 
 
 def _files(folder: Path) -> list[str]:
@@ -84,11 +86,11 @@ def _files(folder: Path) -> list[str]:
 
 
 def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
-    """Return the index in which each tensor of the model is also listed under its first name.
+    """Return the index with each tensor of the model listed under its first name too.
 
     | names   all names of each parameter or buffer of the model, by its first name
-    | base    prefix of the base model, such as `transformer`; "" for none. A folder without the head has `h.0` for
-    |         `transformer.h.0`, so a name that is not found is also looked up with and without this prefix
+    | base    prefix of the base model, such as `transformer`: a folder of the model without its head has `h.0` for
+    |         `transformer.h.0`. A name that is not found is looked up without and with this prefix; "" for no prefix
     """
     tensors = dict(index.tensors)
     for first, all_of_them in names.items():
@@ -101,10 +103,11 @@ def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str
 
 
 def unused_entries(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
-    """Return the sorted names of tensors in the files that the model lacks. `names`, `base`: see `with_model_names`."""
+    """Return the names of tensors in the files that the model does not have, sorted. Arguments as above."""
     known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
     entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
-    return sorted(entries - known)
+    own = [index.tensors[key] for name in known if (key := f"parameter/{name}") in index.tensors]
+    return sorted(entries - known - {part.entry for stored in own for part in stored.parts})
 
 
 def is_pretrained(folder: Path) -> bool:
@@ -119,9 +122,9 @@ def _variants(name: str, base: str) -> tuple[str, ...]:
 def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
     """Write the parameters and buffers of a checkpoint as safetensors files into a folder, and return their paths.
 
-    `dtypes`: by name, the dtype in which to write a parameter, if it is not the checkpoint's. At most a few MB
+    `dtypes`: dtypes by name, for parameters that are written in another dtype than the checkpoint has. At most a few MB
     of tensors are in memory. The folder is created if it does not exist. Raises FileExistsError if the folder holds a
-    model already. Raises DamageError or OSError, after removing the files it wrote.
+    model already. Raises DamageError or OSError; the files are removed.
     """
     split = {key: key.partition("/") for key in reader.index.tensors}
     stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
@@ -171,7 +174,7 @@ def _divide(specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
 _TOKENS = (4, 8)
 """Shape (batch, tokens) of the random tokens that check an export."""
 _BOUND = 1e-5
-"""Largest difference of logits that other orders of summation can explain, as a fraction of the largest logit."""
+"""The largest difference of logits that reordered sums can explain, relative to the largest logit."""
 
 
 class ExportError(RuntimeError):
@@ -189,16 +192,16 @@ class ExportResult:
 def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> ExportResult:
     """Write the model of a checkpoint into a folder, read it back, and compare the logits of both models.
 
-    `build` makes the module that was trained. For a transformers model, `config.json` is written too, so that
-    `from_pretrained` can read the folder. Both models run on the same random tokens, unsplit, on the CPU. Raises
-    ValueError, before anything is written, if `build` makes another model, or one that needs more than tokens to
-    compute logits. Raises ExportError if the logits differ; the files then stay. Raises DamageError, OSError.
+    `build` makes the module that was trained. For a transformers model, `config.json` is written too, and
+    `from_pretrained` reads the folder. Both models run on the same random tokens, unsplit, on the CPU. Raises
+    ValueError before writing, if `build` makes another model, or a model that does not compute logits from tokens
+    alone. Raises ExportError if the logits differ; the files stay. Raises DamageError, OSError.
     """
     reader = CheckpointReader(read_index(folder))
     saved = build().eval()
     _fill(saved, reader)
     tokens, expected = _random_test(saved)
-    # Parameters narrower than fp32 are saved as fp32 masters; TrainingState stores their own dtypes in `extra`.
+    # The checkpoint has the fp32 masters of narrower parameters; TrainingState puts the parameters' dtypes into extra.
     dtypes = {name: DTYPES[word] for name, word in reader.index.extra.get("dtypes", {}).items()}
     files = write_pretrained(reader, into=into, dtypes=dtypes)
     config = getattr(saved, "config", None)

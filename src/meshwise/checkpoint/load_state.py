@@ -1,5 +1,6 @@
 """Load a checkpoint under any plan: every rank reads the blocks with its rectangles (`load`, `CheckpointReader`)."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -76,6 +77,8 @@ class CheckpointReader:
             self._sources[part.file] = SourceFile(path, expected if expected.checksums else None, read_header(path))
         source = self._sources[part.file]
         entry = source.entries.get(part.entry)
+        if entry is not None and (1, *entry.shape) == part.rectangle.sizes:  # a tensor of one of several fused experts
+            entry = source.entries[part.entry] = dataclasses.replace(entry, shape=part.rectangle.sizes)
         if entry is None or entry.shape != part.rectangle.sizes:
             found = "none" if entry is None else f"one of shape {entry.shape}"
             wanted = f"an entry {part.entry!r} of shape {part.rectangle.sizes}"

@@ -12,7 +12,7 @@ checksums to compare. Files are read with pread, because the system kills a proc
 import itertools
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class SourceFile:
 
     path: Path
     expected: CheckpointFile | None
-    entries: Mapping[str, TensorEntry]
+    entries: dict[str, TensorEntry]
 
 
 @dataclass(frozen=True)

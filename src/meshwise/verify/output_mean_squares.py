@@ -83,8 +83,8 @@ class OutputMeanSquares:
 class ChoiceGap(TorchFunctionMode):
     """Mode that finds how near to a tie the choices of routers were.
 
-    `smallest`: smallest gap so far between the last chosen and the first other value of a top-k, relative to the
-    largest magnitude; None without a top-k that leaves values out.
+    `smallest`: smallest gap so far between the last chosen and the first other value of a top-k. It is relative to the
+    largest magnitude. None without a top-k that leaves values out.
     """
 
     def __init__(self) -> None:
