@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from expert.test_agreement import batches, build, training
 from meshwise.comm.api.world import World
@@ -11,6 +12,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
 from meshwise.testing import agree, alone, count, run
+from meshwise.testing.reference_run import whole
 
 
 def trainer_of(world: World, plan: str) -> Trainer:
@@ -78,3 +80,27 @@ def test_tokens_move_as_often_and_as_far_as_the_formula_says(microbatches: int) 
     assert {calls for calls, _ in found} == {5 * layers * microbatches}
     counts = 8 * experts * ranks * layers * microbatches
     assert sum(size for _, size in found) == 4 * layers * tokens * choices * features * 8 + counts
+
+
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "tp=2 ep=2", "tp=2 etp=2", "pp=2 dp=2 ep=2 microbatches=2"])
+def test_the_busiest_expert_is_the_same_under_every_plan(plan: str) -> None:
+    batch = batches()[0][0][:4], batches()[0][1][:4]  # four rows: no rank runs a spare row
+
+    def loads(world: World) -> dict[str, float]:
+        trainer = trainer_of(world, plan)
+        trainer.step(batch)
+        found = dict(trainer.expert_imbalances())
+        assert trainer.expert_imbalances() == {}
+        trainer.close()
+        return found
+
+    chosen: dict[str, torch.Tensor] = {}
+    model = whole(lambda: build("top-2", tied=False), seed=0)
+    for name in ("blocks.0.mlp", "blocks.1.mlp"):
+        router = model.get_submodule(f"{name}.router")
+        router.register_forward_hook(lambda _module, _args, output, name=name: chosen.update({name: output[0]}))
+    model(batch[0])
+    counts = {f"{name}.experts": index.flatten().bincount(minlength=4) for name, index in chosen.items()}
+    expected = {name: float(count.max() / count.double().mean()) for name, count in counts.items()}
+    for found in run(Plan.parse(plan).mesh().size, loads):
+        assert found == pytest.approx(expected)

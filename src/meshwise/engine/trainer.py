@@ -18,6 +18,7 @@ from meshwise.data_parallel.update_timing import build_update
 from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepResult, UpdateRecipe, check_count
+from meshwise.expert.expert_parallel import imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import memory_errors_explained
@@ -177,6 +178,13 @@ class Trainer:
         loss_sum, count_sum = sums.tolist()
         check_count(count_sum)
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
+
+    def expert_imbalances(self) -> Mapping[str, float]:
+        """Return how many times its even share the busiest expert got, by name of the mixture; {} without `ep` or `tp`.
+
+        Every rank calls it. The shares are over all forwards since the last call.
+        """
+        return imbalances(self._engine.modules, world=self.world)
 
     def predict(self, batch: Any) -> Any:
         """Return the output of the model for `batch`, without gradients and in eval mode.

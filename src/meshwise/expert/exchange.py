@@ -88,6 +88,8 @@ class ExpertExchange:
         index = world.group(axes.experts).index
         self.span = sum(self.shares[:index]), sum(self.shares[: index + 1])
         """Numbers [start, stop) of this rank's experts."""
+        self.load = torch.zeros(experts, dtype=torch.int64, device=world.device)
+        """Pairs that this rank has sent to each expert, since `imbalances` last read them."""
         self.inner_ranks = world.group(axes.inner).size
         """Number of ranks that split each expert's matrices (`etp`)."""
 
@@ -182,6 +184,7 @@ class ExpertExchange:
         order = chosen.argsort(stable=True)
         if bool(chosen.numel()) and int(chosen.max()) >= self._experts:
             order = order[: int(counts.sum())]
+        self.load += counts
         return order, counts, self._exchange_counts(counts)
 
     def _balanced(self, index: Tensor) -> _Routing:

@@ -1,6 +1,6 @@
 """Divide the experts of a plain model over ranks: each rank's mixtures hold and run their local experts alone."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -188,6 +188,27 @@ def _modules_placed(
             held_at = (("ep", owner),) if len(exchange.shares) > 1 else ()
             placed[key] = Placement(Layout.replicated(parameter.dim()), axes.summed, held_at)
     return placed
+
+
+def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, float]:
+    """Return the load of the busiest expert over the mean load, by name of the mixture, and forget the loads.
+
+    Every rank calls it. The loads are summed over all forwards since the last call, with spare rows. Mixtures that no
+    rank has run are left out.
+    """
+    found = {name: each for module in modules for name, each in module.named_modules()}
+    exchanges = {name: each.sharding.exchange for name, each in found.items() if isinstance(each, SplitExperts)}
+    factors = {}
+    for name, exchange in exchanges.items():
+        total = exchange.load.clone()
+        exchange.load.zero_()
+        world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
+        if mean := float(total.double().mean()):
+            factors[name] = float(total.max()) / mean
+    everywhere: dict[str, float] = {}
+    for stage in world.exchange(factors, axes="pp"):
+        everywhere |= stage
+    return everywhere
 
 
 def joins_rows(mixtures: Mapping[str, Mixture], *, world: World) -> bool:

@@ -52,6 +52,7 @@ from meshwise.train.run_events import (
     End,
     Event,
     EventDispatcher,
+    ExpertLoad,
     Measured,
     NonFinite,
     Sample,
@@ -210,6 +211,9 @@ class _Run:
                 self._emit(NonFinite(step, result.problem))
             for slow in pace.note(step, seconds=busy):
                 self._emit(slow)
+            if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
+                busiest = max(loads, key=loads.__getitem__)
+                self._emit(ExpertLoad(step, busiest, loads[busiest], statistics.mean(loads.values())))
             timelines.after(step)
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)

@@ -16,6 +16,7 @@ from meshwise.train.run_events import (
     Compared,
     End,
     Event,
+    ExpertLoad,
     Measured,
     NonFinite,
     Resume,
@@ -125,6 +126,11 @@ def _text(event: Event, *, of: str) -> str:
             return (
                 f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
                 f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
+            )
+        case ExpertLoad():
+            return (
+                f"experts  the busiest one got {event.factor:.2f} times its even share, in {event.name}; "
+                f"{event.mean:.2f} times on average over the mixtures"
             )
         case Measured():
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"

@@ -115,6 +115,22 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """The loads of the experts since the last such event.
+
+    | step     the last step
+    | name     the mixture whose busiest expert had the largest share
+    | factor   that share over an even share
+    | mean     mean of these factors over all mixtures
+    """
+
+    step: int
+    name: str
+    factor: float
+    mean: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """A step has been measured action by action: the step of median time among the last `steps` steps.
 
@@ -197,6 +213,7 @@ Event: TypeAlias = (
     | NonFinite
     | Budgeted
     | Slow
+    | ExpertLoad
     | Measured
     | Saved
     | SaveFailed
