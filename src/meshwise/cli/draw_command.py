@@ -1,8 +1,9 @@
-"""The command `meshwise draw`: draw a pipeline schedule, the stages of a model, a mesh, or a measured training step.
+"""The command `meshwise draw`: draw a pipeline schedule, the stages of a model, a mesh, experts, or a measured step.
 
 | draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
 | draw cut        the pipeline stages into which a job's model is cut
 | draw mesh       the rank at each coordinate of a plan's mesh, and the ranks that share a node
+| draw experts    the experts, tokens and parts of matrices of each rank in a mixture
 | draw timeline   the actions of each rank in a measured step of a run, beside the ideal times of its schedule
 """
 
@@ -35,6 +36,7 @@ from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
+from meshwise.view.expert_table import expert_table
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.plan_account import PlanAccount, measured_accounts
 from meshwise.view.schedule_text import draw_in_columns, draw_to_scale, rank_table
@@ -53,6 +55,16 @@ class DrawMeshFlags:
     """Write a PNG here; needs the extra `plot`."""
     svg: Path | None = None
     """Write an SVG here."""
+
+
+@dataclass(frozen=True)
+class DrawExpertsFlags:
+    """Show which experts, which parts of them and which tokens each rank of a plan has in a mixture."""
+
+    plan: str = ""
+    """The plan, as in "dp=2 tp=2 ep=2 etp=2"."""
+    experts: int = 8
+    """Number of experts of the mixture."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,17 @@ def _draw_mesh(words: Sequence[str]) -> None:
     write_picture(stacked([nodes]), png=flags.png, svg=flags.svg)
 
 
+def _draw_experts(words: Sequence[str]) -> None:
+    flags = parse_flags(words, prog="meshwise draw experts", default=DrawExpertsFlags())
+    if not flags.plan or Plan.parse(flags.plan).dp is None:
+        raise JobError('give a plan with a number for dp: meshwise draw experts --plan "dp=4 ep=2" --experts 8')
+    try:
+        text = expert_table(Plan.parse(flags.plan), experts=flags.experts)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+    drawing_console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def _draw_schedule(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw schedule", default=DrawScheduleFlags())
     if (flags.table is None) == (not flags.plan):
@@ -174,5 +197,6 @@ _DRAWINGS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "schedule": _draw_schedule,
     "cut": _draw_cut,
     "mesh": _draw_mesh,
+    "experts": _draw_experts,
     "timeline": _draw_timeline,
 }

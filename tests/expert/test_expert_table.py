@@ -1,0 +1,48 @@
+"""Test the table of experts that `meshwise draw experts` prints, over the layouts of the Switch paper's figure 9."""
+
+import pytest
+
+from meshwise.cli.main import main
+from meshwise.plan import Plan
+from meshwise.view.expert_table import expert_table
+
+TABLES = {
+    "dp=2 ep=2": """
+        rank  stage    rows  tokens  experts  inner  same on ranks
+        0       all  1 of 2     all      0-1    all              0
+        1       all  2 of 2     all      2-3    all              1
+    """,
+    "tp=2 etp=2": """
+        rank  stage  rows  tokens  experts   inner  same on ranks
+        0       all   all     all      0-3  1 of 2              0
+        1       all   all     all      0-3  2 of 2              1
+    """,
+    "dp=2 tp=2 ep=2": """
+        rank  stage    rows  tokens  experts  inner  same on ranks
+        0       all  1 of 2  1 of 2      0-1    all            0 2
+        1       all  1 of 2  2 of 2      2-3    all            1 3
+        2       all  2 of 2  1 of 2      0-1    all            0 2
+        3       all  2 of 2  2 of 2      2-3    all            1 3
+    """,
+    "dp=2 tp=2 ep=2 etp=2": """
+        rank  stage    rows  tokens  experts   inner  same on ranks
+        0       all  1 of 2     all      0-1  1 of 2              0
+        1       all  1 of 2     all      0-1  2 of 2              1
+        2       all  2 of 2     all      2-3  1 of 2              2
+        3       all  2 of 2     all      2-3  2 of 2              3
+    """,
+}
+
+
+@pytest.mark.parametrize("plan", TABLES)
+def test_each_rank_has_a_line(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = [line.removeprefix(" " * 8) for line in TABLES[plan].splitlines()[1:-1]]
+    assert expert_table(Plan.parse(plan), experts=4).splitlines() == expected
+    assert main(["draw", "experts", "--plan", plan, "--experts", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_many_ranks_are_cut_off_and_few_experts_refused() -> None:
+    assert expert_table(Plan.parse("dp=64 ep=8"), experts=8).splitlines()[-1] == "… 32 more ranks"
+    assert main(["draw", "experts", "--plan", "dp=4 ep=4", "--experts", "2"]) == 2
+    assert main(["draw", "experts", "--plan", "dp=auto"]) == 2
