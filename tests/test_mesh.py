@@ -148,3 +148,23 @@ def test_a_wrong_mesh_is_refused(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def test_a_joint_axis_is_used_like_its_axes_together() -> None:
+    joint = (("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",)), ("etp", ()))
+    mesh = Mesh((("dp_outer", 2), ("dp_ep", 2), ("tp", 2)), joint=joint)
+    plain = Mesh.of(dp=4, tp=2)
+    assert (mesh.degree("dp"), mesh.degree("ep"), mesh.degree("etp")) == (4, 2, 1)
+    assert mesh.groups(["dp"]) == plain.groups(["dp"])
+    for rank in range(mesh.size):
+        assert mesh.index(rank, axis="dp") == plain.index(rank, axis="dp")
+        assert mesh.group(rank, axes=["dp", "tp"]) == plain.group(rank, axes=["dp", "tp"])
+        assert mesh.group(rank, axes=["etp"]) == (rank,)
+    assert mesh.expand(["ep", "dp"]) == ("dp_outer", "dp_ep")
+    assert mesh.others(["ep", "etp"]) == ("dp_outer", "tp")
+
+
+def test_a_joint_axis_has_a_name_of_its_own_and_axes_of_the_mesh() -> None:
+    for joint in ((("tp", ("tp",)),), (("ep", ("dp",)),)):
+        with pytest.raises(ValueError, match="cannot name the axes"):
+            Mesh((("tp", 2),), joint=joint)
