@@ -163,7 +163,7 @@ REFUSED_TEXT = [
     ),
     ("zeros=1", "unknown plan key 'zeros'; did you mean zero?"),
     ("micro_batches=1", "unknown plan key 'micro_batches'; did you mean microbatches?"),
-    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp ep etp zero microbatches"),
+    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp context cp_heads ep etp zero microbatches"),
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, or `auto` (None in Python). Nearest that works: 'dp=1'"),
@@ -195,6 +195,7 @@ def test_a_toml_value_of_another_type_is_refused() -> None:
 
 MET_BY = {"tp_mode!=1d": "tp_mode=2d", "tp_mode!=2.5d": "tp_mode=2d", "zero!=3": "zero=2"}
 MET_BY |= {"offload.params!=device": "offload=params:disk", "schedule!=1f1b": "schedule=zb-h1"}
+MET_BY |= {"context!=auto": "context=ring", "context!=usp": "context=ring"}
 
 
 def meeting(condition: str) -> str:
@@ -218,14 +219,16 @@ def test_a_world_without_room_for_a_pipeline_is_named_plans_without_its_keys() -
 
 
 def test_a_refused_degree_moves_to_dp() -> None:
-    for text, nearest in {"dp=2 tp=2 cp=2 zero=1": "dp=4 tp=2 zero=1", "dp=auto cp=2": "dp=auto"}.items():
+    for text, nearest in {"dp=2 tp=2 ep=2 zero=1": "dp=4 tp=2 zero=1", "dp=auto ep=2": "dp=auto"}.items():
         with pytest.raises(PlanError, match=re.escape(f"Nearest that works: '{nearest}'")):
             Plan.parse(text)
 
 
 def test_every_conflict_of_a_plan_is_named_at_once() -> None:
-    with pytest.raises(PlanError, match=r"only a pipeline has a schedule .*; only a pipeline has stages"):
-        Plan(schedule="gpipe", virtual_stages=2)
+    with pytest.raises(
+        PlanError, match=r"a pipeline has .* \(pp=1 schedule!=1f1b\); only cp .* \(cp=1 context!=auto\)"
+    ):
+        Plan(schedule="gpipe", context="ring")
 
 
 REFUSED_WORLDS = [

@@ -16,7 +16,7 @@ from meshwise.attention.hugging_face import use_attend
 from meshwise.attention.mask_pattern import Pattern
 from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
 from meshwise.attention.token_interception import TokenInterception
-from meshwise.attention.token_state import HEADS, RING, TokenState, rank_order, sequence_length
+from meshwise.attention.token_state import HEADS, RING, TokenState, packed_documents, rank_order, sequence_length
 from meshwise.comm.api.world import World
 from meshwise.model.forward import Forward, Loss
 from meshwise.model.random_draws import RandomDraws, SampleRows
@@ -99,7 +99,8 @@ class ContextParallel:
             length = sequence_length(batch)
             degrees = {axis: self._world.group(axis) for axis in (RING, HEADS)}
             ring, heads = degrees[RING], degrees[HEADS]
-            order = rank_order(self._order, length=length, ring=ring.size, heads=heads.size)
+            packed = self.attention.context == "auto" and packed_documents(batch) is not None
+            order = rank_order("striped" if packed else self._order, length=length, ring=ring.size, heads=heads.size)
             state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
             self.mode.state = state
             state.take_batch(batch)

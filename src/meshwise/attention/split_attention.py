@@ -9,8 +9,9 @@ for heads before, and heads for tokens after:
     q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention ── all-to-all ── (B, H, n, D)
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -145,6 +146,9 @@ class AttentionTask:
 
 def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> Tensor:
     """Return the attention of this rank's queries on the keys of all ranks: (samples, heads, queries, features)."""
+    kind = qkv[0].device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as torch's own attention
+        qkv = tuple(x.to(torch.get_autocast_dtype(kind)) for x in qkv)  # type: ignore[assignment]
     result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.sinks, task)
     return result
 
@@ -160,8 +164,9 @@ class _SplitAttention(torch.autograd.Function):
         own = torch.cat((k, v), -1)
         engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
         o, lse = engine.begin(q, features=v.size(-1))
-        for keys, block in task.exchange.blocks(own):
-            engine.add(q, block=(block[..., : ctx.width], block[..., ctx.width :]), keys=keys, into=(o, lse))
+        with _plain_torch(q.device):
+            for keys, block in task.exchange.blocks(own):
+                engine.add(q, block=(block[..., : ctx.width], block[..., ctx.width :]), keys=keys, into=(o, lse))
         if sinks is not None:
             join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
@@ -183,13 +188,24 @@ class _SplitAttention(torch.autograd.Function):
             kv = block[..., : ctx.width], block[..., ctx.width :]
             return torch.cat(engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do), into=(dq, dmask)), -1)
 
-        dkv = task.exchange.backward(own, gradient=gradient_of).to(own.dtype)
+        with _plain_torch(q.device):
+            dkv = task.exchange.backward(own, gradient=gradient_of).to(own.dtype)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
             dsinks = -(share * (do * out).to(dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
         given = None if dmask is None else dmask.to(mask.dtype)
         return dq.to(q.dtype), dkv[..., : ctx.width], dkv[..., ctx.width :], given, dsinks, None
+
+
+@contextlib.contextmanager
+def _plain_torch(device: torch.device) -> Iterator[None]:
+    """Compute in the dtypes of the tensors, without modes, inside the block."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 def attend(

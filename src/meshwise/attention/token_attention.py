@@ -8,7 +8,8 @@
 | ulysses    zigzag       tokens are exchanged for heads
 | usp        zigzag       exchanged over `cp_heads` ranks, rotate over the others
 | window     contiguous   sent where the pattern needs them
-| auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate
+| auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate; the order
+|                         is striped for packed documents
 """
 
 import dataclasses
@@ -33,21 +34,14 @@ from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges
 from meshwise.plan import Plan, PlanError
 
-_SDPA = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in {
-            "query": None,
-            "key": None,
-            "value": None,
-            "attn_mask": None,
-            "dropout_p": 0.0,
-            "is_causal": False,
-            "scale": None,
-            "enable_gqa": False,
-        }.items()
-    ]
-)
+_SDPA: Mapping[str, Any] = {
+    **dict.fromkeys(("query", "key", "value", "attn_mask")),
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
+"""Arguments of torch's scaled_dot_product_attention in order, with their defaults."""
 _MULTIHEAD = inspect.signature(functional.multi_head_attention_forward)
 ORDER_OF: Mapping[str, str] = {
     "auto": "zigzag",
@@ -62,12 +56,17 @@ ORDER_OF: Mapping[str, str] = {
 """Token order of each value of the plan's key `context`."""
 
 
+def head_ranks(plan: Plan) -> int:
+    """Return how many neighbouring ranks of cp exchange tokens for heads."""
+    return {"ulysses": plan.cp, "usp": plan.cp_heads}.get(plan.context, 1)
+
+
 def context_world(world: World, *, plan: Plan) -> World:
     """Return a view of the world over the plan's mesh with the axes `ring` and `heads` in place of `cp`.
 
     Raises PlanError when `cp_heads` does not divide `cp`.
     """
-    heads = {"ulysses": plan.cp, "usp": plan.cp_heads}.get(plan.context, 1)
+    heads = head_ranks(plan)
     if plan.cp % heads:
         nearest = max(number for number in range(1, heads + 1) if plan.cp % number == 0)
         raise PlanError(f"cp_heads={heads} does not divide cp={plan.cp}. Nearest that works: 'cp_heads={nearest}'")
@@ -100,10 +99,12 @@ class TokenAttention:
         if func is functional.multi_head_attention_forward:
             if state is None and self.rule is None:
                 return func(*args, **kwargs)
-            return self._multihead(state, **_bound(_MULTIHEAD, args, kwargs))
+            bound = _MULTIHEAD.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self._multihead(state, **bound.arguments)
         if func is attend:
             return self._attend(state, *args, **kwargs)
-        given = _bound(_SDPA, args, kwargs)
+        given = {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
         if state is None and self.rule is None:
             return func(*args, **kwargs)
         pattern = causal() if given["is_causal"] else None
@@ -241,12 +242,6 @@ class TokenAttention:
         out = self._attend(state, q, k, v, pattern=pattern, mask=mask, dropout=dropped)
         mixed = out.permute(2, 0, 1, 3).flatten(2)
         return functional.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
-
-
-def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    given = signature.bind(*args, **kwargs)
-    given.apply_defaults()
-    return dict(given.arguments)
 
 
 def _own_rows(mask: Tensor, *, state: TokenState, keys: int) -> Tensor:

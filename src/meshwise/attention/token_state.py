@@ -76,12 +76,8 @@ class TokenState:
 
     @cached_property
     def packed(self) -> Pattern | None:
-        """Documents that begin where the batch's `position_ids` do not count on by 1; None if there are none."""
-        given = self.batch.get("position_ids") if isinstance(self.batch, Mapping) else None
-        if not isinstance(given, Tensor) or given.dim() != 2 or given.is_meta:
-            return None
-        begins = given.diff(dim=1, prepend=given[:, :1] - 1) != 1
-        return Documents(begins.cumsum(1)) if bool(begins.any()) else None
+        """Documents of the batch, as `packed_documents` returns them."""
+        return packed_documents(self.batch)
 
     def gather(self, x: Tensor, *, dim: int) -> Tensor:
         """Return a tensor with all tokens along `dim`, in the order of their positions (collective); see `gathered`."""
@@ -97,6 +93,15 @@ class TokenState:
         if not x.requires_grad:
             self.gathered[id(x)] = (x, whole)
         return whole
+
+
+def packed_documents(batch: Any) -> Pattern | None:
+    """Return documents that begin where the batch's `position_ids` do not count on by 1; None if there are none."""
+    given = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.is_meta:
+        return None
+    begins = given.diff(dim=1, prepend=given[:, :1] - 1) != 1
+    return Documents(begins.cumsum(1)) if bool(begins.any()) else None
 
 
 def sequence_length(batch: Any) -> int:

@@ -1,6 +1,7 @@
-"""The command `meshwise draw`: draw a pipeline schedule, the stages of a model, a mesh, experts, or a measured step.
+"""The command `meshwise draw`: draw a schedule, an attention, the stages of a model, a mesh, experts, or a measured step.
 
 | draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
+| draw attention  which rank computes which part of an attention over split tokens, and the balance of the ranks
 | draw cut        the pipeline stages into which a job's model is cut
 | draw mesh       the rank at each coordinate of a plan's mesh, and the ranks that share a node
 | draw experts    the experts, tokens and parts of matrices of each rank in a mixture
@@ -16,6 +17,8 @@ import torch
 import tyro
 from torch.utils.data import default_collate
 
+from meshwise.attention.mask_pattern import parse_pattern
+from meshwise.attention.work_table import work_table
 from meshwise.cli.flag_values import local_ranks, named_cluster
 from meshwise.cli.output_files import (
     DrawingFiles,
@@ -65,6 +68,18 @@ class DrawExpertsFlags:
     """The plan, as in "dp=2 tp=2 ep=2 etp=2"."""
     experts: int = 8
     """Number of experts of the mixture."""
+
+
+@dataclass(frozen=True)
+class DrawAttentionFlags:
+    """Draw the share of an attention's pairs of query and key that each rank computes in each step."""
+
+    plan: str = ""
+    """The plan, as in "cp=4 context=zigzag". Only cp, context and cp_heads are read."""
+    pattern: str = "causal"
+    """The pairs that count, as in "causal&window:1024" or "window:256+global:32"."""
+    tokens: int = 4096
+    """The number of tokens of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,20 @@ def _draw_cut(words: Sequence[str]) -> None:
     example = CutInputs(rows, default_forward, job.model.cut_options)
     cut = cut_source(source, plan=plan, schedule=plan_schedule(plan), example=example, device=torch.device("cpu"))
     drawing_console().print(str(cut), highlight=False, markup=False, soft_wrap=True)
+
+
+def _draw_attention(words: Sequence[str]) -> None:
+    flags = parse_flags(words, prog="meshwise draw attention", default=DrawAttentionFlags())
+    if not flags.plan or flags.tokens < 1:
+        raise JobError('give a plan and 1 token or more: meshwise draw attention --plan "cp=4" --tokens 4096')
+    plan = Plan.parse(flags.plan)
+    try:
+        table = work_table(plan, pattern=parse_pattern(flags.pattern), length=flags.tokens)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    console = drawing_console()
+    console.print("source: percent of all pairs of query and key, by rank and step\n", highlight=False)
+    console.print(str(table), highlight=False, markup=False, soft_wrap=True)
 
 
 def _draw_mesh(words: Sequence[str]) -> None:
@@ -195,6 +224,7 @@ def _draw_timeline(words: Sequence[str]) -> None:
 
 _DRAWINGS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "schedule": _draw_schedule,
+    "attention": _draw_attention,
     "cut": _draw_cut,
     "mesh": _draw_mesh,
     "experts": _draw_experts,

@@ -1,0 +1,109 @@
+"""Measure attention over split tokens beside one process: the fraction of ideal, and a window beside dense attention.
+
+    python benchmarks/context.py --ranks 2 --tokens 2048 4096 8192
+
+Each rank is a process on one core. In every round all ranks compute the whole attention, each by itself with torch's
+scaled_dot_product_attention, and then together the same attention split by each `context`: forward and backward. The
+fraction of ideal is the time of the whole, divided by ranks times the time split. The last column is the largest
+difference of the outputs, relative to the largest output.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import meshwise as mw
+from meshwise.attention import Pattern, attend, causal, window
+from meshwise.attention.context_parallel import ContextParallel
+from meshwise.model.random_draws import SampleRows
+from meshwise.plan import Plan
+
+FEATURES, WINDOW = 64, 1024
+
+
+def backward_of(q: Tensor, k: Tensor, v: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Run an attention forward and backward; return its output."""
+    for x in (q, k, v):
+        x.grad = None
+    out = run(q, k, v)
+    out.backward(torch.ones_like(out))
+    return out.detach()
+
+
+def timed(world: mw.World, run: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """Return the seconds of the slowest rank, and the result on this rank."""
+    world.barrier()
+    start = time.perf_counter()
+    result = run()
+    return max(world.exchange(time.perf_counter() - start)), result
+
+
+def measured(world: mw.World, tokens: int, contexts: list[str], rounds: int, heads: int) -> list[str]:
+    """Return the lines of the table for one number of tokens."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, tokens, FEATURES).requires_grad_() for _ in range(3)]
+    plans = {name: Plan.parse(f"cp={world.size} context={name}") for name in contexts}
+    patterns: dict[str, Pattern] = {name: causal() & window(WINDOW) if name == "window" else causal() for name in plans}
+    splits = {name: ContextParallel(plan, world=world.over(plan.mesh())) for name, plan in plans.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ("whole", "windowed", *plans)}
+    errors = {}
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern=causal() & window(WINDOW))
+
+    for number in range(rounds + 1):
+        spent, out = timed(world, lambda: backward_of(*whole, dense))
+        narrow, other = timed(world, lambda: backward_of(*whole, windowed))
+        found = {"whole": spent, "windowed": narrow}
+        for name, context in splits.items():
+            rows = SampleRows(0, 1)
+            with context.running(rows):
+                context.forward(lambda _model, _batch: None)(torch.nn.Identity(), torch.zeros(1, tokens))
+                state = context.mode.state
+                assert state is not None
+                own = [state.own.take(x.detach(), dim=2).contiguous().requires_grad_() for x in whole]
+                pattern = patterns[name]
+
+                def split(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = pattern) -> Tensor:
+                    return attend(q, k, v, pattern=pattern)
+
+                found[name], mine = timed(world, lambda own=own, split=split: backward_of(*own, split))  # type: ignore[misc]
+            exact = state.own.take(other if name == "window" else out, dim=2)
+            errors[name] = float((mine - exact).abs().max() / exact.abs().max())
+        if number:
+            for name, value in found.items():
+                seconds[name].append(value)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    lines = [f"{tokens:>7}  {name:<9} {medians[name]:8.3f} s" for name in ("whole", "windowed")]
+    for name in splits:
+        alone = medians["windowed" if name == "window" else "whole"]
+        fraction = alone / (world.size * medians[name])
+        lines.append(f"{tokens:>7}  {name:<9} {medians[name]:8.3f} s   {fraction:5.2f} of ideal   {errors[name]:.1e}")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--contexts", nargs="*", default=["gather", "ring", "zigzag", "striped", "ulysses", "window"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--heads", type=int, default=8)
+    given = parser.parse_args()
+    for tokens in given.tokens:
+        for line in mw.run(given.ranks, measured, args=(tokens, given.contexts, given.rounds, given.heads))[0]:
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
