@@ -86,7 +86,8 @@ class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         torch._dynamo.graph_break()
-        return x + self.second(y.tanh())
+        result: Tensor = x + self.second(y.tanh())
+        return result
 
 
 def test_a_graph_break_is_counted_and_named() -> None:

@@ -316,7 +316,8 @@ def test_a_module_that_draws_for_the_first_time_later_is_noticed() -> None:
 
 def test_a_repeated_forward_of_a_later_step_draws_the_same() -> None:
     model, x = Stack(Block(), Block()), numbers(4, 6).requires_grad_()
-    expected, found = [], []
+    expected: list[Tensor] = []
+    found: list[Tensor] = []
     draws = RandomDraws(model, seed=0)
     for run, into in (
         (lambda block, x: block(x), expected),

@@ -225,7 +225,7 @@ class ParallelSetting:
                 piece.compiled = forward
             elif piece is None:
                 block.forward = forward
-                self.policy.undo.callback(vars(block).pop, "forward", None)
+                self.policy.undo.callback(delattr, block, "forward")
 
 
 @dataclass(frozen=True)

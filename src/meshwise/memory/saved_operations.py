@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from meshwise.base.tensor_tree import tensors
 from meshwise.memory.recompute_cost import DeviceTimer
 from meshwise.model.forward_replay import ForwardReplay
-from meshwise.model.torch_private import TorchDispatchMode
+from meshwise.model.torch_private import LightDispatchMode
 
 _NAMES = """
     mm addmm linear convolution
@@ -82,7 +82,7 @@ def _may_write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-class _KeptOutputs(TorchDispatchMode):
+class _KeptOutputs(LightDispatchMode):
     def __init__(self, recall: ForwardReplay, clock: DeviceTimer | None) -> None:
         super().__init__()
         self._recall = recall

@@ -46,7 +46,8 @@ class _CountingBackend(threading.local):
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         self.graphs += 1
-        return self._compile(graph, inputs)
+        compiled: Callable[..., Any] = self._compile(graph, inputs)
+        return compiled
 
 
 # torch shares compiled code between calls of equal backends, and keeps at most 8 versions of a function.

@@ -6,7 +6,8 @@ equal slices are drawn at once, by as many operations as one of them. A mask tha
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,26 +23,63 @@ _MOST = 2**22
 """Most elements of all masks that are drawn ahead, one byte each."""
 
 
+class MaskRequest(NamedTuple):
+    """Everything on which the mask of a draw depends, besides the seed and the step."""
+
+    place: DrawPlace
+    shape: tuple[int, ...]
+    scores: bool
+    kind: Distribution
+    device: torch.device
+    rows: tuple[int, int]
+    region: Any
+
+
+@dataclass(frozen=True)
+class MaskSlice:
+    """The slice of the full draw that a request needs. `turned`: its first two dims are swapped in the mask."""
+
+    part: IndexBlock
+    turned: bool
+
+    def shaped(self, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return a drawn slice in the shape of the request."""
+        if self.turned:
+            return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+        return drawn.view(shape)
+
+
 class MasksAhead:
-    """Masks of one step by place (`masks`, empty when a step begins), and the places for the masks of the next step."""
+    """Masks of one step (`masks`, read-only, empty when a step begins), and its requests for those of the next step."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[IndexBlock, Distribution, torch.device], dict[DrawPlace, None]] = {}
-        self.masks: dict[tuple[IndexBlock, Distribution, DrawPlace], Tensor] = {}
+        self.masks: dict[MaskRequest, tuple[Tensor, MaskSlice]] = {}
+        self._seen: dict[MaskRequest, MaskSlice] = {}
 
     def draw(self, key: Callable[[DrawPlace], int]) -> None:
         """Draw the masks of the present step; `key` returns the key of a draw in it."""
+        groups: dict[tuple[IndexBlock, Distribution, torch.device], list[MaskRequest]] = {}
+        for request, slice_ in self._seen.items():
+            groups.setdefault((slice_.part, request.kind, request.device), []).append(request)
         left = _MOST
-        for (part, kind, device), places in self._seen.items():
-            left -= len(places) * part.matrix[0] * part.matrix[1]
+        for (part, kind, device), requests in groups.items():
+            left -= len(requests) * part.numel
             if left >= 0:
-                masks = draw_many(part, keys=[key(place) for place in places], kind=kind, device=device)
-                self.masks.update(((part, kind, place), mask) for place, mask in zip(places, masks, strict=True))
+                drawn = draw_many(part, keys=[key(each.place) for each in requests], kind=kind, device=device)
+                for request, values in zip(requests, drawn.unbind(), strict=True):
+                    slice_ = self._seen[request]
+                    self.masks[request] = slice_.shaped(values, request.shape), slice_
         self._seen = {}
 
-    def take(self, part: IndexBlock, *, place: DrawPlace, kind: Distribution, device: torch.device) -> Tensor | None:
-        """Return the mask of a place, read-only, or None if it was not foreseen."""
-        if part.places or part.matrix[0] * part.matrix[1] > _SMALL:
+    def take(self, request: MaskRequest) -> Tensor | None:
+        """Return the mask of a request, or None if it was not foreseen."""
+        found = self.masks.get(request)
+        if found is None:
             return None
-        self._seen.setdefault((part, kind, device), {})[place] = None
-        return self.masks.get((part, kind, place))
+        self._seen[request] = found[1]
+        return found[0]
+
+    def remember(self, request: MaskRequest, slice_: MaskSlice) -> None:
+        """Foresee a request for the next step, if its mask is small and of neighbouring tokens."""
+        if slice_.part.numel <= _SMALL and not slice_.part.places:
+            self._seen[request] = slice_

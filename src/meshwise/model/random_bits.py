@@ -51,6 +51,11 @@ class IndexBlock:
         return torch.arange(self.starts[dim] + 1, self.starts[dim] + self.shape[dim] + 1, device=device)
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """(product of all dims but the last, last dim)."""
         return math.prod(self.shape[:-1]), self.shape[-1]

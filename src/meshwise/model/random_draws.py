@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.streams import generator_states, restore_generators, streams_of
-from meshwise.model.masks_ahead import DrawPlace, MasksAhead
+from meshwise.model.masks_ahead import DrawPlace, MaskRequest, MasksAhead, MaskSlice
 from meshwise.model.random_bits import Distribution, IndexBlock, draw
 from meshwise.model.random_interception import RandomInterception
 
@@ -322,13 +322,18 @@ class RandomDraws:
         """
         return _hash(self._seed, self._step, *self._place())
 
-    def mask(self, part: IndexBlock, *, kind: Distribution, device: torch.device) -> Tensor:
-        """Return the next draw for a slice as booleans, read-only. Raises ValueError as `key` does."""
-        place = self._place()
-        ready = self._masks.take(part, place=place, kind=kind, device=device)
-        return (
-            draw(part, key=_hash(self._seed, self._step, *place), kind=kind, device=device) if ready is None else ready
-        )
+    def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
+        """Return the next draw for a tensor of `shape`, read-only; see `part`. Raises ValueError as `key` does."""
+        place, rows = self._place(), (self._rows.first, self._rows.count)
+        request = MaskRequest(place, tuple(shape), scores, kind, device, rows, self._region)
+        mask = self._masks.take(request)
+        if mask is None:
+            slice_ = MaskSlice(*self.part(shape, scores=scores))
+            drawn = draw(slice_.part, key=_hash(self._seed, self._step, *place), kind=kind, device=device)
+            mask = slice_.shaped(drawn, request.shape)
+            if not self._region.shares:  # other ranks' rows do not follow from this rank's
+                self._masks.remember(request, slice_)
+        return mask
 
     def _place(self) -> DrawPlace:
         self.drew = True
@@ -383,8 +388,8 @@ class RandomDraws:
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw under `random=local`, by key, samples and region."""
         positions = None if self._tokens is None else self._tokens.positions()
-        where = () if positions is None else (positions.tolist(),)
-        seed = _hash(self.key(), self._rows, self._region, *where) % 2**63
+        where = "" if positions is None else f", {positions.tolist()}"
+        seed = _digest(f"({self.key()!r}, {_as_text(self._rows)}, {_as_text(self._region)}{where})") % 2**63
         streams_of(device).generator().manual_seed(seed)
 
     def warn_not_replaced(self, operation: str) -> None:
@@ -475,7 +480,14 @@ def _samples_first(module: nn.Module) -> bool | None:
 
 
 def _hash(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True)
+    return _digest(repr(parts))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+_as_text = functools.lru_cache(maxsize=256)(repr)
 
 
 def _ambiguous(name: str, places: int) -> str:

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
-from meshwise.model.torch_private import TorchDispatchMode
+from meshwise.model.torch_private import LightDispatchMode
 
 _NAMES = """
     dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout
@@ -54,8 +54,8 @@ class DrawContext(Protocol):
     def key(self) -> int:
         """Return the key of the next draw, a signed 64-bit integer."""
 
-    def mask(self, part: IndexBlock, *, kind: Distribution, device: torch.device) -> Tensor:
-        """Return the next draw for a slice, read-only."""
+    def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
+        """Return the next draw for a tensor of `shape`, read-only."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Return the slice of the full draw for a tensor, and whether its first two dims are swapped."""
@@ -130,9 +130,8 @@ class RandomInterception(ForwardAndBackwardMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():
             return functional.dropout(input, p, training, inplace)
-        self._replacement.scores = False
         with torch._C.DisableTorchFunction():
-            keep = self._replacement.mask(input.shape, 1.0 - p, input.device)
+            keep = self._source.mask(input.shape, kind=keep_mask(1.0 - p), device=input.device, scores=False)
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
         return kept_input.mul_(1.0 / (1.0 - p))
 
@@ -155,12 +154,11 @@ class RandomInterception(ForwardAndBackwardMode):
         For a value without features it returns the probabilities, which are then dropped and multiplied as there.
         """
         value, causal, scale = given["value"], bool(given.get("is_causal")), given.get("scale")
-        self._replacement.scores = True
         with torch._C.DisableTorchFunction():
             _, weights = torch.ops.aten._scaled_dot_product_attention_math(
                 given["query"], given["key"], value[..., :0], seen, 0.0, causal, scale=scale
             )
-            keep = self._replacement.mask(weights.shape, 1.0 - dropping, weights.device)
+            keep = self._source.mask(weights.shape, kind=keep_mask(1.0 - dropping), device=weights.device, scores=True)
             attended: Tensor = (weights * keep.to(weights.dtype).div_(1.0 - dropping)) @ value
             return attended
 
@@ -185,11 +183,7 @@ def _edge(end: Tensor | GradientEdge) -> GradientEdge:
     return get_gradient_edge(end) if isinstance(end, Tensor) else end
 
 
-def _shaped(drawn: Tensor, shape: Sequence[int], *, turned: bool) -> Tensor:
-    return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
-
-
-class _DrawReplacement(TorchDispatchMode):
+class _DrawReplacement(LightDispatchMode):
     """Mode that replaces the operations that draw, below autograd. `scores`: draws are for attention scores."""
 
     def __init__(self, source: DrawContext) -> None:
@@ -215,12 +209,8 @@ class _DrawReplacement(TorchDispatchMode):
     def draw(self, shape: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
         """Return this rank's slice of the next draw, for a tensor of `shape`."""
         part, turned = self._source.part(shape, scores=self.scores)
-        return _shaped(draw(part, key=self._source.key(), kind=kind, device=device), shape, turned=turned)
-
-    def mask(self, shape: Sequence[int], probability: float, device: torch.device) -> Tensor:
-        """Return this rank's slice of a dropout mask, booleans, read-only, for a tensor of `shape`."""
-        part, turned = self._source.part(shape, scores=self.scores)
-        return _shaped(self._source.mask(part, kind=keep_mask(probability), device=device), shape, turned=turned)
+        drawn = draw(part, key=self._source.key(), kind=kind, device=device)
+        return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
     def _filled(self, target: Tensor, kind: Distribution) -> Tensor:
         """Fill `target` with this rank's slice of the next draw, and return it."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "LightDispatchMode",
     "TorchDispatchMode",
     "compiler_backend",
     "dispatch_modes",
@@ -18,6 +19,17 @@ __all__ = [
     "without_function_modes",
     "without_modes",
 ]
+
+
+class LightDispatchMode(TorchDispatchMode):
+    """Base of dispatch modes for hot paths: torch does not wrap their handler against torch.compile.
+
+    The wrapper takes ten microseconds for each operation. Compiled blocks never run inside these modes.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def in_backward() -> bool:
@@ -43,7 +55,7 @@ def _runs(node: Node) -> bool:
 
 def dispatch_modes() -> int:
     """Return the number of active dispatch modes."""
-    return _len_torch_dispatch_stack()
+    return int(torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager
