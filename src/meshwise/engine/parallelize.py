@@ -153,15 +153,16 @@ def parallelize(
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
-    policy = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
+    recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
+    compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
+    policy = ActivationPolicy(recomputed, tier, compiled)
     forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(source.module))
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(policy.with_offload(forward), loss)
-    compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
-    setting = ParallelSetting(plan, world, options, task, storage, policy, compiled=compiled, context=context)
+    setting = ParallelSetting(plan, world, options, task, storage, policy, context)
     with contextlib.ExitStack() as on_error:
         on_error.callback(tiers.close)
         on_error.callback(policy.close)
@@ -174,7 +175,6 @@ def parallelize(
             options.clip_norm, skip, precision, options.loss_scale if precision.needs_loss_scale else None
         )
         trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
-        trainer.compiled = setting.compiled.counts
         on_error.pop_all()
     return trainer
 
@@ -200,7 +200,6 @@ class ParallelSetting:
     task: MicrobatchTask
     storage: StorageConfig
     policy: ActivationPolicy
-    compiled: CompiledBlocks
     context: ContextParallel | None
     """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
 
@@ -220,7 +219,7 @@ class ParallelSetting:
         for name in [piece.module for unit in partition(module) for piece in unit if piece.block]:
             block = modules[name]
             piece = vars(block).get("forward")
-            forward = self.compiled.wrap(block, name=name, draws=draws)
+            forward = self.policy.compiled.wrap(block, name=name, draws=draws)
             if isinstance(piece, PieceForward):
                 piece.compiled = forward
             elif piece is None:

@@ -23,7 +23,7 @@ from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import memory_errors_explained
 from meshwise.memory.tiers import Tiers
-from meshwise.model.compiled_blocks import CompileCounts
+from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
@@ -53,8 +53,6 @@ class Trainer:
         self._runner = runner
         self._recipe = recipe
         self._policy = policy
-        self.compiled = CompileCounts()
-        """With `compile=blocks`, numbers of compiled graphs, graph breaks and recompilations on this rank."""
         self._update, when = build_update(engine, optimizer=optimizer, early=recipe.early)
         self._state = TrainingState(engine, update=self._update, plan=plan)
         self._stepping = TrainingSteps(engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy)
@@ -81,6 +79,11 @@ class Trainer:
     def blocks(self) -> RecomputedBlocks:
         """Blocks that are recomputed in the backward, and the measured costs from which a budget chose them."""
         return self._policy.blocks
+
+    @property
+    def compiled(self) -> CompiledBlocks:
+        """Numbers of compiled graphs, graph breaks and recompilations on this rank under `compile=blocks`."""
+        return self._policy.compiled
 
     @property
     def tiers(self) -> Tiers:

@@ -18,6 +18,7 @@ from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock
 from meshwise.memory.recompute_cost import MODES, RecomputeCost, choose_modes
+from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import Forward
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_units import Patterns, partition, select
@@ -139,11 +140,12 @@ class RecomputedBlocks:
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """One rank's recomputed blocks and the tier of its activations."""
+    """One rank's recomputed blocks, the tier of its activations, and its compiled blocks."""
 
     blocks: RecomputedBlocks
     activations: ActivationTier | None = None
     """None if activations stay on the device."""
+    compiled: CompiledBlocks = field(default_factory=lambda: CompiledBlocks(backend=None))
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Callbacks that `close` runs last."""
 

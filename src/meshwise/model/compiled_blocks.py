@@ -8,7 +8,6 @@ it is, because its draws depend on places that torch.compile would take for cons
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,21 +18,70 @@ from meshwise.model.random_draws import RandomDraws
 from meshwise.model.torch_private import compiler_backend, dispatch_modes, without_function_modes
 
 
-@dataclass
-class CompileCounts:
-    """Counts of compiled code so far on this rank. `drawing`: blocks that run as they are because they draw."""
+class CompiledBlocks:
+    """Blocks of one rank that are compiled, with counts of `graphs`, `graph_breaks` and `recompilations` so far.
 
-    blocks: int = 0
-    graphs: int = 0
-    graph_breaks: int = 0
-    recompilations: int = 0
-    drawing: int = 0
+    `blocks`: number of all blocks; `drawing`: names of those that run as they are, because they draw.
+    """
+
+    def __init__(self, *, backend: str | None) -> None:
+        """`backend` of torch.compile; None: nothing is compiled. Raises ValueError if torch has no such backend."""
+        self.blocks = self.graphs = self.graph_breaks = self.recompilations = 0
+        self.drawing: list[str] = []
+        self._compiled: set[Any] = set()
+        known = [] if backend is None else torch.compiler.list_backends(exclude_tags=())
+        if backend is not None and backend not in known:
+            raise ValueError(f"compiler={backend!r} is no backend of torch.compile; there are {', '.join(known)}")
+        self._backend = None if backend is None else _counting(backend)
 
     def __str__(self) -> str:
         return (
             f"{self.blocks} blocks, {self.graphs} graphs compiled, {self.graph_breaks} graph breaks, "
-            f"{self.recompilations} recompilations, {self.drawing} blocks not compiled because they draw"
+            f"{self.recompilations} recompilations, {len(self.drawing)} blocks not compiled because they draw"
         )
+
+    def wrap(self, module: nn.Module, *, name: str, draws: RandomDraws) -> Callable[..., Any]:
+        """Return the compiled forward of the class of `module`, bound to the module; `name`: its name in the model."""
+        backend, own = self._backend, type(module).forward
+        assert backend is not None
+        compiled = torch.compile(own, backend=backend)
+        self.blocks += 1
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if draws.everywhere or dispatch_modes() or self._draws(name, draws):
+                return own(module, *args, **kwargs)
+            before = backend.graphs
+            with without_function_modes():
+                result = compiled(module, *args, **kwargs)
+            if backend.graphs > before:
+                self._count(own, name, backend.graphs - before)
+            return result
+
+        return forward
+
+    def _draws(self, name: str, draws: RandomDraws) -> bool:
+        if not draws.within(name):
+            return False
+        if not self.drawing:
+            warnings.warn(
+                f"{name} draws random numbers, so compile=blocks runs it uncompiled; without dropout it is compiled",
+                stacklevel=2,
+            )
+        if name not in self.drawing:
+            self.drawing.append(name)
+        return True
+
+    def _count(self, own: Any, name: str, made: int) -> None:
+        """Count the graphs that one call of a block has made."""
+        self.graphs += made
+        self.graph_breaks += made - 1
+        self.recompilations += own in self._compiled
+        self._compiled.add(own)
+        if made > 1:
+            warnings.warn(
+                f"torch.compile cut the forward of {name} into {made} graphs; TORCH_LOGS=graph_breaks shows where",
+                stacklevel=2,
+            )
 
 
 class _CountingBackend(threading.local):
@@ -52,63 +100,3 @@ class _CountingBackend(threading.local):
 
 # torch shares compiled code between calls of equal backends, and keeps at most 8 versions of a function.
 _counting = lru_cache(_CountingBackend)
-
-
-class CompiledBlocks:
-    """The compiled blocks of one rank. `counts` say how many graphs, breaks and recompilations there were."""
-
-    def __init__(self, *, backend: str | None) -> None:
-        """`backend` of torch.compile; None: nothing is compiled. Raises ValueError if torch has no such backend."""
-        self.counts = CompileCounts()
-        self._seen: set[Any] = set()
-        if backend is None:
-            return
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"compiler={backend!r} is no backend of torch.compile; there are {', '.join(known)}")
-        self._backend = _counting(backend)
-
-    def wrap(self, module: nn.Module, *, name: str, draws: RandomDraws) -> Callable[..., Any]:
-        """Return the compiled forward of the class of `module`, bound to the module; `name`: its name in the model."""
-        own = type(module).forward
-        self.counts.blocks += 1
-        compiled, drawing = torch.compile(own, backend=self._backend), False
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal drawing
-            if draws.everywhere or dispatch_modes():
-                return own(module, *args, **kwargs)
-            if draws.within(name):
-                if not drawing:
-                    drawing = True
-                    self._drawing(name)
-                return own(module, *args, **kwargs)
-            before = self._backend.graphs
-            with without_function_modes():
-                result = compiled(module, *args, **kwargs)
-            self._note(own, name, self._backend.graphs - before)
-            return result
-
-        return forward
-
-    def _note(self, own: Any, name: str, made: int) -> None:
-        """Count the graphs that one call of a block has made."""
-        if not made:
-            return
-        self.counts.graphs += made
-        self.counts.graph_breaks += made - 1
-        self.counts.recompilations += own in self._seen
-        self._seen.add(own)
-        if made > 1:
-            warnings.warn(
-                f"torch.compile cut the forward of {name} into {made} graphs; TORCH_LOGS=graph_breaks shows where",
-                stacklevel=2,
-            )
-
-    def _drawing(self, name: str) -> None:
-        self.counts.drawing += 1
-        if self.counts.drawing == 1:
-            warnings.warn(
-                f"{name} draws random numbers, so compile=blocks runs it uncompiled; without dropout it is compiled",
-                stacklevel=2,
-            )

@@ -1,4 +1,4 @@
-"""Draw the small dropout masks of a step together when it begins, for the places and slices of the step before.
+"""Draw the small dropout masks of a step together when it begins, for the draws of the step before.
 
 A mask takes about forty operations, whatever its size. So for a small tensor nearly all time goes into starting them.
 The bits of a mask depend on a key and on indices alone, and a step mostly draws where the last one did. So the masks of
@@ -6,7 +6,6 @@ equal slices are drawn at once, by as many operations as one of them. A mask tha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,69 +16,48 @@ from meshwise.model.random_bits import Distribution, IndexBlock, draw_many
 DrawPlace: TypeAlias = tuple[str, tuple[tuple[str, int], ...], int]
 """Place of a draw: name of the module, path of the calls around it, number of the draw in the call."""
 
-_SMALL = 2**16
-"""Most elements of a mask that is drawn ahead; starting its operations takes as long as computing a larger one."""
-_MOST = 2**22
-"""Most elements of all masks that are drawn ahead, one byte each."""
+_SMALL, _MOST = 2**16, 2**22
+"""Most elements of a mask that is drawn ahead, and of all of them; larger masks take long to compute, not to start."""
 
 
 class MaskRequest(NamedTuple):
-    """Everything on which the mask of a draw depends, besides the seed and the step."""
+    """A draw of a mask; `slicing` is everything on which the slice of the full draw depends."""
 
     place: DrawPlace
     shape: tuple[int, ...]
-    scores: bool
     kind: Distribution
     device: torch.device
-    rows: tuple[int, int]
-    region: Any
-
-
-@dataclass(frozen=True)
-class MaskSlice:
-    """The slice of the full draw that a request needs. `turned`: its first two dims are swapped in the mask."""
-
-    part: IndexBlock
-    turned: bool
-
-    def shaped(self, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return a drawn slice in the shape of the request."""
-        if self.turned:
-            return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-        return drawn.view(shape)
+    slicing: tuple[Any, ...]
 
 
 class MasksAhead:
-    """Masks of one step (`masks`, read-only, empty when a step begins), and its requests for those of the next step."""
+    """Masks of one step by request (`masks`, read-only, empty when a step begins), and the draws of the step so far."""
 
     def __init__(self) -> None:
-        self.masks: dict[MaskRequest, tuple[Tensor, MaskSlice]] = {}
-        self._seen: dict[MaskRequest, MaskSlice] = {}
+        self.masks: dict[MaskRequest, Tensor] = {}
+        self._parts: dict[MaskRequest, IndexBlock] = {}
+        self._seen: dict[MaskRequest, IndexBlock] = {}
 
     def draw(self, key: Callable[[DrawPlace], int]) -> None:
         """Draw the masks of the present step; `key` returns the key of a draw in it."""
-        groups: dict[tuple[IndexBlock, Distribution, torch.device], list[MaskRequest]] = {}
-        for request, slice_ in self._seen.items():
-            groups.setdefault((slice_.part, request.kind, request.device), []).append(request)
-        left = _MOST
+        self._parts, self._seen, left = self._seen, {}, _MOST
+        groups: dict[Any, list[MaskRequest]] = {}
+        for request, part in self._parts.items():
+            groups.setdefault((part, request.kind, request.device), []).append(request)
         for (part, kind, device), requests in groups.items():
             left -= len(requests) * part.numel
             if left >= 0:
                 drawn = draw_many(part, keys=[key(each.place) for each in requests], kind=kind, device=device)
-                for request, values in zip(requests, drawn.unbind(), strict=True):
-                    slice_ = self._seen[request]
-                    self.masks[request] = slice_.shaped(values, request.shape), slice_
-        self._seen = {}
+                self.masks |= {each: mask.view(each.shape) for each, mask in zip(requests, drawn.unbind(), strict=True)}
 
     def take(self, request: MaskRequest) -> Tensor | None:
-        """Return the mask of a request, or None if it was not foreseen."""
-        found = self.masks.get(request)
-        if found is None:
-            return None
-        self._seen[request] = found[1]
-        return found[0]
+        """Return the mask of a draw, or None if the draw was not foreseen."""
+        mask = self.masks.get(request)
+        if mask is not None:
+            self._seen[request] = self._parts[request]
+        return mask
 
-    def remember(self, request: MaskRequest, slice_: MaskSlice) -> None:
-        """Foresee a request for the next step, if its mask is small and of neighbouring tokens."""
-        if slice_.part.numel <= _SMALL and not slice_.part.places:
-            self._seen[request] = slice_
+    def remember(self, request: MaskRequest, *, part: IndexBlock) -> None:
+        """Foresee a draw in the next step, if its mask is small and of neighbouring tokens."""
+        if part.numel <= _SMALL and not part.places:
+            self._seen[request] = part

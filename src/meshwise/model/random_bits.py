@@ -87,6 +87,11 @@ def draw_many(part: IndexBlock, *, keys: Sequence[int], kind: Distribution, devi
     return filled
 
 
+def shaped(drawn: Tensor, *, shape: Sequence[int], turned: bool) -> Tensor:
+    """Return a drawn slice in the shape of its tensor; `turned`: its first two dims are swapped there."""
+    return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
+
+
 def _fill(lines: Tensor, *, part: IndexBlock, keys: Sequence[int], kind: Distribution) -> None:
     """Fill `lines` (keys, rows, columns)."""
     rows, column = _hashed(part, keys, lines.device)

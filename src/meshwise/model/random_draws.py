@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.streams import generator_states, restore_generators, streams_of
-from meshwise.model.masks_ahead import DrawPlace, MaskRequest, MasksAhead, MaskSlice
-from meshwise.model.random_bits import Distribution, IndexBlock, draw
+from meshwise.model.masks_ahead import DrawPlace, MaskRequest, MasksAhead
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, shaped
 from meshwise.model.random_interception import RandomInterception
 
 DRAWING_MODULES = (
@@ -324,15 +324,16 @@ class RandomDraws:
 
     def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
         """Return the next draw for a tensor of `shape`, read-only; see `part`. Raises ValueError as `key` does."""
-        place, rows = self._place(), (self._rows.first, self._rows.count)
-        request = MaskRequest(place, tuple(shape), scores, kind, device, rows, self._region)
+        place = self._place()
+        slicing = (scores, self._rows.first, self._rows.count, self._region)
+        request = MaskRequest(place, tuple(shape), kind, device, slicing)
         mask = self._masks.take(request)
         if mask is None:
-            slice_ = MaskSlice(*self.part(shape, scores=scores))
-            drawn = draw(slice_.part, key=_hash(self._seed, self._step, *place), kind=kind, device=device)
-            mask = slice_.shaped(drawn, request.shape)
-            if not self._region.shares:  # other ranks' rows do not follow from this rank's
-                self._masks.remember(request, slice_)
+            part, turned = self.part(shape, scores=scores)
+            mask = draw(part, key=_hash(self._seed, self._step, *place), kind=kind, device=device)
+            mask = shaped(mask, shape=shape, turned=turned)
+            if not (turned or self._region.shares):  # other ranks' rows do not follow from this rank's
+                self._masks.remember(request, part=part)
         return mask
 
     def _place(self) -> DrawPlace:

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, shaped, uniform
 from meshwise.model.torch_private import LightDispatchMode
 
 _NAMES = """
@@ -209,8 +209,7 @@ class _DrawReplacement(LightDispatchMode):
     def draw(self, shape: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
         """Return this rank's slice of the next draw, for a tensor of `shape`."""
         part, turned = self._source.part(shape, scores=self.scores)
-        drawn = draw(part, key=self._source.key(), kind=kind, device=device)
-        return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
+        return shaped(draw(part, key=self._source.key(), kind=kind, device=device), shape=shape, turned=turned)
 
     def _filled(self, target: Tensor, kind: Distribution) -> Tensor:
         """Fill `target` with this rank's slice of the next draw, and return it."""
