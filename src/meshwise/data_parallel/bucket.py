@@ -241,6 +241,10 @@ class Bucket:
     def deposit(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, one per piece in piece order (None: no gradient), to the accumulated gradients."""
         views = self._gradient_views()
+        if not self._filled and all(one is not None and one.layout is torch.strided for one in gradients):
+            torch._foreach_copy_(views, gradients)
+            self._filled.update(range(len(views)))
+            return
         given = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
         first = [(index, gradient) for index, gradient in given if index not in self._filled]
         if first:
@@ -355,6 +359,13 @@ class Bucket:
             assert self.reduced is not None
             self._square = _square(self._counted(self.reduced))
         return self._square
+
+    def unsquared(self) -> Tensor | None:
+        """Return the reduced gradient that this rank counts in the norm, or None if its squared norm is known."""
+        if self._square is not None:
+            return None
+        assert self.reduced is not None
+        return self._counted(self.reduced)
 
     def gradients_to_scale(self, factor: float) -> list[Tensor]:
         """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""

@@ -206,11 +206,14 @@ class DataParallel:
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for bucket in self.buckets:
-            total += bucket.squared_norm()
+        counted = [each for bucket in self.buckets if (each := bucket.unsquared()) is not None]
+        if len(counted) == len(self.buckets) and len({(each.dtype, each.device) for each in counted}) == 1:
+            squares = torch.stack(torch._foreach_norm(counted)).double().square()
+        else:
+            none = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            squares = torch.stack([none, *(bucket.squared_norm() for bucket in self.buckets)])
         self.tiers.settle()
-        return total
+        return squares.cumsum(0)[-1]  # cumsum adds one after the other, in the order of the buckets
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients that this rank owns by `factor`; those on disk are multiplied when read."""
