@@ -55,15 +55,17 @@ class Orthogonal(_Whole):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         momenta = self.momenta()
-        for _, momentum in self.logical.whole(momenta):
-            if momentum.dim() == 2:
-                u, s, vh = torch.linalg.svd(momentum, full_matrices=False)
-                momentum.copy_(u @ torch.diag(s / (s + 0.1)) @ vh)
-            else:
-                momentum.copy_(momentum / (momentum.norm() + 0.1))
+        self.logical.map_whole(momenta, groups=self.param_groups, function=self.orthogonal)
         for group in self.param_groups:
             for p in group["params"]:
                 p -= group["lr"] * momenta[p].view_as(p)
+
+    @staticmethod
+    def orthogonal(_name: str, momentum: Tensor) -> Tensor:
+        if momentum.dim() != 2:
+            return torch.div(momentum, momentum.norm() + 0.1)
+        u, s, vh = torch.linalg.svd(momentum, full_matrices=False)
+        return torch.einsum("ik,k,kj->ij", u, s / (s + 0.1), vh)
 
 
 class Undeclared(Normed):

@@ -132,8 +132,8 @@ def test_an_optimizer_is_any_class_of_torch() -> None:
     "job, message",
     [
         (
-            OptimizerJob("LAMB"),
-            r"'LAMB' is no class of torch.optim; did you mean 'Adam'\? The classes are .*AdamW, .*SGD",
+            OptimizerJob("LAMP"),
+            r"'LAMP' is no class of torch.optim; did you mean 'LAMB'\? The classes are .*Muon, .*AdamW, .*LAMB",
         ),
         (OptimizerJob("AdamV"), "optimizer.name = 'AdamV' is no class of torch.optim; did you mean 'Adam"),
         (OptimizerJob("SGD", betas=(0.1, 0.2)), "optimizer: unknown argument 'betas'; there are lr, momentum"),

@@ -28,6 +28,7 @@ from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, Checkpoint
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
 from meshwise.memory.chunked_update import ChunkedUpdate
+from meshwise.optim.flat_optimizer import optimizer_name
 from meshwise.optim.group_hyperparameters import describe_groups, restore_groups, saved_groups
 from meshwise.plan import Plan
 
@@ -72,7 +73,7 @@ class TrainingState:
         own = {
             "plan": self._plan,
             "ranks": engine.world.size,
-            "optimizer": type(self._optimizer).__name__,
+            "optimizer": optimizer_name(self._optimizer),
             "dtypes": {row.name: dtype_name(row.dtype) for row in engine.table.rows if row.dtype.itemsize < 4},
             "groups": describe_groups(self._optimizer, names=self._groups()),
             **extra,
@@ -183,7 +184,7 @@ class TrainingState:
         yield from self._generators()
 
     def _check_optimizer(self, index: CheckpointIndex) -> None:
-        own, saved = type(self._optimizer).__name__, index.extra.get("optimizer")
+        own, saved = optimizer_name(self._optimizer), index.extra.get("optimizer")
         if saved not in (own, None):
             raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
 

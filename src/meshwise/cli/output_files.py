@@ -173,6 +173,13 @@ def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> No
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
     """Return an HTML page about some plans: a comparison of them, then pictures of each plan in one time scale."""
+    return html_document(
+        "".join((f"<h1>{escape(title)}</h1>", *_overview(accounts), *_sections(accounts))), title=title
+    )
+
+
+def html_document(body: str, *, title: str) -> str:
+    """Return an HTML page with the HTML text `body`, which loads no other files."""
     name = escape(title)
     head = (
         f'<meta charset="utf-8"><title>{name}</title>'
@@ -180,14 +187,13 @@ def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{style()}{_part('page.css')}</style>"
     )
-    body = "".join((f"<h1>{name}</h1>", *_overview(accounts), *_sections(accounts)))
     script = f"<script>{_part('page.js')}</script>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
 
 
 def _overview(accounts: Sequence[PlanAccount]) -> Iterator[str]:
     yield f'<section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
-    yield f'<div class="wide">{_table(comparison_table(accounts))}</div></section>'
+    yield f'<div class="wide">{html_table(comparison_table(accounts))}</div></section>'
 
 
 def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
@@ -196,7 +202,7 @@ def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
         yield f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'
 
 
-def _table(rows: Sequence[Row]) -> str:
+def html_table(rows: Sequence[Row]) -> str:
     """Return an HTML table. The first row holds the titles of the columns, the first column the titles of the rows."""
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     lines = (

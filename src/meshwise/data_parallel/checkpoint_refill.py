@@ -4,7 +4,7 @@ The parameters exist before a load, but the optimizer's state only after its fir
 slice from the checkpoint's index, so a rank never allocates more than its plan needs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import BucketPiece
+from meshwise.data_parallel.bucket_place import BucketPiece, Options
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import BucketSlice, StoredSlice, buffers, optimizer_slices, values_to_load
 from meshwise.memory.chunked_update import ChunkedUpdate
@@ -53,8 +53,8 @@ class CheckpointRefill:
 
         slots: the saved tensors, by parameter name.
 
-        Raises ValueError if a parameter is missing, unknown or of another shape, and if only some of the trained
-        parameters have optimizer state.
+        Raises ValueError if a parameter is missing, unknown or of another shape. Raises it too if trained parameters
+        with equal optimizer options have different state, as when some were frozen.
         """
         self._engine = engine
         self._update = update
@@ -69,8 +69,11 @@ class CheckpointRefill:
             raise ValueError(f"the checkpoint lacks parameters that the model has: {_some(missing)}")
         for row in engine.table.rows:
             _check_shape(row, slots[row.name]["parameter"])
-        self._trained = [row.name for row in engine.table.rows if row.trainable and row.numel]
-        self._keys = self._common_keys()
+        self._trained: dict[Options, list[str]] = {}
+        for row in engine.table.rows:
+            if row.trainable and row.numel:
+                self._trained.setdefault(row.options, []).append(row.name)
+        self._keys = {options: self._common_keys(names) for options, names in self._trained.items()}
 
     def needed(self) -> Iterator[StoredSlice]:
         """Yield every slice that the caller must fill on this rank; other ranks may store the same elements.
@@ -81,8 +84,8 @@ class CheckpointRefill:
             here = values_to_load(bucket)
             for piece in bucket.place.pieces:
                 yield from here.slices_of(piece, slot="parameter", within=(here.start, here.stop))
-            for part, parameter in optimizer_slices(bucket):
-                yield from self._state(part, parameter)
+            for (part, parameter), (options, _) in zip(optimizer_slices(bucket), bucket.slices, strict=True):
+                yield from self._state(part, parameter, options)
             yield from self._reduction_state(bucket)
         yield from buffers(self._engine.modules)
 
@@ -111,12 +114,12 @@ class CheckpointRefill:
         for unit in self._engine.units:
             yield from unit.buckets
 
-    def _common_keys(self) -> tuple[str, ...]:
-        """Return the slots of the optimizer's state. Raises ValueError if trained parameters have different slots.
+    def _common_keys(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the slots of the optimizer's state of parameters. Raises ValueError if they differ between these.
 
         Some plans update several parameters as one slice, so a single parameter cannot start with new state.
         """
-        found = [(name, tuple(sorted(filter(_is_optimizer_slot, self._slots[name])))) for name in self._trained]
+        found = [(name, tuple(sorted(filter(_is_optimizer_slot, self._slots[name])))) for name in names]
         for name, keys in found[1:]:
             if keys != found[0][1]:
                 raise ValueError(
@@ -124,7 +127,7 @@ class CheckpointRefill:
                     f"{', '.join(keys) or 'no optimizer state'} for {name}; was one of them frozen when it was saved? "
                     "Then load only the parameters: export the checkpoint, and load the exported file"
                 )
-        return found[0][1] if found else ()
+        return found[0][1]
 
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
@@ -139,13 +142,15 @@ class CheckpointRefill:
                     whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)
                     yield from whole.slices_of(piece, slot=f"reduction/{name}", within=(start, stop))
 
-    def _state(self, part: BucketSlice, parameter: nn.Parameter) -> Iterator[StoredSlice]:
+    def _state(self, part: BucketSlice, parameter: nn.Parameter, options: Options) -> Iterator[StoredSlice]:
         """Create the optimizer's state of one slice, and yield the slices to fill."""
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
         pieces = _inside(part)
-        names = [piece.row.name for piece in pieces] or self._trained[:1]  # a slice of padding gets any parameter's
-        for slot in self._keys:
+        names = [piece.row.name for piece in pieces] or self._trained.get(options, [])[
+            :1
+        ]  # padding alone: as any parameter
+        for slot in self._keys.get(options, ()):
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
                 new[key] = self._like(parameter, self._slots[names[0]], slot=slot, old=old.get(key))

@@ -1,6 +1,6 @@
 """Interface of the object that stores a model's parameters on a rank (`Engine`)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.memory.tiers import Tiers
-from meshwise.model.parameter_table import ParameterRow, ParameterTable
+from meshwise.model.parameter_table import ParameterTable
 
 
 class Engine(Protocol):
@@ -31,6 +31,10 @@ class Engine(Protocol):
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets with trainable parameters, in table order."""
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Names of the parameters that several pipeline stages hold."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -56,12 +60,6 @@ class Engine(Protocol):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full reduced gradient) of each trainable parameter, on every rank (collectives)."""
-
-    def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
-        """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
-
-        owned: function from a bucket to the values, (elements,), of the elements that this rank updates.
-        """
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) of each buffer, on every rank."""

@@ -1,35 +1,34 @@
 """Give an optimizer, which updates slices of buckets, norms and full tensors of whole parameters (collectives)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.parameter_owners import ParameterOwners
 from meshwise.data_parallel.stored_slices import optimizer_slices
-from meshwise.model.full_parameter_access import SlicePart
+from meshwise.model.full_parameter_access import Groups, SlicePart, WholeFunction
 
 
 class LogicalSlices:
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
-    `squared_norms` is one all-reduce over all ranks, with one fp64 number per trainable parameter. `whole` gathers each
-    bucket once over the ranks that share it, and each parameter once over the axes of its layout.
+    `squared_norms` is one all-reduce over all ranks, of one fp64 number for each trainable parameter. The bytes of
+    `map_whole` are in `parameter_owners`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._names = [row.name for row in engine.table.rows if row.trainable]
         self._parts: dict[nn.Parameter, tuple[SlicePart, ...]] = {}
-        self._places: dict[str, tuple[Bucket, BucketPiece]] = {}
+        self._owners: dict[frozenset[str], ParameterOwners] = {}
         for bucket in engine.buckets:
-            self._places |= {piece.row.name: (bucket, piece) for piece in bucket.place.pieces}
             for part, parameter in optimizer_slices(bucket):
                 inside = [(piece, _overlap(piece, part.start, part.stop)) for piece in bucket.place.pieces]
                 self._parts[parameter] = tuple(
-                    SlicePart(piece.row.name, low - part.start, high - part.start)
+                    SlicePart(piece.row.name, low - part.start, high - part.start, piece.row.shape)
                     for piece, (low, high) in inside
                     if low < high
                 )
@@ -39,13 +38,18 @@ class LogicalSlices:
         return self._parts[parameter]
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
-        """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
+        """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
+
+        The norm of a parameter without values on any rank is 0.
+        """
         world = self._engine.world
         totals = torch.zeros(len(self._names), dtype=torch.float64, device=world.device)
         index = {name: number for number, name in enumerate(self._names)}
         for bucket in self._engine.buckets:
             if bucket.counts:
                 for part, parameter in optimizer_slices(bucket):
+                    if parameter not in values:
+                        continue
                     for piece in bucket.place.pieces:
                         low, high = _overlap(piece, max(part.start, bucket.shard[0]), min(part.stop, bucket.shard[1]))
                         if low < high:
@@ -54,27 +58,19 @@ class LogicalSlices:
         world.all_reduce(totals, axes=world.mesh.names).wait()
         return dict(zip(self._names, totals, strict=True))
 
-    def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of `values`; the caller's changes are written back to `values` (collectives).
-
-        `values`: by slice, a tensor of the slice's shape. Every rank iterates to the end. With a pipeline, a rank gets
-        the parameters of its own stages.
-        """
-        world = self._engine.world
-
-        def owned(bucket: Bucket) -> Tensor:
-            return torch.cat([values[parameter] for _, parameter in bucket.slices])
-
-        for row, gathered in self._engine.full_tensors(owned):
-            full = gathered.clone()  # `gathered` may be a view of `values` or of other parameters
-            yield row.name, full
-            bucket, piece = self._places[row.name]
-            stored = row.part(full, mesh=world.mesh, rank=world.rank).reshape(-1)
-            for part, parameter in optimizer_slices(bucket):
-                low, high = _overlap(piece, part.start, part.stop)
-                if low < high:
-                    changed = stored[low - piece.start : high - piece.start]
-                    values[parameter][low - part.start : high - part.start] = changed
+    def map_whole(
+        self,
+        values: Mapping[nn.Parameter, Tensor],
+        *,
+        groups: Groups,
+        function: WholeFunction,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Replace the `values` of each whole parameter of `groups` by `function` of them; see `LogicalTensors`."""
+        names = frozenset(name for group in groups for name in group["names"])
+        if names not in self._owners:
+            self._owners[names] = ParameterOwners(self._engine.buckets, names=names)
+        self._owners[names].run(values, function=function, dtype=dtype)
 
 
 def _overlap(piece: BucketPiece, start: int, stop: int) -> tuple[int, int]:

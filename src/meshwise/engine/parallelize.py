@@ -47,7 +47,7 @@ from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
-from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer, needs_whole
+from meshwise.optim.flat_optimizer import OptimizerClass, default_options, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.build_stage import make_stage, model_without_values
 from meshwise.pipeline.run.stage import FeatureWidth, PieceForward
@@ -80,6 +80,9 @@ class Options:
     `skip:n` skips at most n such steps in a row. `end` raises, but some units may be updated already; load a checkpoint
     to continue. In return, without clipping and loss scale, state on the CPU or a disk is updated unit by unit during
     the backward."""
+    noise: bool = False
+    """Measure the gradient noise scale in each step, as `StepResult.noise`. The plan must give a step two or more
+    micro-batches, over all replicas; see `meshwise.engine.noise_scale`."""
     forward: Forward | None = None
     """`forward(model, batch) -> output`; by default `meshwise.model.forward.default_forward`."""
     parameter_options: ParameterOptions | None = None
@@ -146,10 +149,12 @@ def parallelize(
     plan = plan.resolve(world.size)
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
-    skip = SkipPolicy.parse(options.nonfinite)
+    SkipPolicy.parse(options.nonfinite)
 
     source = model if isinstance(model, ParameterSource) else build_with_values(model, seed=options.seed)
     check_trains(source.module)
+    rule = options.parameter_options or default_options(optimizer, module=source.module)
+    options = dataclasses.replace(options, parameter_options=rule)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
@@ -171,12 +176,16 @@ def parallelize(
         if not any(row.trainable for row in engine.table.rows):
             raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
-        recipe = UpdateRecipe(
-            options.clip_norm, skip, precision, options.loss_scale if precision.needs_loss_scale else None
+        trainer = Trainer(
+            engine, runner=runner, plan=plan, recipe=_recipe(options, precision), optimizer=update, policy=policy
         )
-        trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
         on_error.pop_all()
     return trainer
+
+
+def _recipe(options: Options, precision: Precision) -> UpdateRecipe:
+    scale = options.loss_scale if precision.needs_loss_scale else None
+    return UpdateRecipe(options.clip_norm, SkipPolicy.parse(options.nonfinite), precision, scale, options.noise)
 
 
 def _optimizer(
@@ -187,7 +196,9 @@ def _optimizer(
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
-    return flat_optimizer(optimizer, groups=engine.slices(), logical=LogicalSlices(engine), **arguments)
+    groups, rows = engine.slices(), engine.table.rows
+    names = {options: [row.name for row in rows if row.trainable and row.options == options] for options in groups}
+    return flat_optimizer(optimizer, groups=groups, logical=LogicalSlices(engine), names=names, **arguments)
 
 
 @dataclass(frozen=True)

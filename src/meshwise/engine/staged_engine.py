@@ -111,11 +111,6 @@ class StagedEngine:
         dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
         return self._from_holders(lambda engine: engine.own_gradients(), dtype, trainable=True)
 
-    def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
-        """Yield a value of each trainable parameter of this rank's stages as a full tensor (collectives)."""
-        for engine in self._stages.values():
-            yield from engine.full_tensors(owned)
-
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) of every buffer on every rank; the first stage that has the buffer broadcasts it."""
         for name, (index, like) in self._buffers.items():

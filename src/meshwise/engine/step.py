@@ -21,6 +21,7 @@ from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
 from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
 from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
+from meshwise.engine.noise_scale import NoiseMeter
 from meshwise.engine.step_result import (
     NonFiniteError,
     StateBeforeUpdate,
@@ -70,6 +71,7 @@ class TrainingSteps:
         self._compared = False
         self._scale = recipe.scale
         self._before = StateBeforeUpdate(engine.modules)
+        self._noise = NoiseMeter(engine, plan=plan) if recipe.noise else None
         # Ranks that are threads share their process with other code, so its allocator is left as it is.
         self._takes_shape = not isinstance(self._world, ThreadWorld)
 
@@ -85,6 +87,8 @@ class TrainingSteps:
         self._runner.begin(self._steps)
         self._estimate_count(batch, local=local)
         self._before.keep()
+        if self._noise is not None:
+            self._noise.begin()
         scale, self.applied = self._scale, False
         with first_step_of(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
@@ -100,7 +104,13 @@ class TrainingSteps:
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
         self._world.flight_recorder.add_background((piece.kind, piece.started, piece.ended) for piece in moved)
         loss_scale = 1.0 if scale is None else scale.value
-        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale)
+        noise = None
+        if self._noise is not None and self.applied:
+            rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
+            noise = self._noise.scale(totals.squares, count=totals.count, rows=rows)
+        return StepResult(
+            totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale, noise
+        )
 
     def _attempt(
         self, batch: Any, micro_batches: Sequence[MicroBatch], *, local: bool
@@ -175,11 +185,18 @@ class TrainingSteps:
         Of ranks with equal rows and equal losses only the first counts. In a pipeline only the last stage has a loss.
         """
         world = self._world
-        own = [*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()]
-        (loss, count, squared), mismatch = world.totals(torch.stack(own), digest=inputs.batch)
+        own = torch.stack([*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()])
+        if self._noise is not None:
+            own = torch.cat([own, self._noise.squares()])
+        (loss, count, squared, *noise), mismatch = world.totals(own, digest=inputs.batch)
         if mismatch:
             raise RanksDisagree(mismatch_text(world.mesh, found=dict(world.exchange((world.rank, inputs)))))
-        return StepTotals(loss, count, squared / self._factor**2)
+        return StepTotals(loss, count, squared / self._factor**2, [one / self._factor**2 for one in noise])
+
+    def close(self) -> None:
+        """Remove the hooks that measure noise."""
+        if self._noise is not None:
+            self._noise.close()
 
     # ---- from one run to the next ------------------------------------------------------------------------------
 

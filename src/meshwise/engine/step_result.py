@@ -15,6 +15,7 @@ from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
 from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.engine.noise_scale import NoiseScale
 from meshwise.model.forward import LossError
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.precision.dtype_policy import Precision
@@ -193,6 +194,7 @@ class StepResult:
     | skipped     True when the update was not applied
     | problem     why the update was not applied; None when it was
     | loss_scale  factor of the mean loss in the backward (fp16); the other numbers are without this factor
+    | noise       gradient noise, with `Options(noise=True)`; None if the micro-batches are not of one size, or skipped
     """
 
     loss: float
@@ -202,6 +204,7 @@ class StepResult:
     skipped: bool = False
     problem: str | None = None
     loss_scale: float = 1.0
+    noise: NoiseScale | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,8 @@ class StepTotals:
     """Sum of the counts that `loss` returned."""
     squared: float
     """Squared 2-norm of the gradient of the summed loss, without the loss scale."""
+    squares: Sequence[float] = ()
+    """Sums of `NoiseMeter.squares` without the loss scale; empty if the noise is not measured."""
 
     @property
     def mean(self) -> float:
@@ -267,6 +272,8 @@ class UpdateRecipe:
     precision: Precision
     scale: LossScale | None = None
     """Loss scale of the first step; None for a precision without one."""
+    noise: bool = False
+    """True if each step measures its gradient noise."""
 
     @property
     def early(self) -> bool:

@@ -290,6 +290,7 @@ class Trainer:
     def close(self) -> None:
         """Remove the hooks from model and optimizer, close the tiers' files; a save under way continues."""
         self._update.close()
+        self._stepping.close()
         self._state.close()
         self._engine.close()
         self._runner.close()

@@ -20,13 +20,17 @@ parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and rece
                         step = gradients[p].view(-1)[here] / squares[part.name].sqrt()
                         p.data.view(-1)[here] -= group["lr"] * step
 
-`logical` is a `LogicalTensors`: `WholeParameters` on one process, `LogicalSlices` under a plan. Every rank must call
-its methods in the same order. Every slice has a gradient.
+A class that needs matrices computes each of them on one rank, by a function of the name and the full tensor:
+
+    self.logical.map_whole(gradients, groups=self.param_groups, function=lambda name, full: orthogonal(full))
+
+`logical` is a `LogicalTensors`: a `WholeParameters` on one process, a `LogicalSlices` under a plan. Every rank must
+call its methods in the same order. Every slice has a gradient.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +38,19 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SlicePart:
-    """Elements [start, stop) of an optimizer's flat slice; they belong to the parameter `name`."""
+    """Elements [start, stop) of an optimizer's flat slice: part of the parameter `name` of full shape `shape`."""
 
     name: str
     start: int
     stop: int
+    shape: tuple[int, ...]
+
+
+WholeFunction: TypeAlias = Callable[[str, Tensor], Tensor]
+"""Function from a parameter's name and a full tensor of the parameter's shape to a new tensor of this shape."""
+
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+"""Parameter groups of an optimizer (`optimizer.param_groups`), or some of them."""
 
 
 NEEDS = ("norms", "matrices")
@@ -54,11 +66,21 @@ class LogicalTensors(Protocol):
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
 
-    def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, full tensor of `values`); changes that the caller makes to it go back to `values`.
+    def map_whole(
+        self,
+        values: Mapping[nn.Parameter, Tensor],
+        *,
+        groups: Groups,
+        function: WholeFunction,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Replace the `values` of each whole parameter of `groups` by `function` of them (collectives).
 
-        Every rank must iterate to the end, because each full tensor is gathered by a collective. With a pipeline, a
-        rank gets the parameters of its own stages.
+        | values    a tensor of the shape of each slice of `groups`, by slice; it is overwritten
+        | groups    parameter groups of the optimizer: the same on every rank, even if the rank has no slice of them
+        | dtype     dtype in which tensors travel, and which `function` gets; None: the dtype of the slices
+
+        `function` runs on one rank for each parameter, so it must depend on its arguments alone.
         """
 
 
@@ -70,13 +92,20 @@ class WholeParameters:
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return one part, the whole parameter."""
-        return (SlicePart(self._names[parameter], 0, parameter.numel()),)
+        return (SlicePart(self._names[parameter], 0, parameter.numel(), tuple(parameter.shape)),)
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norms of the tensors: fp64 scalars by parameter name."""
         return {self._names[key]: torch.linalg.vector_norm(value).double() ** 2 for key, value in values.items()}
 
-    def whole(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, tensor) with the tensors of `values` themselves."""
+    def map_whole(
+        self,
+        values: Mapping[nn.Parameter, Tensor],
+        *,
+        groups: Groups,  # noqa: ARG002 - they say which parameters other ranks have
+        function: WholeFunction,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Replace each tensor of `values` by `function` of it."""
         for parameter, value in values.items():
-            yield self._names[parameter], value
+            value.copy_(function(self._names[parameter], value.to(dtype or value.dtype)))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwise.model.full_parameter_access import NEEDS, LogicalTensors
+from meshwise.model.parameter_table import ParameterOptions
 from meshwise.optim.group_hyperparameters import IMPLEMENTATIONS
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
@@ -20,7 +21,7 @@ OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 
 NEED_WHOLE_TENSORS: Mapping[str, str] = {
     "Adafactor": "it factors the second moment of a matrix into rows and columns",
-    "Muon": "it orthogonalises the momentum of a whole matrix",
+    "Muon": "it orthogonalises the momentum of a whole matrix; meshwise.optim.Muon does it under a plan",
     "LBFGS": "it takes inner products over the whole model and calls the loss several times a step",
     "SparseAdam": "it needs sparse gradients, and buckets are dense",
 }
@@ -32,15 +33,34 @@ def flat_optimizer(
     *,
     groups: Mapping[tuple[tuple[str, Any], ...], Sequence[nn.Parameter]],
     logical: LogicalTensors | None = None,
+    names: Mapping[tuple[tuple[str, Any], ...], Sequence[str]] | None = None,
     **arguments: Any,
 ) -> torch.optim.Optimizer:
     """Build `optimizer` with one parameter group for each key of `groups`, in order; a group may be empty on a rank.
 
-    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one, no parameter is
-    complex, and `arguments` do not name an implementation.
-
     groups: flat slices by their optimizer options.
     logical: access to whole parameters; passed only to a class that declares `needs`.
+    names: names of the parameters of each group on all ranks, the key `names` of the groups of such a class.
+
+    Raises ValueError as `build_optimizer` does.
+    """
+    split = [{"params": list(owned), **dict(options)} for options, owned in groups.items()]
+    if needs_whole(optimizer):
+        split = [group | {"names": (names or {}).get(key, ())} for group, key in zip(split, groups, strict=True)]
+    return build_optimizer(optimizer, groups=split, logical=logical, **arguments)
+
+
+def build_optimizer(
+    optimizer: OptimizerClass,
+    *,
+    groups: Sequence[dict[str, Any]],
+    logical: LogicalTensors | None = None,
+    **arguments: Any,
+) -> torch.optim.Optimizer:
+    """Build `optimizer` over parameter groups of slices.
+
+    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one, no parameter is
+    complex, and `arguments` do not name an implementation.
 
     Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, or does not take an argument.
     """
@@ -49,13 +69,15 @@ def flat_optimizer(
             f"optimizer={optimizer!r} is not an optimizer class; pass a class and its arguments: "
             "parallelize(…, optimizer=torch.optim.AdamW, lr=3e-4)"
         )
-    if base := next((base.__name__ for base in optimizer.__mro__ if base.__name__ in NEED_WHOLE_TENSORS), None):
+    own = needs_whole(optimizer)
+    base = next((base.__name__ for base in optimizer.__mro__ if base.__name__ in NEED_WHOLE_TENSORS), None)
+    if base is not None and not own:
         derived = "" if base == optimizer.__name__ else f", as a kind of {base},"
         raise ValueError(
             f"{optimizer.__name__}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; use an "
             "elementwise optimizer such as AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or Lion-like ones"
         )
-    if needs_whole(optimizer):
+    if own:
         arguments["logical"] = logical
     accepted = inspect.signature(optimizer).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -63,10 +85,16 @@ def flat_optimizer(
         raise ValueError(
             f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
         )
-    plain = not any(parameter.is_complex() for owned in groups.values() for parameter in owned)
+    plain = not any(parameter.is_complex() for group in groups for parameter in group["params"])
     if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):
         arguments["fused"] = True
-    return optimizer([{"params": list(owned), **dict(options)} for options, owned in groups.items()], **arguments)
+    return optimizer(groups, **arguments)
+
+
+def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions | None:
+    """Return the default options of a model's parameters for an optimizer class that has its own, else None."""
+    rule = getattr(optimizer, "parameter_options", None)
+    return None if rule is None else rule(module)
 
 
 def needs_whole(optimizer: object) -> bool:
@@ -78,6 +106,11 @@ def needs_whole(optimizer: object) -> bool:
     if needs is not None and needs not in NEEDS:
         raise ValueError(f"{optimizer!r} declares needs={needs!r}; write one of {', '.join(map(repr, NEEDS))}, or none")
     return needs is not None
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class; of `Several`, the names of its optimizers."""
+    return str(getattr(optimizer, "name", type(optimizer).__name__))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

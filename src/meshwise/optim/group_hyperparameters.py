@@ -17,7 +17,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
     """
     described = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
-        values = {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        values = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "names")}
         described.append({"names": list(members), "values": values})
     return described
 

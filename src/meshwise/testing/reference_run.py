@@ -30,7 +30,7 @@ from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
-from meshwise.optim.flat_optimizer import needs_whole
+from meshwise.optim.flat_optimizer import default_options, needs_whole
 from meshwise.plan import Plan
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, widen_for_loss
 from meshwise.precision.dtype_policy import Precision
@@ -56,7 +56,8 @@ class ReferenceRun:
         self._loss = loss
         self._device = torch.device("cpu") if device is None else device
         self.model = whole(model, seed=self._options.seed).to(self._device)
-        rule = self._options.parameter_options or matrices_decay
+        own = default_options(optimizer, module=self.model)
+        rule = self._options.parameter_options or own or matrices_decay
         self._precision = self._options.precision or Precision()
         unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         convert(self.model, precision=self._precision)

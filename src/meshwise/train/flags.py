@@ -73,7 +73,7 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
         if key == ("plan",) and isinstance(value, dict):
             yield key, [f"{flag}={' '.join(f'{axis}={degree}' for axis, degree in value.items())}"]
         elif key in leaves and isinstance(value, dict):
-            yield key, [flag, *(f"{argument}={tomlkit.item(item).as_string()}" for argument, item in value.items())]
+            yield key, [flag, *(f"{argument}={_one_line(item)}" for argument, item in value.items())]
         elif isinstance(value, dict):
             yield from flags_of(value, leaves=leaves, prefix=key)
         elif isinstance(value, list):
@@ -82,6 +82,13 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
             yield key, [flag if value else f"--{'.'.join((*prefix, f'no-{name}'))}"]
         else:
             yield key, [f"{flag}={value}"]
+
+
+def _one_line(value: Any) -> str:
+    """Return a value as TOML on one line."""
+    if not isinstance(value, dict):
+        return str(tomlkit.item(value).as_string())
+    return f"{{{', '.join(f'{tomlkit.key(key).as_string()} = {_one_line(item)}' for key, item in value.items())}}}"
 
 
 def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:

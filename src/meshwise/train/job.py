@@ -136,10 +136,11 @@ class DataJob:
 
 @dataclass(frozen=True)
 class OptimizerJob:
-    """The optimizer: any class of torch.optim."""
+    """The optimizer: any class of torch.optim or meshwise.optim, or your own."""
 
     name: str = "AdamW"
-    """Name of the class in torch.optim."""
+    """Name of the class in torch.optim; `Muon`, `LAMB` or `LARS` of meshwise.optim; or `package.module:Class` or
+    `path/to/file.py:Class`. `Muon` needs `rest`."""
     lr: float = 1e-3
     """Peak learning rate; the schedule scales it."""
     weight_decay: float | None = None
@@ -148,6 +149,23 @@ class OptimizerJob:
     """Decay rates of the running averages, for the Adam family. Default: of the class."""
     arguments: Arguments = field(default_factory=dict)
     """Other keyword arguments of the class, as in `momentum=0.9`."""
+    rest: Arguments = field(default_factory=dict)
+    """A second optimizer, `name=AdamW lr=3e-4`, for all parameters except the matrices of the blocks: for embeddings,
+    the head and vectors. The learning rate of both follows the schedule. Default: one optimizer for all."""
+    groups: Arguments = field(default_factory=dict)
+    """Options of the parameters whose names match a pattern: `*.bias={lr=1e-4}`, in TOML `"*.bias" = {lr = 1e-4}`. `*`
+    matches any text, and later patterns win. `optimizer="rest"` gives parameters to the second optimizer, `"hidden"` to
+    the first."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from block to block, away from the output: the head has the full rate, the last block
+    its rate times `layer_decay`, and so on. Default: one rate."""
+
+    def __post_init__(self) -> None:
+        for pattern, options in self.groups.items():
+            if not isinstance(options, Mapping):
+                raise JobError(f"optimizer.groups: {pattern!r} = {options!r} is no table; write {{lr = {self.lr}}}")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise JobError(f"optimizer.layer_decay = {self.layer_decay} is a factor: above 0, at most 1")
 
 
 @dataclass(frozen=True)
@@ -159,13 +177,23 @@ class ScheduleJob:
     cosine down to the floor; `wsd` (warm-up, stable, decay): the peak, then a straight line down to the floor."""
     warmup: int = 0
     """Number of warm-up steps, in which the rate rises from peak/warmup to the peak in a straight line."""
+    warmup_samples: int = 0
+    """In place of `warmup`: number of samples in which the rate rises. It multiplies the rate of `shape`."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Factor of the rate for the global batch: batch / base_batch (`linear`, Goyal et al., arXiv 1706.02677), or its
+    square root (`sqrt`, for Adam: Malladi et al., arXiv 2205.10287). It follows a batch that grows."""
+    base_batch: int = 32
+    """Batch for which `optimizer.lr` was found; used with `lr_scaling`."""
     floor: float = 0.1
     """The rate of the last step, as a fraction of the peak; ignored by `constant`."""
     decay: float = 0.2
     """For `wsd`: the fraction of all steps, at the end of the run, in which the rate falls."""
 
     def __post_init__(self) -> None:
-        _least("schedule.warmup", self.warmup, 0)
+        for key, least in (("warmup", 0), ("warmup_samples", 0), ("base_batch", 1)):
+            _least(f"schedule.{key}", getattr(self, key), least)
+        if self.warmup and self.warmup_samples:
+            raise JobError(f"schedule.warmup = {self.warmup} and schedule.warmup_samples are given; leave out one")
         for key in ("floor", "decay"):
             if not 0 <= (value := getattr(self, key)) <= 1:
                 raise JobError(f"schedule.{key} = {value} is a fraction: from 0 to 1")
@@ -179,6 +207,15 @@ class TrainJob:
     """Steps of the run, each with one global batch."""
     batch: int = 32
     """Samples in the global batch, the same under every plan."""
+    ramp: tuple[int, int, int] | None = None
+    """Growth of the batch, as start, increment, samples: `[8, 8, 4000]` begins with 8 samples and adds 8 at even
+    distances, so that after 4000 samples the batch is `train.batch`. Default: the batch is fixed."""
+    noise: bool = False
+    """Measure the gradient noise scale in every step, and report the critical batch that it implies. A micro-batch of a
+    replica is the small batch; there must be two or more in a step, all of one size."""
+    auto_batch: tuple[int, int] | None = None
+    """Let the batch follow the noise scale between these bounds, in place of `batch`. It begins with the lower bound,
+    and doubles or halves at most every 20 steps. Default: the batch is fixed."""
     seed: int = 0
     """Seed of the initial parameters and of the order of samples."""
     clip_norm: float | None = None
@@ -232,6 +269,20 @@ class TrainJob:
                 "precision=bf16 or precision=fp16"
             )
         SkipPolicy.parse(self.nonfinite)
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.ramp is not None:
+            start, step, samples = self.ramp
+            if not (1 <= start < self.batch and step > 0 and samples > 0) or (self.batch - start) % step:
+                raise JobError(
+                    f"train.ramp = {list(self.ramp)} does not lead to train.batch = {self.batch}; write "
+                    f"[{(self.batch + 1) // 2}, {self.batch // 2}, 1000], or another start and increment"
+                )
+        if self.auto_batch is not None and (self.ramp or not 1 <= self.auto_batch[0] <= self.auto_batch[1]):
+            raise JobError(
+                f"train.auto_batch = {list(self.auto_batch)} has to be a lower and an upper bound, without train.ramp"
+            )
 
 
 @dataclass(frozen=True)

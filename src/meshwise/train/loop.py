@@ -39,6 +39,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.plan import Plan
 from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.dataset import length, read_batches
 from meshwise.train.failure_report import leave_traceback
@@ -54,6 +55,7 @@ from meshwise.train.run_events import (
     EventDispatcher,
     ExpertLoad,
     Measured,
+    Noise,
     NonFinite,
     Sample,
     Start,
@@ -132,6 +134,8 @@ class _Run:
         self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
+        self._sizes, self._size = BatchSizes(job.train), 0
+        self._reader: Iterator[Any] = iter(())
         self._validation: float | None = None
         self._seconds: list[float] = []
         self._memory_before = memory_before
@@ -166,7 +170,7 @@ class _Run:
             parameters=sum(row.numel for row in trainer.table.rows),
             data=self._data.summary,
             steps=job.train.steps,
-            batch=job.train.batch,
+            batch=self._sizes.first,
             memory=trainer.memory(),
             precision=dict(trainer.precision),
             output=str(self._folder.path),
@@ -179,15 +183,15 @@ class _Run:
         timelines = StepTimelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
         timelines.choose_steps(before + 1, last=job.steps)
         began = last = time.monotonic()
-        batches = self._batches()
         budgeted = False
         for step in range(before + 1, job.steps + 1):
+            batch = self._next_batch()
             lr = self._set_rate()
             timelines.before(step)
             busy_timer.start()
-            result = self._step(step, next(batches))
+            result = self._step(step, batch)
             busy = busy_timer.stop()
-            progress.count(result, batch=job.batch)
+            progress.count(result, batch=self._size)
             self._seconds.append(result.seconds)
             now = time.monotonic()
             self._emit(
@@ -202,8 +206,10 @@ class _Run:
                     memory=_peak_memory(trainer.world.device),
                     eta=(now - began) / (step - before) * (job.steps - step),
                     skipped=result.skipped,
+                    samples=self._size,
                 )
             )
+            self._note_noise(step, result)
             if not budgeted and trainer.blocks.costs:
                 budgeted = True
                 self._emit(Budgeted(step, trainer.blocks.table()))
@@ -233,7 +239,7 @@ class _Run:
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:
-            return self._trainer.step(batch, local=True, total=self._job.train.batch)
+            return self._trainer.step(batch, local=True, total=self._size)
         except NonFiniteError as error:
             self._emit(NonFinite(step, str(error)))
             # Every rank raises here, but no rank may end before rank 0 has printed the reason.
@@ -241,8 +247,9 @@ class _Run:
             raise
 
     def _set_rate(self) -> float:
-        """Set the next step's learning rate by the number of updates so far; return the rate of the first group."""
+        """Set the learning rate of the next step by updates, samples and batch; return the first group's rate."""
         fraction = self._rate(self._progress.updates)
+        fraction *= batch_factor(self._job.schedule, samples=self._progress.samples, size=self._size)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
         return float(self._peaks[0] * fraction)
@@ -254,11 +261,28 @@ class _Run:
             extra = run_extra(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
             self._checkpoints.save(step, extra=extra)
 
-    def _batches(self) -> Iterator[Any]:
-        """Yield this rank's rows of each remaining global batch."""
+    def _next_batch(self) -> Any:
+        """Return this rank's rows of the next global batch, and set its size; a new size begins a new reader."""
         job, done = self._job.train, self._progress
-        numbers = range(done.samples, done.samples + (job.steps - done.step) * job.batch, job.batch)
-        return self._read(self._data.train, numbers, SampleOrder(length(self._data.train), seed=job.seed))
+        size = self._sizes.at(done.samples, chosen=done.batch)
+        if size != self._size:
+            self._size = size
+            numbers = range(done.samples, done.samples + (job.steps - done.step) * size, size)
+            order = SampleOrder(length(self._data.train), seed=job.seed)
+            self._reader = self._read(self._data.train, numbers, order)
+        return next(self._reader)
+
+    def _note_noise(self, step: int, result: StepResult) -> None:
+        """Average the noise of a step, let the next batch follow it, and report it as often as steps are printed."""
+        if result.noise is None:
+            return
+        noise, job = self._progress.noise, self._job.train
+        noise.add(result.noise)
+        self._progress.batch = self._sizes.following(self._size, noise=noise)
+        if step % job.log_every == 0 or step == job.steps:
+            found = {name: scale if (scale := noise.critical(name)) < math.inf else None for name in noise.layers}
+            trace, square = noise.layers[""]
+            self._emit(Noise(step, found.pop(""), trace, square, found))
 
     def _validate(self, step: int) -> None:
         if self._data.validation is None:

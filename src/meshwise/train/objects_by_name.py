@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import meshwise.optim
+from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
-from meshwise.optim.flat_optimizer import flat_optimizer
+from meshwise.model.full_parameter_access import WholeParameters
+from meshwise.model.parameter_table import ParameterOptions
+from meshwise.optim.flat_optimizer import flat_optimizer, needs_whole
+from meshwise.optim.muon import Muon
+from meshwise.optim.parameter_rules import parameter_rule
+from meshwise.optim.several import Several
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags import flags_of, parse_flags
@@ -87,25 +94,76 @@ def loss_function(job: Job) -> Loss:
 
 
 def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer's class and keyword arguments. Raises JobError if a trial on a small parameter fails."""
-    kinds = {
-        name: kind
-        for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    if job.name not in kinds:
-        near, known = _nearest(job.name, kinds), ", ".join(kinds)
-        hint = near if known in near else f"{near} The classes are {known}"
-        raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {hint}")
+    """Return the optimizer's class and keyword arguments, tried on a small parameter. Raises JobError if wrong."""
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
-    kind = kinds[job.name]
-    bind(partial(kind, []), arguments=arguments, key="optimizer")
+    first = _tried_optimizer(job.name, arguments, key="optimizer")
+    if not job.rest:
+        if first[0] is Muon:
+            raise JobError('optimizer.name = "Muon" updates matrices only; add rest = {name = "AdamW", lr = 3e-4}')
+        return first
+    others = {name: value for name, value in job.rest.items() if name != "name"}
+    rest = _tried_optimizer(job.rest.get("name", "AdamW"), others, key="optimizer.rest")
+    return Several, {"optimizers": {"hidden": first, "rest": rest}}
+
+
+def optimizer_options(job: OptimizerJob, *, model: Callable[[], nn.Module]) -> ParameterOptions | None:
+    """Return a job's optimizer options of each parameter; None for the default. Raises JobError if one is wrong."""
+    if not (job.groups or job.rest or job.layer_decay is not None):
+        return None
+    kind, arguments = optimizer(job)
+    kinds = arguments["optimizers"] if kind is Several else {"": (kind, arguments)}
+    known = {name: _trial(*one).param_groups[0] for name, one in kinds.items()}
+    keys = {"optimizer", *(key for group in known.values() for key in group)} - {"params", "names"}
+    for pattern, options in job.groups.items():
+        if unknown := sorted(set(options) - keys):
+            hint = _nearest(unknown[0], keys)
+            raise JobError(f"optimizer.groups: {pattern!r}: unknown option {unknown[0]!r}; {hint}")
+        if (chosen := options.get("optimizer")) not in (None, *kinds):
+            raise JobError(
+                f"optimizer.groups: {pattern!r}: optimizer = {chosen!r} is neither 'hidden' nor 'rest' of a job with "
+                'two optimizers; write rest = {name = "AdamW", lr = 3e-4}'
+            )
     try:
-        flat_optimizer(kind, groups={(): [nn.Parameter(torch.zeros(1, 1))]}, **arguments)
+        return parameter_rule(
+            shapes_of(model, seed=0).module,
+            groups=job.groups,
+            several=kind is Several,
+            lr={name: group["lr"] for name, group in known.items()},
+            layer_decay=1.0 if job.layer_decay is None else job.layer_decay,
+        )
+    except ValueError as error:
+        raise JobError(f"optimizer.groups: {error}") from error
+
+
+def _tried_optimizer(
+    name: str, arguments: dict[str, Any], *, key: str
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the optimizer class of a name and its arguments, after a trial. Raises JobError if one is wrong."""
+    kinds = {
+        kind.__name__: kind
+        for module in (torch.optim, meshwise.optim)
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if ":" not in name and name not in kinds:
+        near, known = _nearest(name, kinds), ", ".join(kinds)
+        hint = near if known in near else f"{near} The classes are {known}"
+        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}")
+    found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
+    access = {"logical": None} if needs_whole(found) else {}
+    bind(partial(found, [], **access), arguments=arguments, key=key)
+    try:
+        _trial(found, arguments)
     except (TypeError, ValueError) as error:
-        raise JobError(f"optimizer.name = {job.name!r} with {arguments}: {error}") from error
-    return kind, arguments
+        raise JobError(f"{key}.name = {name!r} with {arguments}: {error}") from error
+    return found, arguments
+
+
+def _trial(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer over one small matrix."""
+    small = nn.Parameter(torch.zeros(1, 1))
+    return flat_optimizer(kind, groups={(): [small]}, logical=WholeParameters({"weight": small}), **arguments)
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:

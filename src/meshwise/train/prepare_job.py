@@ -19,14 +19,16 @@ from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
+from meshwise.model.parameter_table import ParameterOptions
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.train.batch_sizes import BatchSizes
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import RunData, length, load_data, read_batches
 from meshwise.train.job import Job, JobError
 from meshwise.train.metrics_files import summary_writer
-from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer
+from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import STDLIB
 
@@ -43,7 +45,15 @@ class Prepared:
     loss: Loss
     optimizer: type[torch.optim.Optimizer]
     optimizer_arguments: dict[str, Any]
+    parameter_options: ParameterOptions | None
     data: RunData
+
+    @property
+    def hyperparameters(self) -> frozenset[str]:
+        """Keys of the optimizer's groups that the job sets."""
+        kinds = self.optimizer_arguments.get("optimizers", {"": (self.optimizer, self.optimizer_arguments)})
+        options = [*(arguments for _, arguments in kinds.values()), *self.job.optimizer.groups.values()]
+        return frozenset({"lr", *(key for one in options for key in one)})
 
     def options(self, example: Any) -> Options:
         """Return the options of the job for `parallelize`. `example`: a batch with which to cut the model."""
@@ -52,6 +62,8 @@ class Prepared:
             clip_norm=job.train.clip_norm,
             seed=job.train.seed,
             nonfinite=job.train.nonfinite,
+            noise=job.train.noise or job.train.auto_batch is not None,
+            parameter_options=self.parameter_options,
             tensor_rules=job.model.tensor_rules,
             swap=job.swap.config,
             cut=job.model.cut_options,
@@ -60,11 +72,9 @@ class Prepared:
 
     def batches(self, count: int) -> Iterator[Any]:
         """Yield the first `count` global batches of the run, with all their rows."""
-        job, dataset = self.job.train, self.data.train
-        order = SampleOrder(length(dataset), seed=job.seed)
-        return read_batches(
-            dataset, numbers=range(0, count * job.batch, job.batch), share=lambda size: (0, size), order=order
-        )
+        size, dataset = BatchSizes(self.job.train).first, self.data.train
+        order = SampleOrder(length(dataset), seed=self.job.train.seed)
+        return read_batches(dataset, numbers=range(0, count * size, size), share=lambda rows: (0, rows), order=order)
 
     def rehearsal_subject(self) -> RehearsalSubject:
         """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator."""
@@ -83,32 +93,37 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     if plan.pp > 1:
         plan_schedule(plan)
     replicas = plan.dp or 1
-    samples = f"train.batch = {counted(job.train.batch, of='sample')}"
-    if job.train.batch < replicas:
+    sizes = BatchSizes(job.train)
+    least, samples = sizes.first, f"{sizes.key} = {counted(sizes.first, of='sample')}"
+    if least < replicas:
         raise JobError(
             f"{samples} cannot be shared by the {replicas} replicas of '{plan}'; "
-            f"use train.batch = {replicas} or more, or at most dp={job.train.batch}"
+            f"use {replicas} or more, or at most dp={least}"
         )
-    rows = -(-job.train.batch // replicas)
+    rows = -(-least // replicas)
     if rows < plan.microbatches:
         raise JobError(
             f"{samples}, {rows} for a replica of '{plan}', are too few for its "
-            f"micro-batches; use train.batch = {replicas * plan.microbatches} or more, or at most microbatches={rows}"
+            f"micro-batches; use {replicas * plan.microbatches} or more, or at most microbatches={rows}"
         )
+    if job.train.noise or job.train.auto_batch:
+        sizes.check_parts(replicas * plan.microbatches, plan=plan)
     kind, arguments = optimizer(job.optimizer)
     model, loss, data = model_function(job), loss_function(job), load_data(job.data)
     if data.text:
         check_text(job)
-    if job.train.batch > (size := length(data.train)):
+    if sizes.most > (size := length(data.train)):
         raise JobError(
-            f"{samples}, but the training data has only {size:,}: a step would read samples twice; use "
-            f"train.batch = {size} or less, or more data"
+            f"{sizes.key} = {counted(sizes.most, of='sample')}, but the training data has only {size:,}: a step would "
+            f"read samples twice; use {size} or less, or more data"
         )
     if job.train.tensorboard:
         summary_writer()
     if job.sample.length and not data.text:
         raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) generates text; use 0")
-    return Prepared(_absolute(dataclasses.replace(job, plan=plan, ranks=None)), model, loss, kind, arguments, data)
+    rule = optimizer_options(job.optimizer, model=model)
+    resolved = _absolute(dataclasses.replace(job, plan=plan, ranks=None))
+    return Prepared(resolved, model, loss, kind, arguments, rule, data)
 
 
 def check_plan(prepared: Prepared) -> None:

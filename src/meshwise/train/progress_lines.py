@@ -18,6 +18,7 @@ from meshwise.train.run_events import (
     Event,
     ExpertLoad,
     Measured,
+    Noise,
     NonFinite,
     Resume,
     Sample,
@@ -50,7 +51,6 @@ class ProgressLines:
         self._console = console
         self._every = every
         self._unit = "token"
-        self._batch = 0
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -64,8 +64,6 @@ class ProgressLines:
 
     def write(self, event: Event) -> None:
         """Print the event; on a terminal, redraw the progress line for a step."""
-        if isinstance(event, Start):
-            self._batch = event.batch
         if isinstance(event, Step):
             event = self._smooth(event)
             if self._console.is_terminal:
@@ -91,7 +89,7 @@ class ProgressLines:
 
     def _smooth(self, step: Step) -> Step:
         """Return the step with the mean rate of the last 20 steps. Sets `_unit`: the loss counts samples or tokens."""
-        self._unit = "sample" if step.tokens == self._batch else "token"
+        self._unit = "sample" if step.tokens == step.samples else "token"
         self._recent.append((step.tokens, step.tokens / step.rate if step.rate else 0.0))
         tokens, seconds = map(sum, zip(*self._recent, strict=True))
         return replace(step, rate=tokens / seconds if seconds else 0.0)
@@ -117,6 +115,9 @@ def _text(event: Event, *, of: str) -> str:
             return f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
         case Budgeted():
             return "\n".join(f"budget   {line}" for line in event.table.splitlines())
+        case Noise():
+            found = "is hidden by noise" if event.critical is None else f"is about {event.critical:.0f} samples"
+            return f"noise    after step {event.step}: the critical batch {found}"
         case NonFinite():
             return f"NOT FINITE at step {event.step}: {event.problem}"
         case Resume():

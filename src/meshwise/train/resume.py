@@ -12,7 +12,7 @@ import hashlib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import PlanError
+from meshwise.train.batch_sizes import NoiseAverage
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_toml import to_toml
 from meshwise.train.prepare_job import Prepared
@@ -36,7 +37,7 @@ FREE_KEYS = (
     *("plan", "ranks", "restarts", "comm", "swap", "sample", "predicted"),
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
-    *("train.tensorboard", "train.timeline", "train.save_every", "train.keep_last"),
+    *("train.tensorboard", "train.timeline", "train.save_every", "train.keep_last", "train.noise"),
     *("train.output", "train.resume", "train.accept"),
 )
 """Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
@@ -45,18 +46,25 @@ _SILENT_KEYS = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output
 
 @dataclass
 class RunProgress:
-    """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step."""
+    """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step.
+
+    | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
+    | noise   averaged gradient noise, if it is measured
+    """
 
     step: int = 0
     samples: int = 0
     updates: int = 0
     loss: float = 0.0
+    batch: int = 0
+    noise: NoiseAverage = field(default_factory=NoiseAverage)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":
         """Return the progress from a dict of `to_json`; a loss of None becomes NaN."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
-        return cls(saved["step"], saved["samples"], saved["updates"], loss)
+        noise = NoiseAverage(**saved.get("noise", {}))
+        return cls(saved["step"], saved["samples"], saved["updates"], loss, saved.get("batch", 0), noise)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of the fields for JSON; a loss that is not finite becomes None."""
@@ -100,7 +108,7 @@ def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: 
 
     Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one.
     """
-    found = _restored(trainer, start, own=tuple(prepared.optimizer_arguments))
+    found = _restored(trainer, start, own=prepared.hyperparameters)
     if found is None:
         if start.folder is not None:
             emit(Resume(0, 0, "", [], []))
@@ -125,10 +133,10 @@ def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[
     }
 
 
-def _restored(trainer: Trainer, start: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
-    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the values of the job."""
+def _restored(trainer: Trainer, start: RunStart, *, own: frozenset[str]) -> RestoredState | None:
+    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the job's values."""
     groups = trainer.optimizer.param_groups
-    wanted = [{name: group[name] for name in own} for group in groups]
+    wanted = [{name: group[name] for name in own & group.keys()} for group in groups]
     found = next(filter(None, map(trainer.restore, start.roots)), None)
     if found is None and start.chosen is not None:
         found = RestoredState(start.chosen, trainer.load(start.chosen), ())

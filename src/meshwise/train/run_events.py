@@ -74,7 +74,8 @@ class Step:
     | rate        `tokens` per second of this step, all ranks together
     | memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
     | eta         estimated seconds to the end of the last step, from the mean time of the steps so far
-    | skipped     True if the update of the parameters was skipped
+    | skipped     whether the update of the parameters was skipped
+    | samples     size of the global batch
     """
 
     step: int
@@ -87,6 +88,21 @@ class Step:
     memory: int
     eta: float
     skipped: bool
+    samples: int
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Gradient noise, averaged over about the last 20 steps: tr(Σ) and |G|², as in `NoiseScale`.
+
+    `critical`: the critical batch that it implies, in samples, None if noise hides the gradient; `layers`: by layer.
+    """
+
+    step: int
+    critical: float | None
+    trace: float
+    square: float
+    layers: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -210,6 +226,7 @@ Event: TypeAlias = (
     Start
     | Resume
     | Step
+    | Noise
     | NonFinite
     | Budgeted
     | Slow

@@ -1,0 +1,87 @@
+"""Options of the optimizer for each parameter: by patterns over names, by depth, and by kind (`parameter_rule`)."""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwise.model.parameter_table import matrices_decay
+from meshwise.model.parameter_units import partition
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """Options of each parameter by name, as `Options.parameter_options` takes them: `rule(name, parameter)`."""
+
+    options: Mapping[str, Mapping[str, Any]]
+
+    def __call__(self, name: str, _parameter: Tensor) -> Mapping[str, Any]:
+        """Return the options of a parameter."""
+        return self.options[name]
+
+
+def parameter_rule(
+    module: nn.Module,
+    *,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    several: bool = False,
+    lr: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
+) -> ParameterRule:
+    """Return the rule for a model. Vectors get no weight decay, unless a pattern says otherwise.
+
+    | groups        options by pattern: {"blocks.*.bias": {"lr": 1e-4}}. `*` matches any text, and later patterns win
+    | several       True: for `Several`. Each parameter has an `optimizer`: `hidden` for `hidden_matrices`, else `rest`
+    | lr            rate by optimizer ("" without `several`); used with `layer_decay`
+    | layer_decay   factor of the rate per block between a parameter and the output (Clark et al., arXiv 2003.10555)
+
+    Raises ValueError for a pattern that matches no parameter.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    known = [name for own in names.values() for name in own]
+    for pattern in groups or {}:
+        if not fnmatch.filter(known, pattern):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+            raise ValueError(f"no parameter matches the pattern {pattern!r}; near names: {', '.join(near)}")
+    hidden, powers = hidden_matrices(module), blocks_above(module)
+    found: dict[str, Mapping[str, Any]] = {}
+    for parameter, own in names.items():
+        options = dict(matrices_decay(own[0], parameter))
+        if several:
+            options["optimizer"] = "hidden" if own[0] in hidden else "rest"
+        for pattern, changes in (groups or {}).items():
+            if fnmatch.filter(own, pattern):
+                options |= changes
+        if layer_decay != 1.0:
+            base = options["lr"] if "lr" in options else (lr or {})[options.get("optimizer", "")]
+            options["lr"] = base * layer_decay ** powers[own[0]]
+        found |= dict.fromkeys(own, options)
+    return ParameterRule(found)
+
+
+def hidden_matrices(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters with two or more dims, without embeddings and the head: the last `Linear`."""
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    others = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    without = {part.weight for part in [*others, *linear[-1:]]}
+    return frozenset(name for name, p in module.named_parameters() if p.ndim > 1 and p not in without)
+
+
+def blocks_above(module: nn.Module) -> Mapping[str, int]:
+    """Return the exponent of `layer_decay` for each parameter, by name.
+
+    0 after the last block, 1 in the last block, one more in each block below; before the first block one more again.
+    """
+    depths: dict[str, tuple[int, bool]] = {}
+    depth = 0
+    places = {name: place for place, (name, _) in enumerate(module.named_modules())}
+    for piece in sorted((piece for unit in partition(module) for piece in unit), key=lambda one: places[one.module]):
+        depth += piece.block
+        for name in piece.parameters:
+            depths.setdefault(name, (depth, piece.block))
+    return {name: 0 if own == depth and not block else depth + 1 - own for name, (own, block) in depths.items()}
