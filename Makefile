@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"meshwise needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,plot,tensorboard,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,plot,tensorboard,hf,peft]'
 	touch $@
 
 demo: install  ## train a small GPT on the standard library's source, on 4 local processes
@@ -57,6 +57,7 @@ format: install  ## mend what check would complain about, where that is mechanic
 docs: install  ## make the generated pages of docs/ again
 	$(BIN)/python -c 'from meshwise.plan.plans_page import plans_page; print(plans_page(), end="")' > docs/plans.md
 	PYTHONPATH=tests $(BIN)/python -m life_of_a_step
+	PYTHONPATH=tests $(BIN)/python -m api_page
 
 DRAW := $(BIN)/meshwise draw
 BESIDE := $(BIN)/meshwise simulate examples/demo.toml --on "2x8 a100-80" --data.context 1024 --train.batch 64 \

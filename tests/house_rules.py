@@ -113,7 +113,7 @@ def picture() -> str:
     return "\n".join(rows)
 
 
-EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard", "transformers")
+EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard", "transformers", "peft")
 """What an optional extra installs: imported where it is used, so that the package works without it."""
 
 
@@ -327,6 +327,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.in_process.thread_world.run_threads": 2,
     "meshwise.testing.run_ranks.run": 2,
     "meshwise.testing.run_ranks.RankRunner.run": 2,
+    "meshwise.engine.open_step.OpenStep.mean": 2,
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
     "meshwise.base.mesh.even_split": 2,
     "meshwise.testing.agree.agree": 2,
@@ -342,6 +343,8 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.model.forward.call_loss": 2,
     "meshwise.verify.output_mean_squares.OutputMeanSquares.forward": 2,
     "meshwise.model.forward.default_forward": 2,
+    "meshwise.model.forward.call_with": 2,
+    "meshwise.model.forward.no_loss": 2,
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.language_loss.next_token_loss": 2,
     "meshwise.reference.mixture_gpt.balanced_loss": 2,

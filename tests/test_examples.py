@@ -1,12 +1,16 @@
 """Test that the examples run and print the results that they describe."""
 
+import difflib
 import importlib.util
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from meshwise.engine.step_result import StepResult
 from meshwise.plan import Plan
 from meshwise.testing import run
 
@@ -14,7 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,3 +50,72 @@ def test_the_split_backward_is_a_program(monkeypatch: pytest.MonkeyPatch, capfd:
         exec(compile(path.read_text(), path, "exec"), vars(program))
     assert not ended.value.code
     assert "48 gradients" in capfd.readouterr().out
+
+
+# ---- scripts in two versions -----------------------------------------------------------------------------------------
+
+SCRIPTS = {"ddp_classifier": 16, "finetune": 13, "lora": 11, "gan": 20, "dpo": 16}
+"""Lines of our version that the plain one has not; blank lines are not counted."""
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_few_lines_of_a_script_are_new(name: str) -> None:
+    plain, ours = ((EXAMPLES / name / f"{one}.py").read_text().splitlines() for one in ("plain", "ours"))
+    found = difflib.SequenceMatcher(None, plain, ours, autojunk=False).get_opcodes()
+    new = [line for tag, _, _, start, stop in found if tag != "equal" for line in ours[start:stop] if line.strip()]
+    assert len(new) == SCRIPTS[name] <= 20
+    assert f"[{name}](../examples/{name}) | {len(plain)} | {len(new)} |" in PAGE.read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
+@pytest.mark.parametrize(
+    "name, plan",
+    [
+        ("finetune", "dp=2 zero=3"),
+        ("finetune", "dp=2 tp=2 zero=1"),
+        ("finetune", "pp=2 microbatches=2"),
+        ("lora", "dp=2 zero=3"),
+        ("lora", "dp=2 tp=2"),
+        ("lora", "pp=2 microbatches=2"),
+        ("gan", "dp=2 zero=3"),
+        ("dpo", "dp=3 zero=3"),
+        ("dpo", "tp=2"),
+    ],
+)
+def test_a_script_has_the_losses_of_its_plain_version(
+    name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in {"finetune": ["transformers"], "lora": ["transformers", "peft"]}.get(name, []):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    expected = loaded(f"{name}/plain").main()
+    for losses in run(Plan.parse(plan).mesh().size, loaded(f"{name}/ours").main, args=(plan,)):
+        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings(
+    "ignore:the model drew random numbers"
+)  # ranks that are threads share the data loaders' draws
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3"])
+def test_the_classifier_has_the_losses_of_ddp(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = EXAMPLES / "ddp_classifier" / "plain.py"
+    command = [*launcher, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    expected = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(expected) == 3, done.stderr
+    monkeypatch.chdir(tmp_path)
+    for losses in run(2, loaded("ddp_classifier/ours").main, args=(plan,)):
+        assert losses[3::4] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_code_of_the_page_runs() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    found: dict[str, object] = {}
+    exec(code, found)
+    result = found["result"]
+    assert isinstance(result, StepResult)
+    assert result.tokens == 8

@@ -4,15 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
-from meshwise.engine.parallelize import parallelize
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import batch_digest
+from meshwise.plan import Plan
 from meshwise.testing import run
 
 ROWS = torch.arange(24.0).view(8, 3)
+WIDE = torch.arange(32.0).view(8, 4) / 32
 
 
 def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -60,3 +63,44 @@ def test_a_digest_sees_shapes_dtypes_and_contents() -> None:
     assert len({batch_digest(kind, contents=True) for kind in kinds}) == len(kinds)
     assert batch_digest(long, contents=False) == batch_digest(changed, contents=False)
     assert batch_digest(long.to("meta"), contents=True) == batch_digest(long, contents=False)
+
+
+class Rows(Dataset[Tensor]):
+    """Eight samples."""
+
+    def __len__(self) -> int:
+        return len(WIDE)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return WIDE[index]
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sampled(world: World, plan: str, by_plan: bool, evaluates: bool) -> tuple[float, float]:
+    """Train on local batches of a DistributedSampler; return the first losses under the plan and on the whole batch."""
+    options = Options(example=WIDE, tensor_rules={"0": "colwise", "2": "rowwise"})
+    trainer = parallelize(build, plan, loss=squares, world=world, options=options, lr=1e-3)
+    numbers = (trainer.replicas, trainer.replica) if by_plan else (world.size, world.rank)
+    sampler: DistributedSampler[Tensor] = DistributedSampler(Rows(), *numbers, shuffle=True)
+    [part] = DataLoader(Rows(), batch_size=len(sampler), sampler=sampler)
+    whole = trainer.evaluate([WIDE]).loss
+    if evaluates:
+        return trainer.evaluate([part], local=True).loss, whole
+    return trainer.step(part, local=True).loss, whole
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2 tp=2", "dp=2 pp=2"])
+def test_ranks_that_share_rows_refuse_different_local_batches(plan: str, evaluates: bool) -> None:
+    with pytest.raises(RanksDisagree, match=r"num_replicas=trainer\.replicas, rank=trainer\.replica"):
+        run(Plan.parse(plan).mesh().size, sampled, args=(plan, False, evaluates))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2 tp=2", "dp=2 pp=2"])
+def test_the_numbers_of_the_plan_give_a_sampler_each_row_once(plan: str, evaluates: bool) -> None:
+    for part, whole in run(Plan.parse(plan).mesh().size, sampled, args=(plan, True, evaluates)):
+        assert part == pytest.approx(whole, rel=1e-5)

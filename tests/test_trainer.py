@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from joined_worlds import holds_together
 from meshwise.comm.api.world import World
-from meshwise.engine.parallelize import parallelize
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import agree, run
 from two_layers import WIDTH, Two, good, made, over_plans, squares, state
 
@@ -115,3 +117,28 @@ def test_a_closed_trainer_leaves_a_plain_module() -> None:
         assert all(parameter.grad is not None for parameter in trainer.model.parameters())
 
     run(2, main)
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=3", "dp=3 zero=3", "dp=2 tp=2", "pp=2 dp=2 microbatches=2"])
+def test_a_split_prediction_has_each_row_once_on_every_rank(plan: str, rows: int) -> None:
+    tokens = torch.randint(16, (rows, 4), generator=torch.Generator().manual_seed(3))
+
+    def main(world: World) -> tuple[Tensor, Tensor]:
+        options = Options(example=tokens.repeat(4, 1)[:4])
+        trainer = parallelize(gpt, plan, world=world, loss=squares, lr=1e-2, options=options)
+        return trainer.predict(tokens, split=True), trainer.predict(tokens)
+
+    [(expected, _)] = run(1, parallelized_alone, args=(tokens,))
+    for split, whole in run(Plan.parse(plan).mesh().size, main):
+        assert type(split) is Tensor
+        assert type(whole) is Tensor
+        agree({"split": split, "whole": whole}, {"split": expected, "whole": expected}, bound=1e-9)
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=16, context=4, layers=2, heads=2, width=8, mlp_ratio=2)).double()
+
+
+def parallelized_alone(world: World, tokens: Tensor) -> tuple[Tensor, None]:
+    return parallelize(gpt, "dp=1", world=world, loss=squares, lr=1e-2).predict(tokens), None

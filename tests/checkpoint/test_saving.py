@@ -238,6 +238,8 @@ def many(world: World, root: Path, keep_last: int | None) -> None:
     for step in range(1, 6):
         training.step(BATCH)
         training.save(root / f"step-{step}", keep_last=keep_last)
+        if step == 2 and keep_last is not None:
+            training.save(root / "best")
 
 
 def names(root: Path) -> list[str]:
@@ -246,7 +248,7 @@ def names(root: Path) -> list[str]:
 
 def test_keep_last_removes_older_checkpoints(tmp_path: Path) -> None:
     run(2, many, args=(tmp_path, 2))
-    assert names(tmp_path) == ["step-4", "step-5"]
+    assert names(tmp_path) == ["best", "step-4", "step-5"]
 
 
 def test_keep_last_counts_valid_checkpoints_only(tmp_path: Path) -> None:

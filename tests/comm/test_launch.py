@@ -262,6 +262,29 @@ def test_functions_of_a_notebook_run_too(tmp_path: Path) -> None:
     assert (output, errors) == ("[2.0, 2.0] [0, 1]\n", "")
 
 
+SESSION = f"""
+import torch
+import meshwise as mw
+
+def squares(output, batch):
+    return output.square().sum(), len(batch)
+
+def main(world=None):
+    trainer = mw.parallelize(torch.nn.Linear(256, 256), "dp=auto", loss=squares, world=world, lr=0.1)
+    trainer.step(torch.ones(4096, 256))
+    return trainer.world.size
+
+print(main(), mw.run({SIZE}, main))
+"""
+
+
+def test_ranks_join_each_other_after_the_notebook_has_trained_alone(tmp_path: Path) -> None:
+    """Also with several threads, which a fork of the session does not have."""
+    process = start("-", folder=tmp_path, stdin=subprocess.PIPE, more={"OMP_NUM_THREADS": "2"})
+    output, errors = process.communicate(SESSION, timeout=START_SECONDS)
+    assert (output, errors) == (f"1 {[SIZE] * SIZE}\n", "")
+
+
 @pytest.mark.parametrize(
     "end, send", [("SIGINT", os.killpg), ("SIGTERM", os.kill), ("SIGKILL", os.kill)], ids=["Ctrl-C", "TERM", "KILL"]
 )

@@ -165,7 +165,7 @@ def test_parameters_between_steps_are_nan_of_the_right_shape(plan: str) -> None:
 def test_a_state_dict_of_parameters_at_rest_is_refused(plan: str) -> None:
     def main(world: World) -> None:
         trainer = trained(world, plan, doubled(Stack), steps=1)
-        with pytest.raises(RuntimeError, match=r"spread over the ranks \(zero=3\).*trainer\.full_parameters\(\)"):
+        with pytest.raises(RuntimeError, match=r"zero=3.* splits the parameters.*trainer\.state_dict\(\)"):
             trainer.model.state_dict()
 
     run(int(plan[3]), main)

@@ -128,9 +128,21 @@ def test_an_optimizer_is_any_class_of_torch() -> None:
     assert optimizer(OptimizerJob(betas=(0.5, 0.6))) == (torch.optim.AdamW, {"lr": 1e-3, "betas": (0.5, 0.6)})
 
 
+class Own(torch.optim.SGD):
+    """An elementwise class of a user."""
+
+
+def test_an_optimizer_may_be_a_class_of_the_user() -> None:
+    kind, arguments = optimizer(OptimizerJob(f"{__file__}:Own", lr=0.5))
+    assert (kind.__name__, arguments) == ("Own", {"lr": 0.5})
+    with pytest.raises(JobError, match=r"is not an optimizer class"):
+        optimizer(OptimizerJob(f"{__file__}:build"))
+
+
 @pytest.mark.parametrize(
     "job, message",
     [
+        (OptimizerJob("Lion"), "'Lion' is no class of torch.optim; there are"),
         (
             OptimizerJob("LAMP"),
             r"'LAMP' is no class of torch.optim; did you mean 'LAMB'\? The classes are .*Muon, .*AdamW, .*LAMB",

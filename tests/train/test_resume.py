@@ -255,6 +255,10 @@ def test_without_a_checkpoint_auto_begins_and_a_folder_is_refused(job: Job, tmp_
         run_job(change(job, "train", resume=job.train.output))
     with pytest.raises(JobError, match=r"is no run"):
         run_job(change(job, "train", resume="auto", output=str(tmp_path)))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(JobError, match=r"layout of Hugging Face.*from_pretrained\(folder\)"):
+        run_job(change(job, "train", resume=str(tmp_path / "llama")))
 
 
 def test_the_oldest_checkpoints_go(job: Job) -> None:

@@ -125,15 +125,18 @@ def next_sequence(root: Path) -> int:
 def prune(root: Path, *, keep_last: int) -> list[Path]:
     """Keep the `keep_last` newest valid checkpoints, remove all older ones, and return the removed paths.
 
-    A checkpoint is valid if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a damaged
-    index count as the oldest. Partial folders older than the newest valid checkpoint are removed too. Raises ValueError
-    for `keep_last` below 1. Raises OSError.
+    Only checkpoints whose name ends with a number are counted and removed: `best` stays beside step-100. They are valid
+    if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a damaged index count as the
+    oldest. Partial folders older than the newest valid checkpoint are removed too. Raises ValueError for
+    `keep_last` below 1. Raises OSError.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")
     valid: list[Path] = []
     removed: list[Path] = []
     for path, _ in checkpoints(root):
+        if not path.name[-1].isdecimal():
+            continue
         if len(valid) == keep_last:
             removed.append(path)
         elif is_valid(path):

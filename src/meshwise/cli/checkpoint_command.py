@@ -20,7 +20,7 @@ from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import damages, differences
-from meshwise.checkpoint.hugging_face import ExportError, export
+from meshwise.checkpoint.export_model import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_toml import from_text, from_toml
@@ -65,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
             verb.add_argument(place, type=Path, metavar=place.upper())
         if name == "export":
             verb.add_argument("--job", type=Path, help="the job whose model it is; default: the job saved with it")
+            verb.add_argument("--average", action="store_true", help="the average that trainer.average(decay) kept")
+            verb.add_argument("--merge", action="store_true", help="add the adapters of a PEFT model to its base model")
         verb.set_defaults(act=act)
     return parser
 
@@ -138,7 +140,9 @@ def _diff(flags: argparse.Namespace, console: OutputConsole) -> int:
 def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
     job = _job(flags)
     try:
-        done = export(flags.checkpoint, into=flags.into, build=model_function(job))
+        done = export(
+            flags.checkpoint, into=flags.into, build=model_function(job), merge=flags.merge, average=flags.average
+        )
     except FileExistsError as error:
         raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
     except ValueError as error:

@@ -367,6 +367,10 @@ class Bucket:
         assert self.reduced is not None
         return self._counted(self.reduced)
 
+    def forget_norm(self) -> None:
+        """Compute the norm anew when it is needed next: the reduced gradient has changed."""
+        self._square = None
+
     def gradients_to_scale(self, factor: float) -> list[Tensor]:
         """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""
         if self.reduced is None:
@@ -379,6 +383,17 @@ class Bucket:
     def _counted(self, reduced: Tensor) -> Tensor:
         shard = reduced if self.storage.reduction.shards_updates else reduced[slice(*self.shard)]
         return shard if self.counts else shard[:0]
+
+    def gradient_slices(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield (optimizer's parameter, view of its part of the reduced gradient); see `forget_norm`.
+
+        The gradients must not be on another tier.
+        """
+        assert self.reduced is not None
+        start = 0
+        for _, parameter in self.slices:
+            yield parameter, self.reduced[start : start + parameter.numel()]
+            start += parameter.numel()
 
     def owned_gradient(self) -> Tensor:
         """Return the reduced gradient of the elements that this rank updates, (elements,), on the device."""

@@ -36,10 +36,7 @@ _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", 
 
 
 class ParameterGatherer:
-    """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once.
-
-    Also makes `state_dict` and `load_state_dict` of the module raise RuntimeError: it has no full parameters.
-    """
+    """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once."""
 
     def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:
         self._units = [unit for unit in units if unit.is_sharded]
@@ -58,19 +55,17 @@ class ParameterGatherer:
                 self._watch(modules[name], unit)
         if self._units:
             self._handles.append(module.register_forward_hook(self._after_model, always_call=True))
-            self._handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
 
     @property
     def gather_on_use(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which a parameter that is used outside the modules of its unit is gathered at once."""
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
-    def begin_pass(self, *, backward: bool) -> None:
-        """End the previous pass, and begin a forward or backward pass. A forward pass first frees every unit."""
+    def begin_pass(self, *, backward: bool, keep: bool = False) -> None:
+        """End the previous pass, and begin a forward or backward. A forward first frees every unit, unless `keep`."""
         self._finish_pass()
         self._backward = backward
-        if not backward:
+        if not (backward or keep):
             self.free_all()
 
     def free_all(self) -> None:
@@ -202,17 +197,3 @@ class _Guard(TorchFunctionMode):
                 self._need(unit)
             elif isinstance(value, list | tuple):
                 self._look(value)
-
-
-def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it)
-    raise RuntimeError(
-        f"the parameters of {prefix or 'this model'} are spread over the ranks (zero=3), so state_dict() would contain "
-        "no values; iterate over trainer.full_parameters() on every rank instead"
-    )
-
-
-def _refuse_loading(module: nn.Module, *_: Any) -> None:
-    raise RuntimeError(
-        f"the parameters of this {type(module).__name__} are spread over the ranks (zero=3), so load_state_dict() "
-        "cannot fill them; load before parallelize, or use trainer.load"
-    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.world import World
@@ -23,6 +23,7 @@ from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
+from meshwise.tensor.core.split_logits import SplitLogits
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """(sum of the loss, its count) over this rank's rows: two fp64 scalars on the device."""
@@ -36,10 +37,16 @@ OnGradient: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
 
 @dataclass(frozen=True)
 class MicrobatchTask:
-    """Functions that run for each micro-batch: `forward(model, batch)`, and `loss(output, batch)` -> (sum, count)."""
+    """Functions that run for each micro-batch.
+
+    | forward   `forward(model, batch)` returns the model's output
+    | loss      `loss(output, batch)` returns (sum, count)
+    | call      `call(model, (args, given))` calls the model on these arguments, in the plan's compute dtype
+    """
 
     forward: Forward
     loss: Loss
+    call: Forward
 
 
 class MicrobatchRunner(Protocol):
@@ -53,6 +60,8 @@ class MicrobatchRunner(Protocol):
     """Division of the model into pipeline stages; None without pp."""
     evaluation_micro_batches: int
     """Number of micro-batches into which each batch of an evaluation is split."""
+    counts: bool
+    """False while a spare row runs, whose loss does not count; see `MicroBatch`."""
 
     def begin(self, step: int) -> None:
         """Begin step number `step`. Random draws depend on this number, so every step has its own."""
@@ -94,8 +103,9 @@ class WholeModelRunner:
     ) -> None:
         """`schedule`: one row of actions, for one stage. `shares_rows`: several ranks split the rows of one matmul."""
         self.schedule = schedule
-        self._engine = engine
-        self._task = task
+        self.counts = True
+        self.task = self._task = task
+        self.engine = self._engine = engine
         self._draws = draws
         self._statistics = statistics
         self._shares_rows = shares_rows
@@ -158,12 +168,40 @@ class WholeModelRunner:
         """Return the output of the model for `batch`; afterwards free the gathered parameters."""
         with self._engine.gatherer.gather_on_use:
             output = self._task.forward(self._engine.module, self._begin_forward(batch))
+            output = whole_output(output)
         self._engine.gatherer.free_all()
         return output
+
+    # ---- for an open step ---------------------------------------------------------------------------------------
+
+    def forward(self, call: Callable[[nn.Module], Any], *, rows: MicroBatch, first: bool) -> Any:
+        """Return `call(model)`. `rows`: its samples. `first`: False if a graph of this step may need gathered units."""
+        self._engine.gatherer.begin_pass(backward=False, keep=not first)
+        with self._running(rows), self._engine.gatherer.gather_on_use:
+            return call(self._engine.module)
+
+    def backward(self, loss: Tensor, *, rows: MicroBatch, last: bool) -> None:
+        """Run the backward of `loss`, and add its gradients to the gradients of this step."""
+        with self._running(rows, again=True):
+            self._engine.backward(loss, last=last)
+
+    @contextlib.contextmanager
+    def backward_of_another(self) -> Iterator[None]:
+        """Let another trainer's backward run through this model inside the block; discard this model's gradients."""
+        engine = self._engine
+        engine.accumulate(discard_gradient)
+        engine.gatherer.begin_pass(backward=True)
+        try:
+            with engine.gatherer.explained_errors():
+                yield
+        finally:
+            engine.gatherer.free_all()
+            engine.settle()
 
     @contextlib.contextmanager
     def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> Iterator[None]:
         """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
+        self.counts = micro_batch.counts
         with (
             self._draws.running(micro_batch.samples, again=again),
             self._statistics.running(counts=micro_batch.counts, again=again)
@@ -182,6 +220,11 @@ class WholeModelRunner:
         """Begin a forward of the model; return the rows on the device."""
         self._engine.gatherer.begin_pass(backward=False)
         return placed(rows, world=self._engine.world)
+
+
+def whole_output(output: Any) -> Any:
+    """Return an output whose split logits are gathered, so that one rank alone may read it (a collective under tp)."""
+    return tree.map_tensors(lambda x: x.whole() if isinstance(x, SplitLogits) else x, output)
 
 
 def scaled(loss: Tensor, *, by: float) -> Tensor:

@@ -42,7 +42,7 @@ from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.deferred_init import ParameterSource, build_with_values
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
-from meshwise.model.forward import Forward, Loss, default_forward
+from meshwise.model.forward import Forward, Loss, call_with, default_forward, no_loss
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
@@ -122,8 +122,8 @@ def parallelize(
     model: nn.Module | Callable[[], nn.Module] | ParameterSource,
     plan: Plan | str,
     *,
-    loss: Loss,
-    optimizer: OptimizerClass = torch.optim.AdamW,
+    loss: Loss | None = None,
+    optimizer: OptimizerClass | None = torch.optim.AdamW,
     world: World | None = None,
     options: Options | None = None,
     **optimizer_arguments: Any,
@@ -133,8 +133,9 @@ def parallelize(
     | model       a module, of which the first rank's values count; or a function that builds a module. With a function
     |             no rank holds more of the model than its plan says, and one seed gives equal values under every plan.
     |             A `ParameterSource` is a built model, or one without values for a rehearsal (`shapes_of`)
-    | loss        `loss(output, batch)` returns (sum of the loss, count)
-    | optimizer   a class; its own arguments follow by keyword: `lr=3e-4`
+    | loss        `loss(output, batch)` returns (sum of the loss, count). None: for open steps and predictions alone
+    | optimizer   a class; its own arguments follow by keyword: `lr=3e-4`. None: the model is frozen (a teacher, a
+    |             reference model); it evaluates and predicts
     | world       connection of the ranks. None: the ranks that torchrun started, or one rank
     | options     settings besides the plan. None: `Options()`
 
@@ -153,28 +154,32 @@ def parallelize(
 
     source = model if isinstance(model, ParameterSource) else build_with_values(model, seed=options.seed)
     check_trains(source.module)
-    rule = options.parameter_options or default_options(optimizer, module=source.module)
-    options = dataclasses.replace(options, parameter_options=rule)
+    if optimizer is None:
+        source.module.requires_grad_(requires_grad=False)
+    else:
+        rule = options.parameter_options or default_options(optimizer, module=source.module)
+        options = dataclasses.replace(options, parameter_options=rule)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
     compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
     policy = ActivationPolicy(recomputed, tier, compiled)
-    forward = _computed(_explained(options.forward or default_forward, plan=plan), precision, world.device)
+    forward, call = (
+        policy.with_offload(_computed(_explained(called, plan=plan), precision, world.device))
+        for called in (options.forward or default_forward, call_with)
+    )
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(source.module))
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
-    task = MicrobatchTask(policy.with_offload(forward), loss)
+    task = MicrobatchTask(forward, loss or no_loss, call)
     setting = ParallelSetting(plan, world, options, task, storage, policy, context)
     with contextlib.ExitStack() as on_error:
         on_error.callback(tiers.close)
         on_error.callback(policy.close)
         with memory_errors_explained(plan):
             engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
-        if not any(row.trainable for row in engine.table.rows):
-            raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         trainer = Trainer(
             engine, runner=runner, plan=plan, recipe=_recipe(options, precision), optimizer=update, policy=policy
@@ -189,9 +194,19 @@ def _recipe(options: Options, precision: Precision) -> UpdateRecipe:
 
 
 def _optimizer(
-    optimizer: OptimizerClass, *, engine: Engine, plan: Plan, arguments: Mapping[str, Any]
+    optimizer: OptimizerClass | None, *, engine: Engine, plan: Plan, arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over this rank's slices. Raises PlanError if it cannot update parameters in chunks."""
+    """Build the optimizer over this rank's slices; of a frozen model, one over nothing.
+
+    Raises PlanError if it cannot update parameters in chunks, ValueError if every parameter is frozen.
+    """
+    if optimizer is None:
+        return torch.optim.SGD([{"params": []}], lr=0.0)
+    if not any(row.trainable for row in engine.table.rows):
+        raise ValueError(
+            "every parameter is frozen; set requires_grad=True on those that should train, or pass optimizer=None for "
+            "a model that is not trained"
+        )
     if needs_whole(optimizer) and plan.tiers.state_tiers != {"device"}:
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"

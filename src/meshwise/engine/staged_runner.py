@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.engine.batch_sharding import MicroBatch
-from meshwise.engine.microbatch_runner import MicrobatchTask, OnCount, OnGradient, Sums, placed, scaled, zeros
+from meshwise.engine.microbatch_runner import (
+    MicrobatchTask,
+    OnCount,
+    OnGradient,
+    Sums,
+    placed,
+    scaled,
+    whole_output,
+    zeros,
+)
 from meshwise.engine.stage_parameters import LiveStage, StageParameters
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
@@ -41,6 +50,7 @@ class StagedRunner:
         """`schedule`: computations alone, no transfers. `shares_rows`: several ranks split the rows of one matmul."""
         self.runs_empty = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut: ModelCut | None = cut
+        self.counts = True
         self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
@@ -108,7 +118,7 @@ class StagedRunner:
         for parameters in self._parameters.values():
             parameters.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
-        packed = pack({"output": returned[0]}) if returned else None
+        packed = pack({"output": whole_output(returned[0])}) if returned else None
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
                 f"predict would return NaN in {names}: an earlier stage computes it, and does not send it because the "
@@ -145,6 +155,7 @@ class StagedRunner:
 
     def _run(self, micro_batch: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Run this stage's forward of a micro-batch. The last stage adds loss and count to `sums`; returns the loss."""
+        self.counts = micro_batch.counts
         rows = self._given(micro_batch.rows)
         loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
         if not micro_batch.counts:

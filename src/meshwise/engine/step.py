@@ -7,8 +7,9 @@ differ, no rank updates.
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
-from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
-from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
-from meshwise.engine.noise_scale import NoiseMeter
+from meshwise.engine.batch_sharding import BatchSharder
+from meshwise.engine.microbatch_runner import MicrobatchRunner, OnGradient, zeros
+from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.step_result import (
     NonFiniteError,
     StateBeforeUpdate,
@@ -38,6 +39,39 @@ from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.malloc_settings import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.loss_scale import LossScale, likely_count
+
+Inspection: TypeAlias = Callable[[OnGradient], None]
+"""Function that runs forward and backward again, and passes each gradient to its argument."""
+
+
+@dataclass
+class StepAttempt:
+    """A step that has begun, and its outcome as soon as that is known.
+
+    | started   time of its begin, in seconds of `time.perf_counter`
+    | scale     loss scale of its backwards; None without one
+    | totals    sums over the global batch; None before they are exchanged
+    | problem   why the parameters were not updated; None if they were
+    | noise     the gradient noise of the step; None if it was not measured
+    """
+
+    started: float
+    scale: LossScale | None
+    totals: StepTotals | None = None
+    problem: str | None = None
+    applied: bool = False
+    noise: NoiseScale | None = None
+
+    def result(self) -> StepResult:
+        """Return the result for the user, after `TrainingSteps.decide`."""
+        assert self.totals is not None
+        seconds = time.perf_counter() - self.started
+        scale = 1.0 if self.scale is None else self.scale.value
+        totals = self.totals
+        skipped = not self.applied
+        return StepResult(
+            totals.mean, totals.norm, int(totals.count), seconds, skipped, self.problem, scale, self.noise
+        )
 
 
 class TrainingSteps:
@@ -77,22 +111,48 @@ class TrainingSteps:
 
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         """Run one step; arguments, result and errors as in `Trainer.step`."""
-        started, began = time.perf_counter(), time.monotonic()
-        self._world.flight_recorder.doing = StepPhase.BEGIN
-        self._engine.check_parameters()
-        self._updating.begin()
         micro_batches = self.sharder.split(batch, local=local, total=total, count=self._plan.microbatches)
         if only is not None:
             micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
+        with self.attempt() as attempt:
+            self._estimate_count(batch, local=local)
+            given = batch_digest(batch, contents=not self._compared)
+            with self._world.record() as called:
+                sums = self._runner.train(micro_batches, scale=self.factor, on_count=self._counted)
+                self._runner.finish()
+                self._world.flight_recorder.doing = StepPhase.EXCHANGE
+                inputs = StepInputs(given, tree.row_count(batch), tuple(called))
+                more = [self._engine.squared_norm(), *(() if self._noise is None else self._noise.squares())]
+                loss, count, *squares = self.totals(sums, inputs=inputs, local=local, more=more)
+            check_count(count)
+            self._compared = True
+            squared, *noise = (one / self.factor**2 for one in squares)
+            self.decide(
+                attempt,
+                totals=StepTotals(loss, count, squared, noise),
+                inspect=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival),
+            )
+            if self._noise is not None and attempt.applied:
+                rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
+                attempt.noise = self._noise.scale(noise, count=count, rows=rows)
+        return attempt.result()
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[StepAttempt]:
+        """Begin a step; after the block restore the state that forwards have changed, unless `decide` has updated."""
+        attempt = StepAttempt(time.perf_counter(), self._scale)
+        began = time.monotonic()
+        self._world.flight_recorder.doing = StepPhase.BEGIN
+        self._engine.check_parameters()
+        self._updating.begin()
         self._runner.begin(self._steps)
-        self._estimate_count(batch, local=local)
         self._before.keep()
         if self._noise is not None:
             self._noise.begin()
-        scale, self.applied = self._scale, False
+        self.applied = False
         with first_step_of(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
-                totals, problem = self._attempt(batch, micro_batches, local=local)
+                yield attempt
             finally:
                 if not self.applied:
                     self._before.put_back()
@@ -100,50 +160,34 @@ class TrainingSteps:
                 self._policy.blocks.finish()
         self._takes_shape &= not self.applied  # the first update makes the optimizer's state
         self._world.flight_recorder.doing = StepPhase.OUTSIDE
-        seconds = time.perf_counter() - started
         moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
         self._world.flight_recorder.add_background((piece.kind, piece.started, piece.ended) for piece in moved)
-        loss_scale = 1.0 if scale is None else scale.value
-        noise = None
-        if self._noise is not None and self.applied:
-            rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
-            noise = self._noise.scale(totals.squares, count=totals.count, rows=rows)
-        return StepResult(
-            totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, loss_scale, noise
-        )
 
-    def _attempt(
-        self, batch: Any, micro_batches: Sequence[MicroBatch], *, local: bool
-    ) -> tuple[StepTotals, str | None]:
-        """Run forward, backward and update; return the sums over the ranks, and why the update was skipped or None."""
-        given = 0 if local else batch_digest(batch, contents=not self._compared)
-        with self._world.record() as called:
-            sums = self._runner.train(micro_batches, scale=self._factor, on_count=self._counted)
-            self._runner.finish()
-            self._world.flight_recorder.doing = StepPhase.EXCHANGE
-            totals = self._exchange(sums, StepInputs(given, tree.row_count(batch), tuple(called)))
-        check_count(totals.count)
-        self._compared = True
+    def decide(self, attempt: StepAttempt, *, totals: StepTotals, inspect: Inspection | None = None) -> None:
+        """Update the parameters if the sums allow it, and note the outcome in `attempt`.
+
+        inspect: runs forward and backward again, for a message that names the gradients that are not finite. Raises
+        NonFiniteError when the policy forbids to skip the update.
+        """
         self._world.flight_recorder.doing = StepPhase.UPDATE
+        attempt.totals = totals
         if totals.problem is not None:
             self._before.put_back()
-            return totals, self._left_out(totals.problem, totals, micro_batches)
+            attempt.problem = self._left_out(totals.problem, totals, inspect)
+            return
         self._apply(totals)
-        self.applied = True
+        self.applied = attempt.applied = True
         self._skips, self._steps = 0, self._steps + 1
-        return totals, None
 
-    def _left_out(self, problem: str, totals: StepTotals, micro_batches: Sequence[MicroBatch]) -> str:
+    def _left_out(self, problem: str, totals: StepTotals, inspect: Inspection | None) -> str:
         """Skip the update of a step, and return the reason. Raises NonFiniteError when the policy forbids the skip."""
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
         updated = self._updating.skip_update()
-        if totals.count:
-            problem += culprits(
-                self._engine, run=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival)
-            )
+        if totals.count and inspect is not None:
+            problem += culprits(self._engine, run=inspect)
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
@@ -153,15 +197,20 @@ class TrainingSteps:
         totals.warn_of_nothing(self._world.rank)
         clip = self._recipe.clip_norm
         self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
-        factor = self.clipped / totals.count / self._factor
+        factor = self.clipped / totals.count / self.factor
         if self._scale is not None:
             self._scale = self._scale.updated().expecting(totals.count)
         self._updating.apply(factor)
 
     @property
-    def _factor(self) -> float:
+    def factor(self) -> float:
         """Factor that multiplies the loss before the backward."""
         return 1.0 if self._scale is None else self._scale.factor
+
+    def expect_mean(self) -> None:
+        """Expect backwards of a loss that is divided by its count already."""
+        if self._scale is not None:
+            self._scale = self._scale.expecting(1.0)
 
     def _estimate_count(self, batch: Any, *, local: bool) -> None:
         """Estimate the count of a batch for the loss scale, as long as no step has measured it."""
@@ -179,19 +228,22 @@ class TrainingSteps:
     def _counted(self, count: Tensor) -> None:
         self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))
 
-    def _exchange(self, sums: tuple[Tensor, Tensor], inputs: StepInputs) -> StepTotals:
-        """Sum loss, count and squared norm over the ranks. Raises RanksDisagree if batch or collectives differ.
+    def totals(
+        self, sums: tuple[Tensor, Tensor], *, inputs: StepInputs, local: bool, more: Sequence[Tensor] = ()
+    ) -> list[float]:
+        """Sum loss, count and `more` over the ranks. Raises RanksDisagree if batches or collectives differ.
 
         Of ranks with equal rows and equal losses only the first counts. In a pipeline only the last stage has a loss.
+        With `local`, only ranks that share their rows need equal batches.
         """
         world = self._world
-        own = torch.stack([*(sums if self._counts_loss else zeros(world)), self._engine.squared_norm()])
-        if self._noise is not None:
-            own = torch.cat([own, self._noise.squares()])
-        (loss, count, squared, *noise), mismatch = world.totals(own, digest=inputs.batch)
+        own = [*(sums if self._counts_loss else zeros(world)), *more]
+        equal = [axis for axis in world.mesh.names if not (local and axis in self._plan.row_axes)]
+        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal)
         if mismatch:
-            raise RanksDisagree(mismatch_text(world.mesh, found=dict(world.exchange((world.rank, inputs)))))
-        return StepTotals(loss, count, squared / self._factor**2, [one / self._factor**2 for one in noise])
+            found_inputs = dict(world.exchange((world.rank, inputs)))
+            raise RanksDisagree(mismatch_text(world.mesh, found=found_inputs, equal=equal))
+        return found
 
     def close(self) -> None:
         """Remove the hooks that measure noise."""

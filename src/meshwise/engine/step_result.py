@@ -125,19 +125,20 @@ _LOOKED_AT = 64 << 10
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Digest of a rank's global batch (0 for a local batch), its rows, and the collectives that the rank called."""
+    """Digest of the batch that a rank was given, its rows, and the collectives that the rank called."""
 
     batch: int
     rows: int
     called: tuple[CallRecord, ...]
 
 
-def batch_digest(batch: Any, *, contents: bool) -> int:
+def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
     """Return a CRC-32 of the shapes and dtypes of a batch and, with `contents`, of each tensor's first and last 64 KiB.
 
-    Reading the contents waits for the device. Meta and sparse tensors enter by shape and dtype only.
+    `before`: digest of the batches before this one. Reading the contents waits for the device. Meta and sparse tensors
+    enter by shape and dtype only.
     """
-    digest = 0
+    digest = before
     for tensor in tree.tensors(batch):
         digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
         if contents and not tensor.is_meta and tensor.layout == torch.strided:
@@ -153,19 +154,31 @@ def _ends(tensor: Tensor) -> Tensor:
     return ends.contiguous().cpu().view(torch.uint8)
 
 
-def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
-    """Return an error message: how the batches or collectives of the ranks differ, and what to change."""
-    parties: dict[tuple[int, int], list[int]] = {}
-    for rank, given in sorted(found.items()):
-        parties.setdefault((given.batch, given.rows), []).append(rank)
-    if len(parties) == 1:
-        return _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
-    had = ", ".join(f"{ranks_text(ranks)} one of {rows} rows" for (_, rows), ranks in parties.items())
-    return (
-        f"the ranks were given different batches ({had}). step(batch) takes the global batch, the same on every rank, "
-        "and gives each rank its own rows. If a batch has this rank's rows alone, as from a DistributedSampler, call "
-        "step(batch, local=True)"
-    )
+def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
+    """Return an error message: how the batches or collectives of the ranks differ, and what to change.
+
+    `equal`: axes of the mesh along which the batches have to be equal.
+    """
+    for group in mesh.groups(equal):
+        parties: dict[tuple[int, int], list[int]] = {}
+        for rank in group:
+            parties.setdefault((found[rank].batch, found[rank].rows), []).append(rank)
+        if len(parties) > 1:
+            had = ", ".join(f"{ranks_text(ranks)} one of {rows} rows" for (_, rows), ranks in parties.items())
+            advice = _GLOBAL if set(equal) == set(mesh.names) else _LOCAL
+            return f"the ranks were given different batches ({had}). {advice}"
+    return _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
+
+
+_SAMPLER = "DistributedSampler(dataset, num_replicas=trainer.replicas, rank=trainer.replica)"
+_GLOBAL = (
+    "step(batch) takes the global batch, the same on every rank, and gives each rank its own rows. For batches of this "
+    f"rank's rows alone, call step(batch, local=True), and give the sampler the numbers of the plan: {_SAMPLER}"
+)
+_LOCAL = (
+    "These ranks train the same rows (tp and pp split the model, not the batch), so their local batches must be equal. "
+    f"Give the sampler the numbers of the plan, not world.size and world.rank: {_SAMPLER}"
+)
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) -> str:

@@ -1,5 +1,6 @@
 """The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load."""
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,15 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.base.tensor_tree import map_tensors, row_count
+from meshwise.checkpoint.load_state import on_all_ranks
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.live_unit import LiveUnit
+from meshwise.data_parallel.stored_slices import buffers
 from meshwise.data_parallel.update_timing import build_update
-from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
+from meshwise.engine.batch_sharding import BatchSharder
+from meshwise.engine.gather_rows import gather_rows
+from meshwise.engine.microbatch_runner import MicrobatchRunner, WholeModelRunner, zeros
+from meshwise.engine.open_step import OpenStep
+from meshwise.engine.parameter_average import ParameterAverage, drop_average
 from meshwise.engine.step import TrainingSteps
-from meshwise.engine.step_result import EvalResult, StepResult, UpdateRecipe, check_count
+from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
 from meshwise.expert.expert_parallel import imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
@@ -25,11 +33,12 @@ from meshwise.memory.memory_error import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
+from meshwise.model.module_copy import refuse_partial_copies
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
 
 
@@ -51,9 +60,13 @@ class Trainer:
         self.optimizer = optimizer
         self._engine = engine
         self._runner = runner
+        split = any(row.layout.axes or row.held_at for row in engine.table.rows)
+        if split or any(unit.is_sharded for unit in engine.units):
+            refuse_partial_copies(engine.modules, plan=str(plan))
         self._recipe = recipe
         self._policy = policy
         self._update, when = build_update(engine, optimizer=optimizer, early=recipe.early)
+        self._average: ParameterAverage | None = None
         self._state = TrainingState(engine, update=self._update, plan=plan)
         self._stepping = TrainingSteps(engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy)
 
@@ -133,6 +146,16 @@ class Trainer:
 
     # ---- training ----------------------------------------------------------------------------------------------
 
+    @property
+    def replicas(self) -> int:
+        """Number of parts into which the plan splits the rows of a batch: `num_replicas` of a DistributedSampler."""
+        return self._stepping.sharder.ranks
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's part of the rows: `rank` of a DistributedSampler. Ranks of a tp group have one part."""
+        return self.world.group(self.plan.row_axes).index
+
     def share(self, size: int) -> tuple[int, int]:
         """Return [start, stop): the rows of a global batch of `size` rows that this rank takes."""
         shards = self._stepping.sharder.shards(size)
@@ -144,41 +167,92 @@ class Trainer:
         """Train one optimizer step on a batch, a tree of tensors whose dim 0 counts the samples; return its result.
 
         | batch   the global batch, equal on every rank; each rank takes the rows of `share`. They may divide unevenly
-        | local   True: `batch` has only this rank's rows, which may be none
+        | local   True: `batch` has only this rank's rows, which may be none: the rows of part `replica` of `replicas`
         | total   with `local`, rows of the global batch, split as `share` returns; None: every rank has as many rows as
         |         this one. Dropout depends on a row's number in the global batch
         | only    numbers of the micro-batches to run, None for all; a rehearsal runs one of several equal ones
 
         Raises NonFiniteError when the loss or the gradient is not finite and `Options.nonfinite` allows no skip. Raises
-        RanksDisagree when the ranks called different collectives or were given different global batches. Batches are
-        compared by shape, and until the first step that succeeds also by content. Raises LossError when `loss` does not
+        RanksDisagree when the ranks called different collectives, or ranks that need equal batches were given different
+        ones. Batches are compared by shape, and until the first step that succeeds also by content; local batches only
+        among ranks that share their rows. Raises LossError when `loss` does not
         return (sum, count), and any error of model and loss.
 
         A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
         After all ranks have caught the error, they may continue. There are two exceptions: an error of the optimizer
         itself, and nonfinite='end', which may have updated some units.
         """
+        self._refuse_averaged()
         with memory_errors_explained(self.plan, memory=self.memory):
             return self._stepping.step(batch, local=local, total=total, only=only)
+
+    def open_step(self) -> OpenStep:
+        """Return a step whose forwards, losses and backwards the caller runs: `with trainer.open_step() as step:`.
+
+        Raises PlanError with pp, and for updates in the backward (nonfinite='end' with offload).
+        """
+        self._refuse_averaged()
+        if self._recipe.early and self.tiers.offload.updates_on_cpu:
+            raise PlanError("open_step updates after its backwards, and nonfinite='end' in them; use nonfinite='raise'")
+        return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
+
+    def whole_runner(self, what: str) -> WholeModelRunner:
+        """Return the runner of a plan without pp. Raises PlanError with pp; `what`: who needs it, for the message."""
+        if isinstance(self._runner, WholeModelRunner):
+            return self._runner
+        raise PlanError(
+            f"{what} runs forward and backward when the script says so, and pp={self.plan.pp} runs them by a schedule; "
+            "use trainer.step with a loss function, or a plan without pp"
+        )
+
+    def average(self, decay: float) -> ParameterAverage:
+        """Keep an exponential moving average of the parameters from now on, and return it. A trainer keeps one.
+
+        `with average.applied():` evaluates, predicts or exports with the averaged parameters. `save` and `load` include
+        the average: call this before the steps that follow a `load`. Raises PlanError if the optimizer's state is
+        offloaded, ValueError for a decay outside of (0, 1).
+        """
+        if self.plan.tiers.state_tiers != {"device"}:
+            raise PlanError(f"the average is kept on the device, and offload={self.plan.offload}; use offload=none")
+        if self._average is not None:
+            self._average.close()
+        wait = self._state.wait_staged
+        self._average = ParameterAverage(self._engine, optimizer=self.optimizer, decay=decay, wait=wait)
+        return self._average
+
+    def _refuse_averaged(self) -> None:
+        if self._average is not None and self._average.swapped:
+            raise RuntimeError("the model has its averaged parameters; leave the block of average.applied() before")
+
+    def gather(self, x: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of `x` of all ranks, with gradients, and the index of this rank's first row among them.
+
+        For a loss that compares the samples of a batch (in-batch negatives). A loss of `parallelize` may call it, on
+        every rank: `rows, first = trainer.gather(features)`. The rows of one micro-batch are returned, in the order
+        of the global batch. The backward sums the gradients of all ranks. Each rank needs at least one row.
+        """
+        axes = self.plan.row_axes
+        return gather_rows(x, world=self.world, axes=axes, counts=self._runner.counts)
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
 
-        Every rank passes the same number of batches. Raises LossError for counts that are negative or not finite.
+        Every rank passes the same number of batches. Raises LossError for counts that are negative or not finite, and
+        RanksDisagree as `step` does.
         """
         total, tokens = zeros(self.world)
-        splits = self._runner.evaluation_micro_batches
+        splits, digest, rows = self._runner.evaluation_micro_batches, 0, 0
         with torch.no_grad(), eval_mode(self.model):
             for number, batch in enumerate(batches):
+                digest, rows = batch_digest(batch, contents=number == 0, before=digest), rows + row_count(batch)
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
                 micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=splits)
                 with memory_errors_explained(self.plan, memory=self.memory):
                     loss, count = self._runner.evaluate(micro_batches)
                 total += loss
                 tokens += count
-        sums = torch.stack([total, tokens])
-        self.world.all_reduce(sums, axes=("pp", *self.plan.loss_axes)).wait()
-        loss_sum, count_sum = sums.tolist()
+        inputs = StepInputs(digest, rows, ())  # calls of a long evaluation are not kept
+        loss_sum, count_sum = self._stepping.totals((total, tokens), inputs=inputs, local=local)
         check_count(count_sum)
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
@@ -189,14 +263,25 @@ class Trainer:
         """
         return imbalances(self._engine.modules, world=self.world)
 
-    def predict(self, batch: Any) -> Any:
-        """Return the output of the model for `batch`, without gradients and in eval mode.
+    def predict(self, batch: Any, *, split: bool = False) -> Any:
+        """Return the output of the model for `batch`, without gradients and in eval mode. Every rank calls it.
 
-        `batch` is not split: the rank computes all of its rows. Every rank calls it, because parameters may have to be
-        gathered. With pp, raises PlanError for an output tensor that the last stage does not have.
+        Without `split`, each rank computes all rows of its own `batch`. With `split`, `batch` is a global batch: each
+        rank computes a part, and gets the output of all rows, in order and each once. The output holds full tensors,
+        which one rank alone may read. With pp, raises PlanError for an output tensor that the last stage does not have.
         """
         with torch.no_grad(), eval_mode(self.model):
-            return self._runner.predict(batch)
+            if not split:
+                return self._runner.predict(batch)
+            axes = self.plan.row_axes
+            sharder = BatchSharder(self.world, axes, runs_empty=True)
+            [part] = sharder.split(batch, local=False, total=None, count=1)
+            output = self._runner.predict(part.rows)
+
+            def gathered(x: Tensor) -> Tensor:
+                return gather_rows(x, world=self.world, axes=axes, counts=part.counts)[0] if x.dim() else x
+
+            return map_tensors(gathered, output)
 
     # ---- full tensors ------------------------------------------------------------------------------------------
 
@@ -223,6 +308,44 @@ class Trainer:
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) of every buffer of all stages. Every rank must iterate to the end."""
         return self._engine.full_buffers()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the full parameters and persistent buffers by name, as CPU tensors on rank 0; {} on other ranks.
+
+        Every rank calls it. Names and values are as in `model.state_dict()` on one process; tied names share a tensor.
+        """
+        found: dict[str, Tensor] = {}
+        persistent = set().union(*self.world.exchange({held.name for held in buffers(self.modules)}))
+        aliases = {row.name: row.aliases for row in self.table.rows}
+        for name, value in itertools.chain(self.full_parameters(), self.full_buffers()):
+            if self.world.rank == 0 and (name in aliases or name in persistent):
+                kept = value.detach().to("cpu", copy=True)
+                found |= dict.fromkeys((name, *aliases.get(name, ())), kept)
+        return found
+
+    def save_pretrained(self, folder: str | Path, **arguments: Any) -> None:
+        """Write a model of transformers or PEFT to `folder`, as its own `save_pretrained` does. Every rank calls it.
+
+        `arguments` go to the model's method; rank 0 alone writes. Raises ValueError for a model without that method,
+        and, on every rank, if rank 0 cannot write.
+        """
+        model = self.modules[0]
+        write = getattr(model, "save_pretrained", None)
+        if write is None:
+            raise ValueError(
+                f"{type(model).__name__} has no save_pretrained, which models of transformers and PEFT have. On every "
+                'rank: state = trainer.state_dict(); then on rank 0: torch.save(state, "model.pt")'
+            )
+        state = self.state_dict()
+
+        def written() -> None:
+            try:
+                if state:
+                    write(folder, state_dict=state, **arguments)
+            except OSError as error:
+                raise ValueError(f"{folder} was not written: {error}") from error
+
+        on_all_ranks(written, world=self.world)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of model state on this rank, by kind.
@@ -252,11 +375,15 @@ class Trainer:
 
         | extra       JSON values of the user, saved as the first rank gives them
         | wait        False: return at once. Training may continue; the next update waits for the copies that it needs
-        | keep_last   after the save, keep so many valid checkpoints beside `folder`, and remove older ones; None: all
+        | keep_last   after the save, keep so many valid checkpoints beside `folder`, and remove older ones; None: all.
+        |             Only names that end with a number count, as step-100: `best` and `last` are never removed
 
         Raises SaveError on every rank when this save (with `wait`) or the save before failed. Earlier checkpoints are
         not changed by a failed save.
         """
+        self._refuse_averaged()
+        if self._average is None:
+            drop_average(self.optimizer)
         kept = {**self._stepping.state(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
         if wait:
@@ -272,6 +399,7 @@ class Trainer:
         Raises DamageError on every rank when the checkpoint is incomplete or altered; load another checkpoint before
         you continue. Raises ValueError, and changes nothing, for a checkpoint of another model or optimizer.
         """
+        self._refuse_averaged()
         return self._resumed(self._state.load(Path(folder)))
 
     def restore(self, root: str | Path) -> RestoredState | None:
@@ -280,6 +408,7 @@ class Trainer:
         Return its path, its `extra` and the damaged checkpoints that were skipped; None when there is no checkpoint.
         Raises DamageError when there are checkpoints and none is valid.
         """
+        self._refuse_averaged()
         restored = self._state.restore(Path(root))
         return restored and replace(restored, extra=self._resumed(restored.extra))
 

@@ -83,7 +83,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Inside, norms use copies of `statistics` (one entry a norm; empty: of their present running statistics)."""
+        """Inside, norms use copies of `statistics`, one entry per norm; empty: of their present running statistics."""
         norms = self._norms
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:

@@ -58,6 +58,17 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Call the model with `batch`, a pair of positional and of keyword arguments, and return its output."""
+    arguments, given = batch
+    return model(*arguments, **given)
+
+
+def no_loss(_output: Any, _batch: Any) -> tuple[Tensor, Tensor | float]:
+    """Raise LossError: the trainer was made without a loss."""
+    raise LossError("this trainer was made without a loss; pass parallelize(…, loss=loss), or use trainer.open_step")
+
+
 def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> tuple[Tensor, Tensor]:
     """Run forward and loss; return the sum of the loss and the count of its terms, two scalar tensors (count: fp64).
 

@@ -1,8 +1,9 @@
-"""Copy a model: its modules, with chosen tensors in place of the model's, and the hooks of its parameters."""
+"""Copy a model: its modules with chosen tensors, and the hooks of its parameters; or refuse copies of a rank's part."""
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -59,3 +60,34 @@ def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
 
 def _accumulate_hooks(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], None]] | None:
     return parameter._post_accumulate_grad_hooks
+
+
+_SAVE = (
+    "state_dict() has one rank's part alone. Call trainer.state_dict() on every rank, which gives rank 0 all of it, or "
+    'trainer.save_pretrained("folder") for a model of transformers or PEFT'
+)
+_LOAD = "load_state_dict() cannot fill them; load before parallelize, or call trainer.load(folder) on every rank"
+_COPY = (
+    "a copy would have one rank's part alone. Call average = trainer.average(0.999) for an average of the parameters, "
+    "trainer.state_dict() for their values"
+)
+
+
+def refuse_partial_copies(modules: Iterable[nn.Module], *, plan: str) -> None:
+    """Make `state_dict`, `load_state_dict`, `deepcopy` and pickling of modules raise RuntimeError.
+
+    torch would write or copy this rank's part without a word: NaN under zero=3, halves of matrices under tp, one stage
+    under pp. `save_pretrained` and `torch.optim.swa_utils.AveragedModel` use these methods. `plan`: for the message.
+    """
+    save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
+    for module in {part: None for whole in modules for part in whole.modules()}:
+        module.register_state_dict_pre_hook(save)
+        module.register_load_state_dict_pre_hook(load)
+        vars(module)["__reduce_ex__"] = copy  # asked for by copy.deepcopy and pickle, before they read the module
+
+
+def _raising(plan: str, what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise RuntimeError(f"the plan '{plan}' splits the parameters of this model over the ranks, and {what}")
+
+    return refuse

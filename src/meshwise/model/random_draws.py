@@ -49,12 +49,19 @@ DRAWING_MODULES = (
 class SampleRows:
     """The samples of a micro-batch: `count` samples, from number `first` of the global batch on.
 
-    `further(n)`: the samples of this micro-batch on the rank n places after this one along the axes of the batch.
+    `further(n)`: the samples of this micro-batch on the rank n places after this one along the axes of the batch. A
+    count of 0: the samples are unknown, and draws raise an error.
     """
 
     first: int
     count: int
     further: "Callable[[int], SampleRows] | None" = field(default=None, repr=False, compare=False)
+
+    def shifted(self, by: int) -> "SampleRows":
+        """Return samples whose numbers are larger by `by`."""
+        there = self.further
+        further = None if there is None else lambda shares: there(shares).shifted(by)
+        return SampleRows(self.first + by, self.count, further)
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ class TokenPositions(Protocol):
         """Return a context in which a forward of the samples `rows` runs, or with `again` its backward."""
 
 
-DrawState: TypeAlias = tuple["_Frame", ActivationRegion]
-"""The running call and the region at a point of a forward; see `RandomDraws.snapshot`."""
+DrawState: TypeAlias = tuple["_Frame", ActivationRegion, SampleRows]
+"""The running call, the region and the samples at a point of a forward; see `RandomDraws.snapshot`."""
 
 RegionStarts: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
 """By module name, a function that returns the region that begins at the module."""
@@ -300,18 +307,18 @@ class RandomDraws:
 
     def snapshot(self) -> DrawState:
         """Return the point that the forward has reached, for `restored`."""
-        return self._stack[-1].copied(), self._region
+        return self._stack[-1].copied(), self._region, self._rows
 
     @contextlib.contextmanager
     def restored(self, place: DrawState) -> Iterator[None]:
-        """Inside the block, repeat the draws that follow `place`, for the present samples."""
-        before = self._stack, self._region
-        self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
+        """Inside the block, repeat the draws that follow `place`."""
+        before = self._stack, self._region, self._rows
+        self._stack, self._region, self._rows = [self._stack[0], place[0].copied()], place[1], place[2]
         try:
             with self._intercepting(wanted=place[0].name in self._drawing):
                 yield
         finally:
-            self._stack, self._region = before
+            self._stack, self._region, self._rows = before
 
     # ---- called by `RandomInterception` for a draw -------------------------------------------------------------
 
@@ -339,6 +346,11 @@ class RandomDraws:
     def _place(self) -> DrawPlace:
         self.drew = True
         frame = self._stack[-1]
+        if not self._rows.count:
+            raise ValueError(
+                f"{frame.name or 'the model'} draws in a repeated forward, and the step has several to repeat. Use "
+                "recompute=full in place of torch.utils.checkpoint, or call step.backward after each forward"
+            )
         if self._everywhere:
             self._drawing.add(frame.name)
         if frame.visit is None:

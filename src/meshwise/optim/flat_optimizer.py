@@ -2,7 +2,8 @@
 
 An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
 rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
-(`model.full_parameter_access`). Classes of torch that need whole tensors are refused.
+(`model.full_parameter_access`). Classes of torch that need whole tensors are refused, and other classes that treat
+slices differently in a trial (`slice_trial`).
 """
 
 import inspect
@@ -15,6 +16,7 @@ from torch import nn
 from meshwise.model.full_parameter_access import NEEDS, LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.optim.group_hyperparameters import IMPLEMENTATIONS
+from meshwise.optim.slice_trial import slice_difference
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 """A class of torch optimizers, such as `torch.optim.AdamW`."""
@@ -62,7 +64,8 @@ def build_optimizer(
     Uses torch's fused implementation, which reads and writes every buffer once, if the class has one, no parameter is
     complex, and `arguments` do not name an implementation.
 
-    Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, or does not take an argument.
+    Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, treats slices differently
+    without `needs`, or does not take an argument.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(  # noqa: TRY004
@@ -84,6 +87,12 @@ def build_optimizer(
     if not takes_any and (unknown := sorted(set(arguments) - set(accepted))):
         raise ValueError(
             f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
+        )
+    if not needs_whole(optimizer) and (how := slice_difference(optimizer, arguments=arguments)):
+        raise ValueError(
+            f"{optimizer.__name__} needs whole parameters, but ranks update flat slices of them: {how}. Add the line "
+            f'`needs = "norms"` (or "matrices") to the class, and take whole tensors from its argument `logical`, as '
+            "in meshwise/model/full_parameter_access.py; or use AdamW"
         )
     plain = not any(parameter.is_complex() for group in groups for parameter in group["params"])
     if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):

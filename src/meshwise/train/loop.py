@@ -42,6 +42,7 @@ from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.dataset import length, read_batches
+from meshwise.train.experiment_loggers import open_loggers
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job, SampleJob, ScheduleJob
 from meshwise.train.prepare_job import Prepared, prepare
@@ -103,6 +104,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     )
     folder = on_first_rank(lambda: RunFolder.claim(job, path=start.folder, attempt=attempt), world=world)
     sinks = [] if world.rank else folder.sinks(console or OutputConsole(), every=job.train.log_every)
+    sinks += [] if world.rank else open_loggers(job, folder=folder.path)
     try:
         with EventDispatcher(sinks) as events:
             return _Run(trainer, prepared, folder, events, memory_before=memory_before).run(start)

@@ -223,5 +223,5 @@ def _build_as(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     names = {item.lower(): item for item in known if not item.startswith("_")}
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     return f"did you mean {names[near[0]]!r}?" if near else f"there are {', '.join(names.values()) or 'none'}"

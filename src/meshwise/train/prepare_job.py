@@ -26,6 +26,7 @@ from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.train.batch_sizes import BatchSizes
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import RunData, length, load_data, read_batches
+from meshwise.train.experiment_loggers import logger_maker
 from meshwise.train.job import Job, JobError
 from meshwise.train.metrics_files import summary_writer
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
@@ -119,6 +120,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         )
     if job.train.tensorboard:
         summary_writer()
+    for logger in job.train.loggers:
+        logger_maker(logger)
     if job.sample.length and not data.text:
         raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) generates text; use 0")
     rule = optimizer_options(job.optimizer, model=model)

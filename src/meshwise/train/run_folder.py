@@ -27,6 +27,7 @@ from rich.console import Console
 
 from meshwise.checkpoint.checkpoint_folder import newest_valid
 from meshwise.checkpoint.checkpoint_index import INDEX
+from meshwise.checkpoint.hugging_face import is_pretrained
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_toml import to_toml
@@ -144,6 +145,11 @@ def _resume_start(job: Job) -> RunStart:
     place = Path(resume)
     if (place / INDEX).is_file():
         return RunStart(chosen=place)
+    if is_pretrained(place):
+        raise JobError(
+            f"train.resume = {resume!r} is a model in the layout of Hugging Face, without the state of a run; let the "
+            "function of model.name return AutoModelForCausalLM.from_pretrained(folder)"
+        )
     root = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
     if not any(root.glob(f"*/{INDEX}")):
         raise JobError(

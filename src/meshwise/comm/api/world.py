@@ -327,11 +327,13 @@ class World(abc.ABC):
         self.all_gather(data, into=parts, axes=group.axes).wait()
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
-    def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
+    def totals(self, x: Tensor, *, digest: int = 0, equal: Axes | None = None) -> tuple[list[float], float]:
         """Return the sums over all ranks of `x` (an fp64 vector) and of `rank_mismatch`, by one blocking all-reduce.
-        digest: 32 bits that must be equal on all ranks; if the ranks' digests differ, the second result is not 0.
+        digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all ranks for None. If they
+        differ, the second result is not 0.
         """
-        whole = self.rank_mismatch + digest * (self.size - 1 if self.rank == 0 else -1)
+        group = self.group(self.mesh.names if equal is None else equal)
+        whole = self.rank_mismatch + digest * (group.size - 1 if group.index == 0 else -1)
         mismatch = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)
         numbers = torch.cat([x, mismatch])
         self.all_reduce(numbers, axes=self.mesh.names).wait()

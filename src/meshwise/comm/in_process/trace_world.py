@@ -49,7 +49,7 @@ class TraceWorld(World):
         """Return a list with this rank's `value` for every rank of the group. No collective is recorded."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
-    def totals(self, x: Tensor, *, digest: int = 0) -> tuple[list[float], float]:
+    def totals(self, x: Tensor, *, digest: int = 0, equal: Axes | None = None) -> tuple[list[float], float]:
         """Return sums as `World.totals` does; for a meta tensor, 1 for each sum and 0 for the mismatch."""
         if not x.is_meta:
             return super().totals(x)

@@ -54,16 +54,24 @@ def connected_world(
             raise ValueError(f"device={str(device)!r}, and torch finds no GPU here: leave the device out for CPUs")
         wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
         streams_of(wanted).select()
-    worlds = _worlds()
+    worlds = _worlds(os.getpid())
     if wanted not in worlds:
         worlds[wanted] = _join(wanted, stall_seconds, sink)
     return worlds[wanted]
 
 
 @functools.cache
-def _worlds() -> dict[torch.device, World]:
-    """Return the worlds of this process by device: one dict, which lives as long as the process."""
+def _worlds(pid: int) -> dict[torch.device, World]:  # noqa: ARG001 - the key of the cache
+    """Return the worlds of process `pid`, this one, by device: one dict, which lives as long as the process.
+
+    A fork of this process is another process: it begins without worlds.
+    """
     return {}
+
+
+def has_world() -> bool:
+    """Return whether this process has joined a world, as a notebook in which a trainer was made."""
+    return bool(_worlds(os.getpid()))
 
 
 def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -> World:

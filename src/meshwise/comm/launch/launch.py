@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from meshwise.comm.api.launch_environment import launched_rank
 from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
-from meshwise.comm.launch.connect import comm_setting, connect, leave_undone
+from meshwise.comm.launch.connect import comm_setting, connect, has_world, leave_undone
 from meshwise.comm.launch.cores import cores
 from meshwise.comm.launch.elastic_agent import launch
 from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
@@ -85,7 +85,7 @@ def run(
     method = _start_method(main)
     ended: BaseException | signal.Signals
     try:
-        with _as_launcher(size), comm_setting(comm), job_folder() as folder:
+        with _as_launcher(size, method=method), comm_setting(comm), job_folder() as folder:
             passed = (folder, LauncherEnvironment(), main, tuple(args), device)
             statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
             outcomes = last_start(folder)
@@ -154,7 +154,7 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 
 
 @contextlib.contextmanager
-def _as_launcher(size: int) -> Iterator[None]:
+def _as_launcher(size: int, *, method: str) -> Iterator[None]:
     """Set what torch's launcher needs (signal handlers, environment, logging), and restore it after the block."""
     kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -167,7 +167,10 @@ def _as_launcher(size: int) -> Iterator[None]:
         for name, logger in logging.Logger.manager.loggerDict.items()
         if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
     ]
-    if size > 1 and asked_threads() is None:
+    if method == "fork" and has_world():
+        # A fork has none of the threads with which torch computes in this process, and would wait for them for ever.
+        os.environ["OMP_NUM_THREADS"] = "1"
+    elif size > 1 and asked_threads() is None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
     os.environ[_HANDLED] = ""  # torch sets no handlers: `_received` is the handler
     for logger in silenced:

@@ -62,8 +62,9 @@ class RemoteParameter(Tensor):
         asked = func in _LIKE and not isinstance(args[0], RemoteParameter)
         if not asked and any(not isinstance(tensor, RemoteParameter) for tensor in given):
             raise StageError(
-                f"a stage computes with {where}, which another stage holds; on the example it did not need {where}. "
-                f"{REMEDY}"
+                f"a stage computes with {where}, which another stage holds; on the example it did not need {where}. If "
+                "the script calls trainer.model itself, as generate does, call trainer.predict: with pp a rank has one "
+                f"stage. Else: {REMEDY}"
             )
         with torch._C.DisableTorchFunctionSubclass():
             if asked and func in _CASTS:

@@ -116,8 +116,8 @@ class Part:
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
     head: True if it returns whole logits, because another stage of a pipeline gets them."""
     on_other_stage: bool = False
-    """Any role: True if another stage of the pipeline has the parameters. The module then returns the tensors received
-    from that stage, or nothing."""
+    """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
+    received from that stage, or NaN."""
     summed_from: int | None = None
     """whole: the first of the output features that each rank uses for its own heads alone; None for no such feature.
     The gradients of these features are summed over the ranks."""

@@ -24,6 +24,7 @@ from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
+from meshwise.tensor.detect.adapters import with_adapters, without_adapters
 from meshwise.tensor.detect.attention_heads import HeadSharing
 from meshwise.tensor.detect.known_names import DECLARED, branch_around, enclosing, of_all_blocks
 from meshwise.tensor.detect.latent_attention import latent_attentions, latent_parts
@@ -86,11 +87,14 @@ _OF_TOKENS = ("attention pattern=", "tokens ")
 def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
     """Return the parts under a plan, by name of a module, or of a parameter that a module holds itself.
 
-    The module stays unchanged and may be on the meta device. Raises ValueError for a rule that matches nothing or
-    contradicts the sizes, and for parameters without a part. Raises PlanError for a compiled model; and for a part that
-    the plan cannot split, with the nearest plans that can.
+    The module stays unchanged and may be on the meta device. With adapters of PEFT, rules name the adapted modules.
+    Raises ValueError for a rule that matches nothing or contradicts the sizes, and for parameters without a part.
+    Raises PlanError for a compiled model, and for a part that the plan cannot split, with the nearest plans that can.
     """
     refuse_compiled(module)
+    bare = without_adapters(module)
+    if bare is not module:
+        return with_adapters(find_parts(bare, plan=plan, rules=rules), module=module, plan=plan)
     found = _read(module, plan=plan, rules=rules or {})
     if found.left:
         raise ValueError(_no_part(module, found, plan=plan, rules=rules or {}))

@@ -1,0 +1,284 @@
+"""A step whose forwards, losses and backwards the caller runs: `Trainer.open_step` opens it.
+
+    | with trainer.open_step() as step:
+    |     inputs, labels = step.rows(batch)                              # this rank's rows of the global batch
+    |     output = step.forward(inputs)
+    |     loss = step.mean(cross_entropy(output, labels, reduction="sum"), len(labels))
+    |     step.backward(loss)                                            # again for each further loss
+    |     step.clip(1.0)
+    |     result = step.update()                                         # or step.skip()
+
+`mean` is the mean over the rows of all ranks, and the same number on every rank. Its gradient is the term of this
+rank's rows. So a backward adds the gradient of the whole batch, whatever is computed from such means: the gradients
+equal the gradients of one process.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base import tensor_tree as tree
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.logical_slices import LogicalSlices
+from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
+from meshwise.engine.gather_rows import gather_rows
+from meshwise.engine.microbatch_runner import WholeModelRunner, placed
+from meshwise.engine.step import StepAttempt, TrainingSteps
+from meshwise.engine.step_result import StepInputs, StepResult, StepTotals, mismatch_text
+from meshwise.model.forward import call_loss
+from meshwise.model.random_draws import SampleRows
+from meshwise.plan import Plan, PlanError
+
+
+class OpenStep:
+    """One optimizer step of a trainer, to be used once, in a `with` block. Every rank calls the same methods.
+
+    `counts`: False on a rank without rows of the last batch, which computes a copy of another row instead. `mean`,
+    `gather` and `backward` leave such rows out.
+    """
+
+    def __init__(self, steps: TrainingSteps, *, runner: WholeModelRunner, plan: Plan) -> None:
+        self.counts = True
+        self._steps = steps
+        self._runner = runner
+        self._engine = runner.engine
+        self._world = runner.engine.world
+        self._plan = plan
+        self._sharder = BatchSharder(self._world, plan.row_axes, runs_empty=True)
+        self._rows: MicroBatch | None = None
+        self._pending: list[MicroBatch] = []
+        self._forwards: dict[WholeModelRunner, int] = {}
+        self._size = self._offset = self._backwards = self._digest = 0
+        self._value = self._terms = 0.0
+        self._reduced = self._ended = False
+        self._open = ExitStack()
+        self._attempt: StepAttempt | None = None
+        self._called: list[CallRecord] = []
+
+    def __enter__(self) -> Self:
+        """Begin the step: discard the gradients of the step before."""
+        assert self._attempt is None, "an open step is used once"
+        self._attempt = self._open.enter_context(self._steps.attempt())
+        self._called = self._open.enter_context(self._world.record())
+        self._steps.expect_mean()
+        self._engine.begin_step()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """End the step. Raises RuntimeError for a step that was neither updated nor skipped."""
+        self._engine.gatherer.free_all()
+        self._open.__exit__(kind, error, trace)
+        if kind is None and not self._ended:
+            raise RuntimeError("the open step ended without an update; call step.update() or step.skip() in its block")
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def rows(self, batch: Any, *, local: bool = False, total: int | None = None) -> Any:
+        """Return this rank's rows of a batch, on this rank's device. Arguments as in `Trainer.step`.
+
+        The forwards that follow compute these rows. A rank without rows gets a copy of another row; see `counts`.
+        """
+        [self._rows] = self._sharder.split(batch, local=local, total=total, count=1)
+        rows = tree.row_count(batch)
+        self._size = (rows * self._sharder.ranks if total is None else total) if local else rows
+        self.counts = self._rows.counts
+        return placed(self._rows.rows, world=self._world)
+
+    def forward(self, *arguments: Any, **given: Any) -> Any:
+        """Return `model(*arguments, **given)` for this rank's rows. May be called several times.
+
+        Random draws (dropout) differ between the forwards of a step, as if each had rows of its own.
+        """
+        call = self._runner.task.call
+        return self._run(self._runner, lambda model: call(model, (arguments, given)), (arguments, given))
+
+    def through(self, trainer: Any, *arguments: Any, **given: Any) -> Any:
+        """Return the output of another trainer's model, such as a discriminator, for this rank's rows.
+
+        The backward of this step runs through that model and discards its gradients. Raises PlanError for one with pp.
+        """
+        runner = trainer.whole_runner("step.through")
+        return self._run(runner, lambda model: runner.task.call(model, (arguments, given)), (arguments, given))
+
+    def loss(self, batch: Any, *, local: bool = False, total: int | None = None) -> Tensor:
+        """Return the mean over the global batch of the loss that `parallelize` was given. Arguments as in `step`."""
+        rows, task = self.rows(batch, local=local, total=total), self._runner.task
+        sums = self._run(self._runner, lambda model: call_loss(model, rows, forward=task.forward, loss=task.loss), rows)
+        return self.mean(*sums)
+
+    def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """Return the sum of `total` over all ranks, divided by the sum of `count`: a scalar, the same on every rank.
+
+        total: the sum over this rank's rows, a scalar with a graph. count: the number of its terms.
+        """
+        terms = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
+        sums = self.sum(torch.stack([total.double().reshape(()), terms]))
+        self._terms += float(sums[1].detach())
+        return (sums[0] / sums[1].detach()).to(total.dtype)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks with other rows, of the shape of `x`, the same on every rank.
+
+        Compute only what is the same on every rank from it. The gradient of the sum is the gradient of `x`. A rank
+        whose rows do not count adds zeros.
+        """
+        own = x if self.counts else x * 0
+        return gradient.all_reduce(own, world=self._world, axes=self._plan.loss_axes).wait()
+
+    def gather(self, x: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all ranks and the index of this rank's first row; see `Trainer.gather`."""
+        return gather_rows(x, world=self._world, axes=self._plan.row_axes, counts=self.counts)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, last: bool = False) -> None:
+        """Add the gradient of `loss`, a scalar that is the same on every rank: computed from `mean` and `sum`.
+
+        last: no backward follows in this step. Then gradients are reduced during the backward, which is faster.
+        """
+        if self._reduced:
+            raise RuntimeError("the gradients of this step are reduced already; call step.backward before")
+        value = float(loss.detach())
+        self._value, self._digest = self._value + value, zlib.crc32(repr(value).encode(), self._digest)
+        samples = {one.samples for one in self._pending}
+        rows = MicroBatch(None, self.counts, samples.pop() if len(samples) == 1 else SampleRows(0, 0))
+        with ExitStack() as others:
+            for runner in self._forwards.keys() - {self._runner}:
+                others.enter_context(runner.backward_of_another())
+            self._runner.backward(loss * self._steps.factor, rows=rows, last=last)
+        self._pending, self._forwards = [], {}
+        self._backwards += 1
+        self._reduced = last
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full gradient) of each trainable parameter; changes that the caller makes in place are kept.
+
+        Every rank iterates to the end and makes the same changes. No backward may follow.
+        """
+        self._reduce()
+        self._require_gradients("step.gradients")
+        factor = self._steps.factor
+        values = {parameter: part for bucket in self._engine.buckets for parameter, part in bucket.gradient_slices()}
+        try:
+            for name, full in LogicalSlices(self._engine).whole(values):
+                full.div_(factor)
+                yield name, full
+                full.mul_(factor)
+        finally:
+            self._forget_norms()
+
+    def norm(self) -> float:
+        """Return the 2-norm of the gradient over all parameters. No backward may follow."""
+        self._reduce()
+        [squared], _ = self._world.totals(self._engine.squared_norm().reshape(1))
+        return float(squared**0.5 / self._steps.factor)
+
+    def clip(self, norm: float) -> float:
+        """Scale the gradient down to this 2-norm if it is larger, as torch does; return the norm before."""
+        before = self.norm()
+        self._require_gradients("step.clip")
+        factor = norm / (before + 1e-6)
+        if factor < 1.0:
+            self._engine.scale_gradients(factor)
+            self._forget_norms()
+        return before
+
+    # ---- update ------------------------------------------------------------------------------------------------
+
+    def update(self) -> StepResult:
+        """Update the parameters, and return the result: its loss is the sum of the losses, its tokens their terms.
+
+        `Options` (clip_norm, nonfinite) apply as in `Trainer.step`. Raises NonFiniteError and RanksDisagree as there,
+        and RanksDisagree when the ranks' losses differ.
+        """
+        attempt = self._finish()
+        world, axes = self._world, self._plan.loss_axes
+        squared = self._engine.squared_norm().reshape(1)
+        [total], mismatch = world.totals(squared, digest=self._digest, equal=axes)
+        if mismatch:
+            inputs = StepInputs(0, 0, tuple(self._called))
+            found = dict(world.exchange((world.rank, (inputs, self._value))))
+            raise RanksDisagree(_mismatch(world, found, axes))
+        self._steps.decide(attempt, totals=StepTotals(self._value, 1.0, total / self._steps.factor**2))
+        return self._result(attempt)
+
+    def skip(self) -> StepResult:
+        """Leave the parameters as they are, and discard the gradients; the result says `skipped`."""
+        attempt = self._finish()
+        attempt.totals, attempt.problem = StepTotals(self._value, 1.0, 0.0), "step.skip() was called"
+        return self._result(attempt)
+
+    def _finish(self) -> StepAttempt:
+        assert self._attempt is not None, "an open step is used in a with block"
+        if self._ended:
+            raise RuntimeError("this step has ended; open another one: with trainer.open_step() as step")
+        self._reduce()
+        self._runner.finish()
+        self._ended = True
+        return self._attempt
+
+    def _result(self, attempt: StepAttempt) -> StepResult:
+        return dataclasses.replace(attempt.result(), tokens=int(self._terms))
+
+    def _reduce(self) -> None:
+        """Sum the gradients over the ranks, unless the backwards have done so."""
+        if not self._reduced and not (self._backwards and self._engine.reduction.each_microbatch):
+            self._engine.reduce()
+            self._engine.settle()
+        self._reduced = True
+
+    def _require_gradients(self, what: str) -> None:
+        if self._engine.tiers.is_offloaded("gradients"):
+            raise PlanError(
+                f"{what} reads and changes gradients, but offload={self._plan.offload} moves them to another tier; "
+                "leave gradients out of offload, and clip with Options(clip_norm=…)"
+            )
+
+    def _forget_norms(self) -> None:
+        for bucket in self._engine.buckets:
+            bucket.forget_norm()
+
+    def _run(self, runner: WholeModelRunner, call: Callable[[nn.Module], Any], inputs: Any) -> Any:
+        """Run a forward of this or another model, and note which samples it computes."""
+        rows = self._numbered(inputs)
+        before = self._forwards.get(runner, 0)
+        if torch.is_grad_enabled():
+            self._pending.append(rows)
+            self._forwards[runner] = before + 1
+        return runner.forward(call, rows=rows, first=before == 0)
+
+    def _numbered(self, inputs: Any) -> MicroBatch:
+        """Return the samples of a forward: numbers that no forward of this step has had before, for random draws.
+
+        For as many inputs as `rows` has returned, they are the samples of these rows. Else every rank is taken to have
+        as many rows as this one.
+        """
+        count = next((len(tensor) for tensor in tree.tensors(inputs) if tensor.dim()), 1)
+        if self._rows is not None and self._rows.samples.count == count:
+            samples, size = self._rows.samples, self._size
+        else:
+            size = count * self._sharder.ranks
+            samples = self._sharder.shards(size).samples(0, count=1)
+        offset, self._offset = self._offset, self._offset + size
+        return MicroBatch(None, self.counts, samples.shifted(offset))
+
+
+def _mismatch(world: World, found: Mapping[int, tuple[StepInputs, float]], axes: Sequence[str]) -> str:
+    """Return an error message: the losses of the ranks, or their collectives, differ."""
+    for group in world.mesh.groups(axes):
+        if len({repr(found[rank][1]) for rank in group}) > 1:
+            losses = ", ".join(f"rank {rank}: {found[rank][1]:.7g}" for rank in group)
+            return (
+                f"the ranks called step.backward with different losses ({losses}). A backward adds up the gradients of "
+                "all ranks, so the loss has to be that of the whole batch, the same number on every rank: "
+                "loss = step.mean(loss_sum, count), with the sum over this rank's rows and the number of its terms"
+            )
+    inputs = {rank: given for rank, (given, _) in found.items()}
+    return mismatch_text(world.mesh, found=inputs, equal=world.mesh.names)

@@ -1,0 +1,166 @@
+"""Test models with adapters of PEFT under every plan that allows them, against one process."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grid import Grid
+from meshwise.checkpoint.export_model import ADAPTER, export
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import agree, alone, outcome, run
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
+
+TARGETS = ["qkv", "projection", "expansion"]
+
+
+def build(**settings: Any) -> nn.Module:
+    shape = GPTConfig(vocabulary=16, context=8, layers=2, heads=4, width=16, mlp_ratio=2, bias=True)
+    given = {"r": 3, "lora_alpha": 6, "target_modules": TARGETS, **settings}
+    torch.manual_seed(0)
+    model: nn.Module = peft.get_peft_model(GPT(shape).double(), peft.LoraConfig(**given))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model.double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(16, (rows, 9), generator=generator) for rows in (6, 5, 4)]
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens]
+
+
+def made(world: World, plan: str, **settings: Any) -> Trainer:
+    model = functools.partial(build, **settings)()
+    return parallelize(model, plan, world=world, loss=next_token_loss, options=Options(example=batches()[0]), lr=1e-2)
+
+
+@functools.cache
+def expected() -> Any:
+    return alone(build(), loss=next_token_loss, batches=batches(), lr=1e-2)
+
+
+PLANS = Grid(
+    {
+        "split": ("dp=2", "tp=2", "tp=4", "dp=2 tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2"),
+        "zero": (0, 1, 3),
+        "recompute": ("none", "full"),
+    }
+)
+
+
+@pytest.mark.grid(PLANS)
+def test_adapters_train_as_on_one_process(split: str, zero: int, recompute: str) -> None:
+    plan = f"{split} zero={zero} recompute={recompute}"
+    for one in run(Plan.parse(plan).mesh().size, lambda world: outcome(made(world, plan), batches=batches())):
+        agree(one, expected(), bound=1e-9)
+
+
+@pytest.mark.parametrize(
+    "plan, settings, message",
+    [
+        ("tp=2 sequence_parallel=1", {}, "sequence_parallel=0"),
+        ("tp=4 tp_mode=2d", {}, "use tp_mode=1d"),
+        ("tp=2", {"lora_dropout": 0.1}, "use lora_dropout=0, or tp=1"),
+        ("tp=2", {"use_dora": True}, "only LoRA of attention and MLP linears is split; use tp=1"),
+        ("tp=2", {"target_modules": ["head"]}, "a matrix that is 'single'.* other target_modules"),
+    ],
+)
+def test_adapters_that_cannot_be_split_are_refused(plan: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(Plan.parse(plan).mesh().size, lambda world: made(world, plan, **settings))
+
+
+KINDS = {
+    "DoRA": peft.LoraConfig(r=3, target_modules=TARGETS, use_dora=True),
+    "IA3": peft.IA3Config(target_modules=TARGETS, feedforward_modules=["expansion"]),
+}
+
+
+@pytest.mark.parametrize("plan", ["dp=3", "dp=2 zero=3", "pp=2 microbatches=2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_adapters_train_as_on_one_process_without_tp(kind: str, plan: str) -> None:
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        shape = GPTConfig(vocabulary=16, context=8, layers=2, heads=4, width=16, mlp_ratio=2)
+        model: nn.Module = peft.get_peft_model(GPT(shape), KINDS[kind])
+        return model.double()
+
+    def main(world: World) -> Any:
+        options = Options(example=batches()[0])
+        trainer = parallelize(adapted(), plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
+        return outcome(trainer, batches=batches())
+
+    single = alone(adapted(), loss=next_token_loss, batches=batches(), lr=1e-2)
+    for one in run(Plan.parse(plan).mesh().size, main):
+        agree(one, single, bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2"])
+def test_adapters_are_exported_alone_or_merged_and_read_back(plan: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def llama() -> nn.Module:
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(vocab_size=40, num_key_value_heads=2, use_cache=False, **shape)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        model: nn.Module = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+        return model
+
+    def loss(output: Any, batch: Any) -> Any:
+        return next_token_loss(output.logits, (batch["input_ids"], batch["targets"]))
+
+    def main(world: World) -> dict[str, Tensor]:
+        tokens = torch.randint(40, (4, 9), generator=torch.Generator().manual_seed(1))
+        batch = {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+        options = Options(example=batch)
+        trainer = parallelize(llama(), plan, world=world, loss=loss, options=options, lr=1e-2)
+        trainer.step(batch)
+        trainer.save(tmp_path / "step-1")
+        trainer.save_pretrained(tmp_path / "saved")
+        return trainer.state_dict()
+
+    state = run(2, main)[0]
+    done = export(tmp_path / "step-1", into=tmp_path / "adapters", build=llama)
+    assert {ADAPTER, "adapter_config.json"} <= {path.name for path in done.files}
+    assert "model.safetensors" not in {path.name for path in done.files}
+    for folder in ("adapters", "saved"):
+        base: Any = llama()
+        model = peft.PeftModel.from_pretrained(base.unload(), tmp_path / folder)
+        for name, value in model.state_dict().items():
+            if "lora" in name:
+                assert torch.equal(value, state[name]), name
+    merged = export(tmp_path / "step-1", into=tmp_path / "merged", build=llama, merge=True)
+    assert {"model.safetensors", "config.json"} <= {path.name for path in merged.files}
+    assert merged.difference < 1e-6
+
+
+def test_a_failed_export_of_adapters_leaves_nothing(tmp_path: Path) -> None:
+    run(1, lambda world: made(world, "dp=1").save(tmp_path / "step-1"))
+    calls: list[int] = []
+
+    def other() -> nn.Module:
+        """The second one, from which the base is taken, has another head."""
+        calls.append(len(calls))
+        model = build()
+        if len(calls) == 2:
+            model.get_submodule("base_model.model.norm").register_forward_hook(
+                lambda _module, _args, output: output + 1
+            )
+        return model
+
+    with pytest.raises(RuntimeError, match="nothing was written"):
+        export(tmp_path / "step-1", into=tmp_path / "out", build=other)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
