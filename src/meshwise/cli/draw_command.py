@@ -1,4 +1,4 @@
-"""The command `meshwise draw`: draw a schedule, an attention, the stages of a model, a mesh, experts, or a measured step.
+"""The command `meshwise draw`: draw a schedule, an attention, a model's stages, a mesh, experts, or a measured step.
 
 | draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
 | draw attention  which rank computes which part of an attention over split tokens, and the balance of the ranks

@@ -323,20 +323,26 @@ class DataParallel:
         return from_holders(rows, own=self.own_gradients(), world=self.world, dtype=lambda row: master(row.dtype))
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the full reduced gradients of the trainable parameters whose parts this rank holds (collectives).
+        """Yield the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
+        for _, gradient in self.full_tensors(lambda bucket: bucket.owned_gradient()):
+            yield gradient
 
-        One unit is gathered at a time.
+    def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
+        """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
+
+        `owned` returns values of the elements of a bucket that this rank updates, (elements,), such as gradients. One
+        unit is gathered at a time.
         """
         for unit in self.units:
             values: dict[str, Tensor] = {}
             for bucket in unit.buckets:
                 if bucket.trainable:
-                    whole = bucket.gathered_from(bucket.owned_gradient())
+                    whole = bucket.gathered_from(owned(bucket))
                     for piece in bucket.place.pieces:
                         values[piece.row.name] = whole[piece.start : piece.stop].view(piece.shape)
             for row in unit.spec.rows:
                 if row.trainable:
-                    yield self._full_tensor(row, values[row.name])
+                    yield row, self._full_tensor(row, values[row.name])
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Return (name, value) of each buffer of the module; every rank holds all buffers."""

@@ -1,11 +1,13 @@
 """Give an optimizer, which updates slices of buckets, norms and full tensors of whole parameters (collectives)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece
+from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.parameter_owners import ParameterOwners
 from meshwise.data_parallel.stored_slices import optimizer_slices
@@ -71,6 +73,28 @@ class LogicalSlices:
         if names not in self._owners:
             self._owners[names] = ParameterOwners(self._engine.buckets, names=names)
         self._owners[names].run(values, function=function, dtype=dtype)
+
+
+def whole_tensors(values: Mapping[nn.Parameter, Tensor], *, engine: DataParallel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of `values`; the caller's changes are written back to `values` (collectives).
+
+    `values`: by slice, a tensor of the slice's shape. Every rank iterates to the end.
+    """
+    places = {piece.row.name: (bucket, piece) for bucket in engine.buckets for piece in bucket.place.pieces}
+
+    def owned(bucket: Bucket) -> Tensor:
+        return torch.cat([values[parameter] for _, parameter in bucket.slices])
+
+    for row, gathered in engine.full_tensors(owned):
+        full = gathered.clone()  # `gathered` may be a view of `values` or of other parameters
+        yield row.name, full
+        bucket, piece = places[row.name]
+        stored = row.part(full, mesh=engine.world.mesh, rank=engine.world.rank).reshape(-1)
+        for part, parameter in optimizer_slices(bucket):
+            low, high = _overlap(piece, part.start, part.stop)
+            if low < high:
+                changed = stored[low - piece.start : high - piece.start]
+                values[parameter][low - part.start : high - part.start] = changed
 
 
 def _overlap(piece: BucketPiece, start: int, stop: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.logical_slices import LogicalSlices
+from meshwise.data_parallel.logical_slices import whole_tensors
 from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
 from meshwise.engine.gather_rows import gather_rows
 from meshwise.engine.microbatch_runner import WholeModelRunner, placed
@@ -167,7 +167,7 @@ class OpenStep:
         factor = self._steps.factor
         values = {parameter: part for bucket in self._engine.buckets for parameter, part in bucket.gradient_slices()}
         try:
-            for name, full in LogicalSlices(self._engine).whole(values):
+            for name, full in whole_tensors(values, engine=self._engine):
                 full.div_(factor)
                 yield name, full
                 full.mul_(factor)

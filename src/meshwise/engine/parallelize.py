@@ -235,7 +235,8 @@ class ParallelSetting:
         context = self.context
         if context is None:
             return self.task
-        return MicrobatchTask(context.forward(self.task.forward), context.loss(self.task.loss))
+        task = self.task  # `task.call` is left: in an open step every rank of cp computes all tokens
+        return MicrobatchTask(context.forward(task.forward), context.loss(task.loss), task.call)
 
     def compile(self, module: nn.Module, *, draws: RandomDraws) -> None:
         """Compile the blocks of `module` that this rank runs as a whole, if the plan says so; never on meta."""
