@@ -1,5 +1,7 @@
 """Test how the matrices of experts are split over `etp`, and which experts are refused."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from meshwise.plan import PlanError
 class Experts(nn.Module):
     """Parameters of these shapes, by name, and these attributes."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], **attributes: bool) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], **attributes: bool) -> None:
         super().__init__()
         self.num_experts = 4
         for name, shape in shapes.items():

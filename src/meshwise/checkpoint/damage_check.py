@@ -1,7 +1,7 @@
 """Compare every byte of a checkpoint with its checksum (`damages`, `is_valid`), and two checkpoints (`differences`)."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def damages(folder: Path) -> Iterator[Damage]:
         yield from error.damages
         return
     for name in index.files:
-        entries: Mapping[str, TensorEntry] = {}
+        entries: dict[str, TensorEntry] = {}
         try:
             entries = read_header(folder / name)
         except DamageError as error:

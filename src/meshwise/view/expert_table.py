@@ -21,7 +21,7 @@ def expert_table(plan: Plan, *, experts: int) -> str:
         raise ValueError(f"ep={plan.ep} divides at least as many experts, not {experts}; give --experts {plan.ep}")
     inner = mesh.expand(["etp"])
     tokens = [axis for axis in mesh.expand((*plan.token_axes, *plan.tensor_axes)) if axis not in inner]
-    table = [("rank", "stage", "rows", "tokens", "experts", "inner", "same on ranks")]
+    table: list[tuple[str, ...]] = [("rank", "stage", "rows", "tokens", "experts", "inner", "same on ranks")]
     for rank in range(min(mesh.size, MOST_RANKS)):
         start, stop = even_split(experts, plan.ep)[mesh.index(rank, axis="ep")]
         same = mesh.group(rank, axes=mesh.others(("pp", "ep", "etp")))
