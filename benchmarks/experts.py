@@ -1,6 +1,6 @@
 """Steps of a mixture of experts on four processes: its experts divided, beside the same model under other plans.
 
-    python benchmarks/experts.py --docs docs/experts.md
+    python benchmarks/experts.py --rounds 15
 
 A GPT of 4 blocks with 16 experts each, top-2, in fp32. All plans run in one set of processes, in turns of one step, in
 alternating order. The time of a step is that of the slowest rank, from a barrier on. A ratio is the median over the
@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
 import meshwise as mw
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
-from peer_table import machine, write_between_markers
+from peer_table import machine
 
 PLANS = ("dp=4 ep=4", "dp=4 ep=2", "dp=4", "dp=4 zero=1 ep=4", "dp=4 zero=3", "dp=4 zero=3 ep=4")
 SHAPE = MixtureConfig(layers=4, width=128, heads=4, vocabulary=256, context=128, experts=16, choices=2)
@@ -28,15 +27,11 @@ Found = dict[str, tuple[list[float], int]]
 
 
 def main() -> None:
-    """Measure, print, and write into the page that `--docs` names."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--docs", type=Path, help="write the table between the markers `experts` of this file")
     arguments = parser.parse_args()
-    text = markdown(mw.run(4, measure, args=(arguments.rounds,))[0])
-    print(text)
-    if arguments.docs:
-        write_between_markers(arguments.docs, text=text, table="experts")
+    print(markdown(mw.run(4, measure, args=(arguments.rounds,))[0]))
 
 
 def measure(world: mw.World, rounds: int) -> Found:
