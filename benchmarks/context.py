@@ -26,11 +26,11 @@ from meshwise.plan import Plan
 FEATURES, WINDOW = 64, 1024
 
 
-def backward_of(q: Tensor, k: Tensor, v: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+def backward_of(qkv: list[Tensor], run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     """Run an attention forward and backward; return its output."""
-    for x in (q, k, v):
+    for x in qkv:
         x.grad = None
-    out = run(q, k, v)
+    out = run(*qkv)
     out.backward(torch.ones_like(out))
     return out.detach()
 
@@ -61,8 +61,8 @@ def measured(world: mw.World, tokens: int, contexts: list[str], rounds: int, hea
         return attend(q, k, v, pattern=causal() & window(WINDOW))
 
     for number in range(rounds + 1):
-        spent, out = timed(world, lambda: backward_of(*whole, dense))
-        narrow, other = timed(world, lambda: backward_of(*whole, windowed))
+        spent, out = timed(world, lambda: backward_of(whole, dense))
+        narrow, other = timed(world, lambda: backward_of(whole, windowed))
         found = {"whole": spent, "windowed": narrow}
         for name, context in splits.items():
             rows = SampleRows(0, 1)
@@ -76,7 +76,7 @@ def measured(world: mw.World, tokens: int, contexts: list[str], rounds: int, hea
                 def split(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = pattern) -> Tensor:
                     return attend(q, k, v, pattern=pattern)
 
-                found[name], mine = timed(world, lambda own=own, split=split: backward_of(*own, split))  # type: ignore[misc]
+                found[name], mine = timed(world, lambda own=own, split=split: backward_of(own, split))  # type: ignore[misc]
             exact = state.own.take(other if name == "window" else out, dim=2)
             errors[name] = float((mine - exact).abs().max() / exact.abs().max())
         if number:

@@ -14,8 +14,9 @@ Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys,
 kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,8 @@ DEVICE_TILE = 1024
 
 
 _NOT_CAUSAL = False
+_JOINED = 8
+"""Tiles of keys that one masked run may have."""
 
 
 class ScoreDropout(Protocol):
@@ -84,6 +87,9 @@ class TiledAttention:
         self.rules = rules
         self._queries = queries
         self._progress = progress
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+        """Masks of a relative pattern by the place of the keys from the queries."""
+        self._plans: dict[TokenRanges, list[tuple[TokenTile, list[KeyRun]]]] = {}
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -144,31 +150,50 @@ class TiledAttention:
 
     # ---- tiles -------------------------------------------------------------------------------------------------
 
-    def _plan(self, keys: TokenRanges, q: Tensor) -> Iterator[tuple[TokenTile, list[KeyRun]]]:
-        """Yield each tile of queries with the runs of keys that it needs; tiles without keys are left out."""
-        size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
-        key_tiles = list(keys.tiles(size))
-        for tile in self._queries.tiles(size):
-            runs: list[KeyRun] = []
-            for other in key_tiles:
-                fill = self.rules.pattern.fill(TilePair(tile, other))
-                if fill is Fill.EMPTY:
-                    continue
-                full = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
-                if full and runs and runs[-1].tile is None and runs[-1].stop == other.start:
-                    runs[-1] = KeyRun(runs[-1].start, other.stop, None)
-                else:
-                    runs.append(KeyRun(other.start, other.stop, None if full else other))
-            if runs:
-                yield tile, runs
+    def _plan(self, keys: TokenRanges, q: Tensor) -> list[tuple[TokenTile, list[KeyRun]]]:
+        """Return each tile of queries with the runs of keys that it needs; tiles without keys are left out."""
+        if keys not in self._plans:
+            size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
+            fine = list(keys.tiles(size))
+            coarse = [
+                (wide, [one for one in fine if wide.start <= one.start < wide.stop]) for wide in keys.tiles(8 * size)
+            ]
+            runs = ((tile, self._runs(tile, coarse, size)) for tile in self._queries.tiles(size))
+            self._plans[keys] = [(tile, found) for tile, found in runs if found]
+        return self._plans[keys]
+
+    def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]], size: int) -> list[KeyRun]:
+        runs: list[KeyRun] = []
+        touched: list[TokenTile] = []
+        pattern = self.rules.pattern
+        inside = (fine for wide, fine in key_tiles if pattern.fill(TilePair(tile, wide)) is not Fill.EMPTY)
+        for other in itertools.chain.from_iterable(inside):
+            fill = pattern.fill(TilePair(tile, other))
+            if fill is Fill.EMPTY:
+                continue
+            full = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
+            if full and runs and runs[-1].tile is None and runs[-1].stop == other.start:
+                runs[-1] = KeyRun(runs[-1].start, other.stop, None)
+            else:
+                runs.append(KeyRun(other.start, other.stop, None if full else other))
+            touched.append(other)
+        return self._joined(runs, touched, most=_JOINED * size)
+
+    def _joined(self, runs: list[KeyRun], touched: list[TokenTile], *, most: int) -> list[KeyRun]:
+        """Return one masked run in place of several next to each other, if its mask serves other tiles too."""
+        if len(runs) < 2:
+            return runs
+        first, last = touched[0], touched[-1]
+        near = last.stop - first.start <= most and last.last - first.first == (last.stop - 1 - first.start) * first.step
+        if not near or not self.rules.pattern.relative or self.rules.mask is not None:
+            return runs
+        return [KeyRun(first.start, last.stop, TokenTile(first.start, last.stop, first.first, last.last, first.step))]
 
     def _kernel(self, tile: TokenTile, run: KeyRun, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
         rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)
         mask = None
         if run.tile is not None:
-            allowed = rules.pattern.mask(TilePair(tile, run.tile), device=part.device)
-            given = None if rules.mask is None else _mask_part(rules.mask, tile, run.tile)
-            mask = _grouped(_added(allowed, given, part.dtype), groups, k.size(1))
+            mask = self._mask(tile, run.tile, groups, part, k.size(1))
         keep = None
         if rules.dropout is not None and run.tile is not None:
             kept = rules.dropout.keep(TilePair(tile, run.tile), device=part.device)
@@ -178,6 +203,20 @@ class TiledAttention:
         plain = keep is not None or rules.softcap is not None or trains or not _has_fused(part, v)
         return _Kernel(rules, part, *block, mask=mask, keep=keep, fused=not plain)
 
+    def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
+        """Return the float to add to the scores of a tile."""
+        rules, sizes = self.rules, (queries.stop - queries.start, keys.stop - keys.start)
+        place = (keys.first - queries.first, queries.step, keys.step, *sizes)
+        known = self._masks.get(place)
+        if known is not None:
+            return known
+        allowed = rules.pattern.mask(TilePair(queries, keys), device=part.device)
+        given = None if rules.mask is None else _mask_part(rules.mask, queries, keys)
+        mask = _grouped(_added(allowed, given, part.dtype), groups, heads)
+        if rules.pattern.relative and given is None:
+            self._masks[place] = mask
+        return mask
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results of `dtype` are merged: fp32 at least."""
@@ -185,7 +224,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
-    """Merge a result into the accumulators `o` and `lse`, in place. A lse of -inf stands for no keys."""
+    """Merge a result into the accumulators `o` and `lse`, in place. A query without keys has a lse of -inf."""
     total = torch.logaddexp(lse, new_lse)
     safe = total.masked_fill(total == -math.inf, 0.0)
     o.mul_((lse - safe).exp_().unsqueeze(-1)).add_(new_o * (new_lse - safe).exp_().unsqueeze(-1))

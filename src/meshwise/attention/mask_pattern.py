@@ -4,12 +4,12 @@ A pattern does not hold a mask of (queries, keys). It says of a tile of queries 
 or partial, and makes the mask of a partial tile. So the work of an attention is in proportion to the tiles that are not
 empty, and a rank needs masks only for its own queries. Positions are global: a pattern means the same on every rank.
 
-    causal() & window(1024)                                     sliding window (Mistral)
-    causal() | prefix(64)                                       prefix language model
-    window(256) | global_tokens(32)                             Longformer, arXiv 2004.05150
-    blocks(64) | random_blocks(64, every=8) | global_tokens(64) BigBird, arXiv 2007.14062
-    causal() & fixed(128, summary=8)                            Sparse Transformers, arXiv 1904.10509
-    causal() & documents(ids)                                   packed documents: no attention across
+    | causal() & window(1024)                                       sliding window (Mistral)
+    | causal() | prefix(64)                                         prefix language model
+    | window(256) | global_tokens(32)                               Longformer, arXiv 2004.05150
+    | blocks(64) | random_blocks(64, every=8) | global_tokens(64)   BigBird, arXiv 2007.14062
+    | causal() & fixed(128, summary=8)                              Sparse Transformers, arXiv 1904.10509
+    | causal() & documents(ids)                                     packed documents: no attention across
 """
 
 import enum
@@ -47,6 +47,8 @@ class Pattern:
 
     positional: bool = True
     """True if the pattern depends on positions alone, not on the batch."""
+    relative: bool = False
+    """True if the pattern depends on the difference of the positions alone."""
 
     def fill(self, pair: TilePair) -> Fill:
         """Return how much of a tile the pattern lets through; PARTIAL if finding out would be slow."""
@@ -79,6 +81,11 @@ class Combined(Pattern):
     def positional(self) -> bool:  # type: ignore[override]
         """True if every part depends on positions alone."""
         return all(part.positional for part in self.parts)
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        """True if every part depends on the difference of the positions alone."""
+        return all(part.relative for part in self.parts)
 
     def fill(self, pair: TilePair) -> Fill:
         """Combine the fills of the parts."""
@@ -200,6 +207,11 @@ class PositionPattern(Pattern):
     kind: str
     numbers: tuple[int, ...] = ()
 
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        """True for kinds that compare the two positions with each other only."""
+        return self.kind in ("full", "causal", "window", "dilated")
+
     def __post_init__(self) -> None:
         if any(number < 1 for number in self.numbers[:2]):
             raise ValueError(f"the pattern {self} has a number below 1; give 1 or more")
@@ -257,7 +269,7 @@ class Documents(Pattern):
 class Restarts(Documents):
     """Pairs of one packed document, as a model of transformers found them in the tokens that it had.
 
-    Where tokens are split over ranks, the model's own numbers are wrong, and those of the whole batch replace them.
+    Where tokens are split over ranks, the model's numbers are wrong, and `packed_documents` of the batch replaces them.
     """
 
     def map_token_values(self, change: Change) -> Pattern:
@@ -324,7 +336,7 @@ def prefix(size: int) -> Pattern:
 
 
 def global_tokens(size: int) -> Pattern:
-    """Return the pattern of pairs of which one is among the first `size` tokens."""
+    """Return the pattern of pairs whose query or key is among the first `size` tokens."""
     return PositionPattern("global", (size,))
 
 

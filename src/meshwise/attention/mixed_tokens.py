@@ -61,7 +61,7 @@ def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
-    """Return the dims of `x` that count tokens beyond doubt; `linear`: not those of losses (samples, tokens)."""
+    """Return the dims of `x` that count tokens beyond doubt; with `linear`, none of a loss (samples, tokens)."""
     if count < 2:
         return ()
     if x.dim() == 2 and x.is_floating_point():
@@ -73,8 +73,8 @@ def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
 def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
     """Raise ValueError about `what` that mixes the tokens of `x`.
 
-    Do not raise for calls by meshwise itself, nor by two files of transformers: one looks for packed documents in
-    position_ids, which is noted in the state, the other keeps tokens for later calls, which training does not have.
+    Do not raise for calls by meshwise itself, nor by two files of transformers. One looks for packed documents in
+    position_ids, which is noted in the state. The other keeps tokens for later calls, which training does not have.
     """
     caller = _caller()
     file = caller.f_globals.get("__name__", "")

@@ -1,7 +1,7 @@
 """Attention of queries on keys that may lie on other ranks, with its backward (`split_attention`, `attend`).
 
 `attend` is the function for models: attention under a pattern, on one process or on ranks that split the tokens. Its
-arguments are those of torch's function, with a `Pattern` in place of a mask.
+arguments are as for torch's function, with a `Pattern` in place of a mask.
 
 With an exchange of heads (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719), each rank gives away tokens
 for heads before, and heads for tokens after:
@@ -170,7 +170,7 @@ class _SplitAttention(torch.autograd.Function):
         if sinks is not None:
             join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
-        ctx.task = task
+        ctx.task, ctx.engine = task, engine
         ctx.save_for_backward(q, own, out, lse, mask, sinks)
         return out
 
@@ -179,7 +179,7 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse, mask, sinks = ctx.saved_tensors
         task: AttentionTask = ctx.task
-        engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
+        engine: TiledAttention = ctx.engine
         dtype = accumulator(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
         dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
@@ -251,7 +251,7 @@ def score_rules(
     dropout: float,
     more: dict[str, Any],
 ) -> ScoreRules:
-    """Return the rules for the arguments of `attend`, of which `query` and `key` give the shapes of all tokens."""
+    """Return the rules for the arguments of `attend`; `query` and `key` have the shapes of all tokens."""
     drops = None
     if dropout:
         shape = (*query.shape[:-1], key.size(-2))

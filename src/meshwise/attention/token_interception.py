@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from meshwise.attention.mixed_tokens import MIXING, mixing_dims, refuse, refuse_mixed
 from meshwise.attention.split_attention import attend
-from meshwise.attention.token_count import TokenCount
 from meshwise.attention.token_state import TokenState, token_dims
 from meshwise.model.random_draws import SampleRows
 from meshwise.model.random_interception import ForwardAndBackwardMode
@@ -36,6 +35,56 @@ _ATTENTION = (functional.scaled_dot_product_attention, attend, functional.multi_
 
 Attention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Function of (torch function, arguments, keyword arguments) that computes an attention over all tokens."""
+
+
+class TokenCount(int):
+    """Number of tokens on this rank for reshapes; the whole number in comparisons.
+
+    A model makes positions from the length of a tensor: `torch.arange(x.size(1))`, `table[:x.size(1)]`. So the length
+    remembers that it counts tokens. `whole`: number of tokens of the sequence.
+    """
+
+    whole: int
+
+    @classmethod
+    def of(cls, count: int, *, whole: int) -> "TokenCount":
+        """Return `count` with the number of all tokens."""
+        made = cls(count)
+        made.whole = whole
+        return made
+
+    def __add__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 0 else int(self) + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 0 else int(self) - other
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other or self.whole == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __lt__(self, other: Any) -> Any:
+        return self.whole < _whole(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.whole <= _whole(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.whole > _whole(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.whole >= _whole(other)
+
+
+def _whole(other: Any) -> Any:
+    return other.whole if isinstance(other, TokenCount) else other
 
 
 class TokenInterception(ForwardAndBackwardMode):

@@ -1,6 +1,6 @@
 """Positions of the tokens that each rank has when the tokens of a sequence are split over ranks.
 
-`TokenRanges` holds the global positions of some tokens as ranges, so a value of a few numbers stands for any length.
+`TokenRanges` holds the global positions of some tokens as ranges, so a few numbers describe any length.
 `token_order` splits a sequence over ranks. Under a causal mask a token's work grows with its position, so two of the
 orders give each rank early and late tokens:
 

@@ -36,7 +36,7 @@ _BLOCK = 2**16
 class IndexBlock:
     """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on.
 
-    `places`: for each dim the indices in the full tensor, in place of neighbouring ones, or None; () stands for none.
+    `places`: for each dim, the indices in the full tensor if they are not neighbours, else None. Empty: all are.
     """
 
     shape: tuple[int, ...]
