@@ -11,7 +11,9 @@ from grid import Grid
 from meshwise import Options, Plan, World, parallelize
 from meshwise.reference import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
+from meshwise.simulate.rehearsal import rehearse
 from meshwise.testing import SavedForBackward, agree, alone, outcome, run
+from simulate.subjects import gpt_subject
 
 
 def gpt(positions: str, kv_heads: int, dropout: float) -> GPT:
@@ -125,3 +127,8 @@ def test_a_rank_saves_its_share_of_the_activations(context: str) -> None:
         return saved.bytes
 
     assert max(run(ranks, main)) <= 1.1 * whole.bytes / ranks
+
+
+def test_a_rehearsal_counts_the_tokens_of_all_ranks() -> None:
+    tokens = {plan: rehearse(gpt_subject(), plan=plan, ranks=4).tokens for plan in ("dp=4", "cp=2 dp=2", "cp=4")}
+    assert set(tokens.values()) == {tokens["dp=4"]}
