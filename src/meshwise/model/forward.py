@@ -91,7 +91,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
         counted = count.detach().reshape(()).to(device=total.device, dtype=torch.float64)
         counted = counted.masked_fill(counted < 0, math.nan)
     elif isinstance(count, Real) and 0 <= count < math.inf:
-        counted = torch.tensor(float(count), dtype=torch.float64, device=total.device)
+        counted = torch.full((), float(count), dtype=torch.float64, device=total.device)  # no copy from the host
     else:
         raise LossError(f"the count that loss returned is {count!r}; it must be a finite number of at least 0")
     return _attached(total.reshape(()), output), counted

@@ -140,9 +140,9 @@ class RandomInterception(ForwardAndBackwardMode):
         dropping, query, seen = given.get("dropout_p"), given["query"], given.get("attn_mask")
         if not dropping:
             return func(*args, **kwargs)
-        exact = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(query.device.type)
+        exact = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
         known = seen is None or seen.dtype in (torch.bool, query.dtype)
-        if not (exact and known) or query.is_cuda or not 0 < dropping < 1 or given.get("enable_gqa"):
+        if not (exact and known and query.is_cpu) or not 0 < dropping < 1 or given.get("enable_gqa"):
             return self._unfused(func, args, kwargs, query)
         if seen is not None and seen.dtype == torch.bool:
             seen = torch.zeros((), dtype=query.dtype).masked_fill(seen.logical_not(), -math.inf)

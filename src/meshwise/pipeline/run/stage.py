@@ -219,7 +219,7 @@ class PieceForward:
 
     def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", state: StageForwardState) -> None:
         self.compiled: Callable[..., Any] | None = None
-        """The forward that `compile=blocks` has made of the piece's own; None: the forward of the piece's class."""
+        """Compiled forward of the piece under `compile=blocks`."""
         self._module, self._shadow, self._route, self._state = module, shadow, route, state
         self._hooks = PieceBackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
@@ -243,8 +243,9 @@ class PieceForward:
         return self._nothing(key, args, kwargs)
 
     def _own(self, args: Any, kwargs: Any) -> Any:
-        compute = self.compiled or partial(type(self._module).forward, self._module)
-        return self._hooks.around(compute, args=args, kwargs=kwargs)
+        # tp changes the class of the module after this object is made.
+        forward = self.compiled or partial(type(self._module).forward, self._module)
+        return self._hooks.around(forward, args=args, kwargs=kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return NaN in the shapes and dtypes of the piece's output."""
