@@ -268,10 +268,10 @@ def main(words: Sequence[str] | None = None) -> int:
             *lines,
             "",
             f"- Machine: {machine()}, torch {torch.__version__}; processes of one thread.",
-            f"- Model: {SHAPE}; the batch of the rows `data` and `sharded` is 4, of `pipeline` 16; fp32, fused AdamW.",
+            f"- Model: {SHAPE}; fp32, fused AdamW. The batch is 4 under `data` and `sharded`, 16 under `pipeline`.",
             f"- {flags.turns} turns of {flags.steps} steps. Ratios are to the first contestant of the row.",
             "- Median ratio: over the turns. Best ratio: best turn over best turn.",
-            "- Processor time is of all ranks; calls and operations are those of one step on rank 0.",
+            "- Processor time: of all ranks. Python calls and torch operations: of one step on rank 0.",
         ]
     )
     if flags.docs:

@@ -241,8 +241,9 @@ class Bucket:
     def deposit(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, one per piece in piece order (None: no gradient), to the accumulated gradients."""
         views = self._gradient_views()
-        if not self._filled and all(one is not None and one.layout is torch.strided for one in gradients):
-            torch._foreach_copy_(views, gradients)
+        plain = [one for one in gradients if one is not None and one.layout is torch.strided]
+        if not self._filled and len(plain) == len(views):
+            torch._foreach_copy_(views, plain)
             self._filled.update(range(len(views)))
             return
         given = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
