@@ -159,6 +159,23 @@ def parallelize(
     else:
         rule = options.parameter_options or default_options(optimizer, module=source.module)
         options = dataclasses.replace(options, parameter_options=rule)
+    setting = _setting(source.module, plan=plan, world=world, options=options, loss=loss)
+    tiers, policy, precision = setting.storage.tiers, setting.policy, setting.storage.precision
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(tiers.close)
+        on_error.callback(policy.close)
+        with memory_errors_explained(plan):
+            engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+        update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
+        trainer = Trainer(
+            engine, runner=runner, plan=plan, recipe=_recipe(options, precision), optimizer=update, policy=policy
+        )
+        on_error.pop_all()
+    return trainer
+
+
+def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
+    """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
@@ -171,21 +188,10 @@ def parallelize(
     )
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
-        policy.undo.callback(context.install(source.module))
+        policy.undo.callback(context.install(module))
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
-    setting = ParallelSetting(plan, world, options, task, storage, policy, context)
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(tiers.close)
-        on_error.callback(policy.close)
-        with memory_errors_explained(plan):
-            engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
-        update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
-        trainer = Trainer(
-            engine, runner=runner, plan=plan, recipe=_recipe(options, precision), optimizer=update, policy=policy
-        )
-        on_error.pop_all()
-    return trainer
+    return ParallelSetting(plan, world, options, task, storage, policy, context)
 
 
 def _recipe(options: Options, precision: Precision) -> UpdateRecipe:

@@ -148,15 +148,19 @@ def _text(event: Event, *, of: str) -> str:
             lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
         case Compared():
-            return (
-                f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
-                f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "
-                f"{_bytes(event.memory)} ({_apart(event.predicted_memory, event.memory)})"
-            )
+            return _compared(event)
         case End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
+
+
+def _compared(event: Compared) -> str:
+    return (
+        f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
+        f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "
+        f"{_bytes(event.memory)} ({_apart(event.predicted_memory, event.memory)})"
+    )
 
 
 def _resumed(event: Resume) -> list[str]:
