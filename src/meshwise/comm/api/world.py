@@ -357,16 +357,10 @@ class World(abc.ABC):
     # ---- implemented by subclasses: the tensors passed are 1-D, contiguous and outside autograd -------------------
 
     @abc.abstractmethod
-    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
-
-    @abc.abstractmethod
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
 
     @abc.abstractmethod
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work: ...
-
-    @abc.abstractmethod
-    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work: ...
 
     @abc.abstractmethod
     def _reduce_scatter(
@@ -374,24 +368,38 @@ class World(abc.ABC):
     ) -> Work: ...
 
     @abc.abstractmethod
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work: ...
-
-    @abc.abstractmethod
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work: ...
-
-    @abc.abstractmethod
-    def _scatter(
-        self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor
-    ) -> Work: ...
-
-    @abc.abstractmethod
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work: ...
-
-    @abc.abstractmethod
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
-
-    @abc.abstractmethod
     def _barrier(self, record: CallRecord, group: Group) -> None: ...
+
+    # A world implements `_move`, or all of the seven methods after it.
+
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        """Give tensors to other ranks and take tensors from them; both are by group index, also of this rank."""
+        raise NotImplementedError
+
+    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+        if group.index == source:
+            return self._move(record, group, {index: x for index in range(group.size) if index != source}, {})
+        return self._move(record, group, {}, {source: x})
+
+    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        return self._move(record, group, dict.fromkeys(range(group.size), x), dict(enumerate(parts)))
+
+    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        return self._move(record, group, dict(enumerate(parts)), dict(enumerate(into)))
+
+    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts, target = how
+        return self._move(record, group, {target: x}, dict(enumerate(parts or [])))
+
+    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+        return self._move(record, group, dict(enumerate(parts or [])), {source: into})
+
+    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
+        return self._move(record, message_group(group, source=group.index, target=to), {1: x}, {})
+
+    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+        return self._move(record, message_group(group, source=source, target=group.index), {}, {0: x})
 
     def _meet_to_close(self) -> None:
         """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -55,12 +56,12 @@ class PendingCollective:
         self.ranks = ranks
         self.records: dict[int, CallRecord] = {}
         self.changed = changed
-        self._deposits: dict[int, list[Tensor]] = {}
+        self._deposits: dict[int, Mapping[int, Tensor]] = {}
         self._reduced: Tensor | None = None
         self._reducing = threading.Lock()
 
-    def arrive(self, rank: int, *, record: CallRecord, deposit: list[Tensor]) -> None:
-        """Add the call of `rank`. deposit: copies of its tensors, for the other ranks."""
+    def arrive(self, rank: int, *, record: CallRecord, deposit: Mapping[int, Tensor]) -> None:
+        """Add the call of `rank`. deposit: copies of its tensors, by the index of the rank that takes each."""
         self.records[rank] = record
         self._deposits[rank] = deposit
 
@@ -88,11 +89,6 @@ class PendingCollective:
     def place(self, target: Tensor, *, index: int, part: int = 0) -> None:
         """Copy tensor `part` of group index `index` into `target`. Raises RanksDisagree if sizes differ."""
         target.copy_(self._fitting(index, part, target))
-
-    def place_all(self, targets: list[Tensor], *, part: int = 0) -> None:
-        """Copy tensor `part` of every rank into `targets`, in group order. Raises RanksDisagree if sizes differ."""
-        for index, target in enumerate(targets):
-            self.place(target, index=index, part=part)
 
     def _fitting(self, index: int, part: int, target: Tensor) -> Tensor:
         source = self._deposits[self.ranks[index]][part]
@@ -123,7 +119,7 @@ class Rendezvous:
         self._finished: set[int] = set()
 
     def meet(
-        self, rank: int, *, ranks: tuple[int, ...], record: CallRecord, deposit: list[Tensor]
+        self, rank: int, *, ranks: tuple[int, ...], record: CallRecord, deposit: Mapping[int, Tensor]
     ) -> PendingCollective:
         """Add this rank's next call among `ranks`, and return the collective to which the call belongs. For a send or
         recv, `ranks` are source and target. deposit: copies of this rank's tensors. Raises RunEnded when the run has

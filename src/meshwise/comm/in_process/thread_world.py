@@ -21,8 +21,9 @@ left unchanged. Within a rank, one thread at a time may call collectives.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.world import Group, Work, World, keep_inference_mode, message_group
+from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
 from meshwise.comm.in_process.rendezvous import PendingCollective, Rendezvous, RunEnded
 
 Result = TypeVar("Result")
@@ -128,10 +129,15 @@ class ThreadWorld(World):
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), flight_recorder=flight_recorder)
         self.rendezvous = rendezvous
 
-    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        if group.index == source:
-            return self._meet(record, group, give=[x], take=_nothing)
-        return self._meet(record, group, fill=[x], take=lambda met: met.place(x, index=source))
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        given = {x.data_ptr() for x in give.values()}
+
+        def collect(met: PendingCollective) -> None:
+            for index, target in take.items():
+                met.place(target, index=index, part=group.index)
+
+        fill = [x for x in take.values() if x.data_ptr() not in given]
+        return self._meet(record, group, give=give, fill=fill, take=collect)
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
@@ -140,59 +146,37 @@ class ThreadWorld(World):
             if group.index == target:
                 met.reduce(op, into=x)
 
-        return self._meet(record, group, give=[x], fill=[x], take=take)
+        return self._meet(record, group, give={0: x}, fill=[x], take=take)
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         def take(met: PendingCollective) -> None:
             x.copy_(met.reduced(op))
 
-        return self._meet(record, group, give=[x], fill=[x], take=take)
-
-    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
-        return self._meet(record, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
+        return self._meet(record, group, give={0: x}, fill=[x], take=take)
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-        return self._meet(
-            record, group, give=parts, fill=[into], take=lambda met: met.reduce(op, into=into, part=group.index)
-        )
-
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return self._meet(record, group, give=parts, fill=into, take=lambda met: met.place_all(into, part=group.index))
-
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        parts = how[0] or []
-        fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
-        return self._meet(record, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
-
-    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        parts, source = how
 
         def take(met: PendingCollective) -> None:
-            met.place(into, index=source, part=group.index)
+            met.reduce(op, into=into, part=group.index)
 
-        return self._meet(record, group, give=parts or [], fill=[into], take=take)
-
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return self._meet(record, message_group(group, source=group.index, target=to), give=[x], take=_nothing)
-
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        ends = message_group(group, source=source, target=group.index)
-        return self._meet(record, ends, fill=[x], take=lambda met: met.place(x, index=0))
+        return self._meet(record, group, give=dict(enumerate(parts)), fill=[into], take=take)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
-        self._meet(record, group, take=_nothing).wait()
+        self._meet(record, group, take=lambda _: None).wait()
 
     def _meet(
-        self, record: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
+        self,
+        record: CallRecord,
+        group: Group,
+        *,
+        take: _Take,
+        give: Mapping[int, Tensor] = MappingProxyType({}),
+        fill: Sequence[Tensor] = (),
     ) -> Work:
         """Call with copies of `give`, and return the work. At `wait`, `take` copies the results into `fill`."""
-        copies = [x.clone() for x in give]
-        guarded = _GuardedTensors(inputs=list(zip(give, copies, strict=True)), outputs=fill)
-        pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=copies)
+        copies = {x: x.clone() for x in dict.fromkeys(give.values())}  # one tensor may be for several ranks
+        guarded = _GuardedTensors(inputs=list(copies.items()), outputs=fill)
+        deposit = {part: copies[x] for part, x in give.items()}
+        pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=deposit)
         return _ThreadWork(self, record, (pending, guarded, keep_inference_mode(partial(take, pending))))
-
-
-def _nothing(met: PendingCollective) -> None:
-    """Do nothing at `wait`: this rank receives no result."""

@@ -11,6 +11,7 @@ only this rank's part. Received, broadcast and scattered values are zero. `excha
 """
 # ruff: noqa: ARG002 — most methods here do not need all their arguments
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,9 +60,14 @@ class TraceWorld(World):
     def waited(self, record: CallRecord) -> None:
         """Do nothing; subclasses that record waits override it. Called at the first `wait` of each collective."""
 
-    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        if group.index != source:
-            x.zero_()
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        for index, x in take.items():
+            if x.is_meta and len(take) > 1:  # a rehearsal counts an operation for a message, and none for parts
+                break
+            if index == group.index:
+                x.copy_(give[index])
+            else:
+                x.zero_()
         return _Waited(self, record=record)
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
@@ -71,51 +77,14 @@ class TraceWorld(World):
         _with_zeros(x, op)
         return _Waited(self, record=record)
 
-    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        _only(group.index, x, parts)
-        return _Waited(self, record=record)
-
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         into.copy_(parts[group.index])
         _with_zeros(into, op)
         return _Waited(self, record=record)
 
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        _only(group.index, parts[group.index], into)
-        return _Waited(self, record=record)
-
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        _only(group.index, x, how[0] or [])
-        return _Waited(self, record=record)
-
-    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        if how[0] is None:
-            into.zero_()
-        else:
-            into.copy_(how[0][group.index])
-        return _Waited(self, record=record)
-
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return _Waited(self, record=record)
-
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        x.zero_()
-        return _Waited(self, record=record)
-
     def _barrier(self, record: CallRecord, group: Group) -> None:
         return
-
-
-def _only(index: int, x: Tensor, parts: list[Tensor]) -> None:
-    """Copy `x` into part `index`, this rank's, and fill the other parts with zeros; do nothing for meta tensors."""
-    if x.is_meta:
-        return
-    for other, part in enumerate(parts):
-        if other == index:
-            part.copy_(x)
-        else:
-            part.zero_()
 
 
 def _with_zeros(x: Tensor, op: str) -> None:

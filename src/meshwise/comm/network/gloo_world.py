@@ -17,7 +17,7 @@ current stream. torch's caching host allocator does not reuse pinned memory whil
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -73,7 +73,6 @@ class GlooTransport:
 class _Call:
     record: CallRecord
     group: Group
-    queue: str = ""
 
     @property
     def label(self) -> str:
@@ -113,77 +112,22 @@ class GlooWorld(World):
 
     # ---- one phase ---------------------------------------------------------------------------------------------
 
-    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
         call = _Call(record, group)
+        given = list(dict.fromkeys(give.values()))  # one tensor may go to several ranks
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            yield self._post(
-                call,
-                sends=[(rank, x) for x in reads for _, rank in call.peers],
-                receives=[(group.ranks[source], x) for x in writes],
-            )
-
-        here = group.index == source
-        return self._start(call, program, reads=[x] if here else [], writes=[] if here else [x])
-
-    def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        call = _Call(record, group)
-
-        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            [x] = reads
+            read_of, write_of = dict(zip(given, reads, strict=True)), dict(zip(take, writes, strict=True))
             messages = self._post(
                 call,
-                sends=[(rank, x) for _, rank in call.peers],
-                receives=[(rank, writes[index]) for index, rank in reversed(call.peers)],
+                sends=[(rank, read_of[give[index]]) for index, rank in call.peers if index in give],
+                receives=[(rank, write_of[index]) for index, rank in reversed(call.peers) if index in take],
             )
-            put(x, into=writes[group.index])
+            if group.index in take:
+                put(read_of[give[group.index]], into=write_of[group.index])
             yield messages
 
-        return self._start(call, program, reads=[x], writes=parts)
-
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        call = _Call(record, group)
-
-        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            messages = self._post(
-                call,
-                sends=[(rank, reads[index]) for index, rank in call.peers],
-                receives=[(rank, writes[index]) for index, rank in reversed(call.peers)],
-            )
-            put(reads[group.index], into=writes[group.index])
-            yield messages
-
-        return self._start(call, program, reads=parts, writes=into)
-
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        parts, target = how
-        call = _Call(record, group)
-
-        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            [x] = reads
-            if group.index != target:
-                yield self._post(call, sends=[(group.ranks[target], x)])
-            else:
-                messages = self._post(call, receives=[(rank, writes[index]) for index, rank in call.peers])
-                put(x, into=writes[target])
-                yield messages
-
-        return self._start(call, program, reads=[x], writes=parts or [])
-
-    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        parts, source = how
-        call = _Call(record, group)
-
-        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            [into] = writes
-            if group.index != source:
-                yield self._post(call, receives=[(group.ranks[source], into)])
-            else:
-                messages = self._post(call, sends=[(rank, reads[index]) for index, rank in call.peers])
-                put(reads[source], into=into)
-                yield messages
-
-        return self._start(call, program, reads=parts or [], writes=[into])
+        return self._start(call, program, reads=given, writes=list(take.values()))
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
@@ -194,22 +138,6 @@ class GlooWorld(World):
             yield from self._reduced(call, reads, writes[0], op)
 
         return self._start(call, program, reads=parts, writes=[into])
-
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        call = _Call(record, group, f"to {to}")
-
-        def program(reads: list[Tensor], _writes: list[Tensor]) -> Steps:
-            yield self._post(call, sends=[(group.ranks[to], reads[0])], label="message")
-
-        return self._start(call, program, reads=[x], writes=[])
-
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        call = _Call(record, group, f"from {source}")
-
-        def program(_reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            yield self._post(call, receives=[(group.ranks[source], writes[0])], label="message")
-
-        return self._start(call, program, reads=[], writes=[x])
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(group.size, dtype=torch.uint8)
@@ -290,7 +218,7 @@ class GlooWorld(World):
         """
         assert self._transport is not None
         transport = self._transport
-        queue = f"{call.group.purpose} {call.group.ranks} {call.queue}"
+        queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
             return _Started(self, call.record, transport, _staged(program, reads, writes, transport.worker(queue)))
         steps = program(reads, writes)
@@ -333,7 +261,7 @@ class _Started(Work):
     @property
     def ready(self) -> bool:
         """True after `wait`, or when the thread has completed the collective."""
-        return super().ready or (self._ticket is not None and self._ticket.done)
+        return super().ready or (self._ticket is not None and self._ticket.done())
 
     def _finish(self) -> None:
         self._transport.unfinished.discard(self)

@@ -14,10 +14,9 @@ rank never receives a message of a different collective: it waits, and the hang 
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,28 +30,22 @@ _TAG_BITS = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """One send or receive that was started; it keeps its tensor alive."""
-
-    peer: int
-    tensor: Tensor
-    complete: Callable[[], Any]
-
-
-@dataclass(frozen=True)
 class PendingMessages:
-    """Sends and receives that were started together; `about` is the call, for the message of an error."""
+    """Sends and receives that were started together; `about` is the call, for the message of an error.
 
-    pending: Sequence[_Pending]
+    pending: for each message the other rank, the tensor, which is kept alive, and its work.
+    """
+
+    pending: Sequence[tuple[int, Tensor, c10d.Work]]
     about: object
 
     def wait(self) -> None:
         """Block until all messages are complete. Raises RankLostError when the other rank of a message was lost."""
-        for message in self.pending:
+        for peer, _, work in self.pending:
             try:
-                message.complete()
+                work.wait()
             except RuntimeError as error:
-                raise lost(message.peer, about=self.about, error=error) from error
+                raise lost(peer, about=self.about, error=error) from error
 
 
 class Mailbox:
@@ -78,12 +71,13 @@ class Mailbox:
         the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
         skipped. about: the call, for the message of an error. Raises RankLostError.
         """
+        assert self._group is not None, "the world was closed"
         pending = []
-        for start, messages in ((self._receive, receives), (self._send, sends)):
+        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
             for peer, tensor in messages:
                 if tensor.numel():
                     try:
-                        pending.append(start(peer, tensor, label))
+                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
                     except RuntimeError as error:
                         raise lost(peer, about=about, error=error) from error
         return PendingMessages(pending, about)
@@ -91,14 +85,6 @@ class Mailbox:
     def close(self) -> None:
         """Close the connections. Messages that are not complete fail."""
         self._group = None
-
-    def _send(self, peer: int, tensor: Tensor, label: str) -> _Pending:
-        assert self._group is not None, "the world was closed"
-        return _Pending(peer, tensor, self._group.send([tensor], peer, _tag(label, tensor)).wait)
-
-    def _receive(self, peer: int, tensor: Tensor, label: str) -> _Pending:
-        assert self._group is not None, "the world was closed"
-        return _Pending(peer, tensor, self._group.recv([tensor], peer, _tag(label, tensor)).wait)
 
 
 def _tag(label: str, tensor: Tensor) -> int:
