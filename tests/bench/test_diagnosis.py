@@ -44,7 +44,7 @@ def test_this_machine_can_be_looked_at() -> None:
 
 def test_a_good_machine_has_no_findings() -> None:
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-        assert examine_machine(GOOD, ranks=4) == []
+        assert list(examine_machine(GOOD, ranks=4)) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_hinders_training_on_a_machine_is_named_with_its_remedy(
 
 def test_threads_are_no_matter_where_gpus_do_the_work() -> None:
     machine = dataclasses.replace(GOOD, cores=1, gpus=("a GPU",), gpus_of_driver=1)
-    assert examine_machine(machine, ranks=4) == []
+    assert list(examine_machine(machine, ranks=4)) == []
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_interface_that_does_not_exist_is_named_with_those_that_do(
 ) -> None:
     names = {"first": "eth0", "prefix": "eth"}
 
-    found = check_interfaces({variable: value.format(**names)}, names=["eth0", "lo"])
+    found = list(check_interfaces({variable: value.format(**names)}, names=["eth0", "lo"]))
 
     if wrong is None:
         assert found == []
@@ -134,7 +134,7 @@ ALL = [entry(rank) for rank in range(4)]
     ],
 )
 def test_what_differs_between_ranks_is_one_sentence(entries: list[RollCallEntry], what: str | None) -> None:
-    found = examine_roll_call(entries, size=4, seconds=10)
+    found = list(examine_roll_call(entries, size=4, seconds=10))
 
     assert ("problem", what) in level_and_text(found) if what else found == []
     assert all(finding.remedy for finding in found)

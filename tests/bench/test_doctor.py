@@ -61,7 +61,8 @@ def test_an_environment_that_no_launcher_makes_is_a_problem(
 
 
 def test_a_name_that_does_not_resolve() -> None:
-    [finding] = check_reachable("no-such-host.invalid", port=1, seconds=0.1)
+    finding = check_reachable("no-such-host.invalid", port=1, seconds=0.1)
+    assert finding is not None
     assert "MASTER_ADDR=no-such-host.invalid does not resolve" in finding.what
     assert "/etc/hosts" in finding.remedy
 
@@ -74,17 +75,19 @@ def test_a_port_that_nobody_listens_on(port: int) -> None:
 
 def test_a_machine_that_does_not_answer() -> None:
     with mock.patch("socket.create_connection", side_effect=TimeoutError("timed out")):
-        [finding] = check_reachable("127.0.0.1", port=29500, seconds=0.1)
+        finding = check_reachable("127.0.0.1", port=29500, seconds=0.1)
+        assert finding is not None
     assert "does not answer within 0.1 s" in finding.what
     assert "firewall" in finding.remedy
 
 
 def test_a_store_that_answers_has_no_findings(taken: int) -> None:
-    assert check_reachable("127.0.0.1", port=taken, seconds=0.1) == []
+    assert check_reachable("127.0.0.1", port=taken, seconds=0.1) is None
 
 
 def test_a_port_that_another_program_has(taken: int) -> None:
-    [finding] = check_port(taken)
+    finding = check_port(taken)
+    assert finding is not None
     assert finding.what == f"rank 0 cannot open port {taken}: address already in use"
     assert problems(examined({"MASTER_PORT": str(taken)}).findings) == [finding.what]
 
@@ -111,9 +114,9 @@ def roll_call_at(world: World, port: int, sizes: list[int], ranks: list[int]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "",
     }
     with mock.patch.dict(os.environ, environment):
-        roll = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=5.0)
+        entries = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=5.0)
     world.barrier()
-    return [(entry.rank, entry.size, entry.facts["torch"]) for entry in roll.entries]
+    return [(entry.rank, entry.size, entry.facts["torch"]) for entry in entries]
 
 
 @pytest.mark.processes

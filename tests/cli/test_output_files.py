@@ -8,7 +8,7 @@ import pytest
 from meshwise.bench.bus_bandwidth import COPY, Measurement
 from meshwise.bench.collective_tables import as_table
 from meshwise.cli.main import main
-from meshwise.cli.output_files import check_outputs, write_output
+from meshwise.cli.output_files import check_outputs, write_and_say
 from meshwise.train.job import JobError
 
 
@@ -22,7 +22,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("whole")
     with pytest.raises(JobError, match=r"cannot write .*a\.txt: No space left on device"):
-        write_output(path, write=full)
+        write_and_say(path, write=full)
     assert path.read_text() == "whole"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -34,7 +34,7 @@ def test_a_read_only_file_is_refused_before_the_work_and_stays(tmp_path: Path, m
     with pytest.raises(JobError, match=r"cannot write .*a\.txt: no permission to write to it or to"):
         check_outputs([path])
     with pytest.raises(JobError, match=r"cannot write .*a\.txt: it is read-only"):
-        write_output(path, write=lambda path: path.write_text("new"))
+        write_and_say(path, write=lambda path: path.write_text("new"))
     assert path.read_text() == "old"
 
 
@@ -46,7 +46,7 @@ def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(
     monkeypatch.setattr("meshwise.cli.output_files.os.access", lambda place, _mode: place != tmp_path)
     check_outputs([path])
     written: list[Path] = []
-    write_output(path, write=written.append)
+    write_and_say(path, write=written.append)
     assert written == [path]
     monkeypatch.setattr("meshwise.cli.output_files.os.access", lambda _place, _mode: False)
     with pytest.raises(JobError, match=r"a\.txt: no permission to write to it or to"):
@@ -54,7 +54,7 @@ def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(
 
 
 def test_what_is_no_file_is_written_as_it_is(tmp_path: Path) -> None:
-    write_output(Path(os.devnull), write=lambda path: path.write_text("gone"))
+    write_and_say(Path(os.devnull), write=lambda path: path.write_text("gone"))
     assert not Path(os.devnull).is_file()
     check_outputs([Path(os.devnull), None, tmp_path / "a" / "b"])
 

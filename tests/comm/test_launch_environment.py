@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from meshwise.comm import connect, run
-from meshwise.comm.api.launch_environment import LaunchedRank, launched_rank, prints_for_job
+from meshwise.comm.api.launch_environment import launched_rank, prints_for_job
 from meshwise.comm.api.world import World
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -20,11 +20,11 @@ ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}
         (MEETING, None),  # as scripts of a cluster export it before they start torchrun
         ({"LOCAL_RANK": "0"}, None),
         ({"RANK": "", "WORLD_SIZE": ""}, None),
-        (ALL, LaunchedRank(1, 2)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchedRank(0, 1)),
+        (ALL, (1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
     ],
 )
-def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expected: LaunchedRank | None) -> None:
+def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expected: tuple[int, int] | None) -> None:
     assert launched_rank(told) == expected
 
 

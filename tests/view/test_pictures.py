@@ -49,7 +49,7 @@ def test_a_plan_fits_the_device_without_the_memory_of_libraries() -> None:
         device = dataclasses.replace(made.cluster.device, own=2**30, memory=float(2**30 + needed - less))
         shown = predicted_account(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
         assert shown.facts["fits"] == fits
-        assert shown.machine.memory == needed - less
+        assert shown.room == needed - less
         assert shown.facts["peak memory"] == f"{size_text(needed)} of {size_text(needed - less)}"
 
 

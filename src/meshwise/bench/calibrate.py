@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from torch.nn import functional
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.bench.collectives import SizeSweep, measure
+from meshwise.bench.machine import processor_name
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
@@ -58,10 +60,6 @@ class CalibrationEffort:
     most_flops: float = 5e9
     """Floating-point operations of the largest matrix product; on a GPU 200 times as many."""
 
-    def scale(self, *, on_gpu: bool) -> tuple[int, float]:
-        """Return the factor for `lengths`, and the largest number of flops of one matrix product."""
-        return (4, 200 * self.most_flops) if on_gpu else (1, self.most_flops)
-
 
 @dataclass(frozen=True)
 class CalibrationResult:
@@ -88,7 +86,7 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
         _fitted(rows, best[main]) for rows in (products[main], _attention(seconds, main, effort, base))
     )
     device = Device(
-        name=_name(world.device),
+        name=gpu_properties(world.device).name if world.device.type == "cuda" else f"a core of {processor_name()}",
         kind=world.device.type,
         memory=float(_memory(world)),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
@@ -168,15 +166,15 @@ _Row = tuple[tuple[int, int, int], float, float]
 def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
     """Time matrix products over a grid of shapes, with the transposed operands of a layer's forward and backward."""
     rows = []
-    wide, most = effort.scale(on_gpu=seconds.on_gpu)
+    wide, most = (4, 200 * effort.most_flops) if seconds.on_gpu else (1, effort.most_flops)
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
         flops = 2.0 * m * k * n
         if flops <= most:
             x, y, z = seconds.empty(m, k, dtype=dtype), seconds.empty(k, n, dtype=dtype), seconds.empty(m, n).to(dtype)
             pairs = ((x, y), (x, y.t().contiguous().t()), (x.t().contiguous().t(), y))
             repeat = max(1, min(50, int(most / (150 * flops))))
-            took = seconds(functools.partial(_multiply, pairs, z), repeat=repeat) / len(pairs)
-            rows.append(((m, k, n), flops, base.without(took)))
+            took = seconds(functools.partial(_multiply, pairs, z), repeat=repeat)
+            rows.append(((m, k, n), flops, base.without(took / len(pairs))))
     return rows
 
 
@@ -306,7 +304,7 @@ def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
     device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
     counts, times = [], []
     for depth in (2, 34):
-        layers = functools.partial(_layers, depth)
+        layers = functools.partial(lambda depth: nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth))), depth)
         subject = RehearsalSubject(layers, lambda output, batch: (output.square().sum(), len(batch)), torch.zeros(1, 8))
         parts = rehearse(subject, plan=plan, ranks=1, device=device).step(0)
         counts.append(sum(isinstance(entry, TapeOperation) for part in parts for entry in part.entries))
@@ -316,10 +314,6 @@ def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
         times.append(max(world.exchange(took)))
     each = max(0.0, (times[1] - times[0]) / (counts[1] - counts[0]))
     return each, max(0.0, times[0] - each * counts[0])
-
-
-def _layers(depth: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
 
 
 def _link(world: World, effort: CalibrationEffort) -> Link:
@@ -359,14 +353,4 @@ def _memory(world: World) -> int:
     """Return the bytes of memory for each rank: of its GPU, or an equal part of the main memory."""
     if (memory := streams_of(world.device).memory) is not None:
         return memory.total
-    with open("/proc/meminfo", encoding="utf-8") as file:  # noqa: PTH123
-        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal"))
-    return total // world.size
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(gpu_properties(device).name)
-    with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return f"a core of {models[0] if models else 'a CPU'}"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.size

@@ -12,7 +12,7 @@ A group of n ranks is measured alone, while the other ranks wait.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -35,7 +35,6 @@ _CALLS_BYTES = 64 << 20
 _CALLS_MOST = 100
 _UNTIMED = 10  # timed calls for each untimed call
 
-_Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work]]
 _Sampled: TypeAlias = tuple[str, str, int]
 
 
@@ -114,7 +113,7 @@ def _copy(_: World, x: Tensor, y: Tensor) -> list[Work]:
     return []
 
 
-_CALLS: Mapping[str, _Call] = MappingProxyType(
+_CALLS: Mapping[str, Call] = MappingProxyType(
     {
         "all_reduce": lambda world, x, _: [world.all_reduce(x, axes=_AXIS)],
         "reduce_scatter": lambda world, x, y: [world.reduce_scatter(x, into=_part(world, y), axes=_AXIS)],
@@ -130,7 +129,7 @@ _CALLS: Mapping[str, _Call] = MappingProxyType(
 )
 
 # In memory that other ranks can read, each rank's part lies in the full tensor already, as a shard lies in its unit.
-_IN_PLACE: Mapping[str, _Call] = MappingProxyType(
+_IN_PLACE: Mapping[str, Call] = MappingProxyType(
     {"all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]}
 )
 
@@ -143,27 +142,25 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
     Raises ValueError as `SizeSweep.check` does.
     """
     sweep.check(world_size=world.size)
-    measurements = []
+    measurements: list[Measurement] = []
     for n in sweep.groups:
         group = world.over(Mesh.of(rest=world.size // n, ring=n))
         gloo = gloo_calls(world, size=n) if "gloo" in sweep.on else {}
-        measurements += _measure_group(group, sweep, gloo) if world.rank < n else _wait(group, sweep)
+        if world.rank < n:
+            measurements += _measure_group(group, sweep, gloo)
+        else:
+            for _ in range(sweep.warmup + sweep.rounds):  # the watchdog takes a rank that calls nothing for lost
+                group.barrier()
     return measurements
-
-
-def _wait(world: World, sweep: SizeSweep) -> list[Measurement]:
-    """Wait as a rank outside the group. A barrier in every round keeps the watchdog from reporting a lost rank."""
-    for _ in range(sweep.warmup + sweep.rounds):
-        world.barrier()
-    return []
 
 
 def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> list[Measurement]:
     n = world.mesh.degree(_AXIS)
     elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
     kinds = [kind for kind in sweep.kinds if kind != COPY]
+    measured: Mapping[str, Collection[str]] = {"gloo": gloo, "joint": ["all_gather"]}
     buffers = {on: _buffers(world, on, elements) for on in dict.fromkeys((*sweep.on, "ordinary"))}
-    asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and _can(kind, on, gloo)]
+    asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and kind in measured.get(on, kinds)]
     asked.append((COPY, "ordinary"))
     samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
     orders = [sorted(samples, key=lambda one: (one[2], sign * VARIANTS.index(one[1]))) for sign in (1, -1)]
@@ -181,25 +178,10 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
     ]
 
 
-def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> _Call:
+def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
     if on == "gloo":
-        return _waited(gloo[kind])
+        return gloo[kind]
     return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "joint") else _CALLS[kind]
-
-
-def _waited(call: Call) -> _Call:
-    """Return the blocking `call` as a function that returns an empty list of works to wait for."""
-
-    def called(_: World, x: Tensor, y: Tensor) -> list[Work]:
-        call(x, y)
-        return []
-
-    return called
-
-
-def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
-    """Return whether a collective is measured on a kind of memory: on `joint` only all_gather is measured."""
-    return kind in gloo if on == "gloo" else on != "joint" or kind == "all_gather"
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -216,7 +198,7 @@ def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[
     return {count: (x.zero_(), y.zero_()) for count, (x, y) in made.items() if x is not None and y is not None}
 
 
-def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
+def _sample(world: World, call: Call, buffers: tuple[Tensor, Tensor]) -> float:
     """Time several calls and return the seconds per call on this rank."""
     calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
     if calls > 1:
@@ -231,7 +213,7 @@ def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
     return float(start.elapsed_time(end)) / 1e3 / calls
 
 
-def _call(world: World, call: _Call, buffers: tuple[Tensor, Tensor], calls: int) -> None:
+def _call(world: World, call: Call, buffers: tuple[Tensor, Tensor], calls: int) -> None:
     for _ in range(calls):
         for work in call(world, *buffers):
             work.wait()

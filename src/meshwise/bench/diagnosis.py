@@ -2,7 +2,7 @@
 
 import ipaddress
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,52 +42,40 @@ def note(what: str, *, remedy: str) -> MachineFinding:
     return MachineFinding("note", what, remedy)
 
 
-def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
-    """Return the problems and notes for `ranks` ranks on this machine. Also reads environment variables."""
-    found = []
+def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]:
+    """Yield the problems and notes for `ranks` ranks on this machine. Also reads environment variables."""
     torch = dict(machine.software)["torch"]
     if machine.gpus_of_driver and not machine.gpus:
-        found.append(
-            problem(
-                f"the driver has {machine.gpus_of_driver} GPUs and torch {torch} sees none",
-                remedy="install a CUDA build of torch that this driver supports, and look at CUDA_VISIBLE_DEVICES",
-            )
+        yield problem(
+            f"the driver has {machine.gpus_of_driver} GPUs and torch {torch} sees none",
+            remedy="install a CUDA build of torch that this driver supports, and look at CUDA_VISIBLE_DEVICES",
         )
     if 0 < machine.shared_memory < _SHARED_MEMORY:
-        found.append(
-            note(
-                f"/dev/shm has {machine.shared_memory >> 20} MiB; DataLoader workers and NCCL need more",  # noqa: S108
-                remedy="start the container with --shm-size=8g or --ipc=host",
-            )
+        yield note(
+            f"/dev/shm has {machine.shared_memory >> 20} MiB; DataLoader workers and NCCL need more",  # noqa: S108
+            remedy="start the container with --shm-size=8g or --ipc=host",
         )
     if machine.open_files < _OPEN_FILES:
-        found.append(
-            note(f"{machine.open_files} open files allowed; many ranks need more", remedy=f"ulimit -n {_OPEN_FILES}")
-        )
+        yield note(f"{machine.open_files} open files allowed; many ranks need more", remedy=f"ulimit -n {_OPEN_FILES}")
     if not machine.host_addresses:
-        found.append(
-            note(
-                f"the host name {machine.host} does not resolve, so other machines' ranks cannot find this one",
-                remedy=f"add {machine.host} to /etc/hosts, or name the interface in GLOO_SOCKET_IFNAME",
-            )
+        yield note(
+            f"the host name {machine.host} does not resolve, so other machines' ranks cannot find this one",
+            remedy=f"add {machine.host} to /etc/hosts, or name the interface in GLOO_SOCKET_IFNAME",
         )
     threads = asked_threads() or 1
     if ranks * threads > machine.cores and not machine.gpus:
-        found.append(
-            note(
-                f"{ranks} ranks of {threads} threads share {machine.cores} cores",
-                remedy=f"start at most {max(1, machine.cores // threads)} ranks here, or set OMP_NUM_THREADS lower",
-            )
+        yield note(
+            f"{ranks} ranks of {threads} threads share {machine.cores} cores",
+            remedy=f"start at most {max(1, machine.cores // threads)} ranks here, or set OMP_NUM_THREADS lower",
         )
-    return [*found, *check_interfaces(os.environ, names=[interface.name for interface in machine.interfaces])]
+    yield from check_interfaces(os.environ, names=[interface.name for interface in machine.interfaces])
 
 
-def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> list[MachineFinding]:
-    """Return a problem for each interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names but the machine lacks.
+def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> Iterator[MachineFinding]:
+    """Yield a problem for each interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names but the machine lacks.
 
     `names` are the machine's interfaces. gloo reads a list of names, NCCL a list of prefixes, or exact names after `=`.
     """
-    found = []
     for variable in _INTERFACE_VARIABLES:
         wanted = environment.get(variable, "")
         if not wanted or wanted.startswith("^"):
@@ -96,8 +84,7 @@ def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) ->
         for name in wanted.removeprefix("=").split(","):
             if not any(own == name if is_exact else own.startswith(name) for own in names):
                 remedy = f"set {variable} to one of {', '.join(names)}, or unset it"
-                found.append(problem(f"{variable} names {name}, which this machine does not have", remedy=remedy))
-    return found
+                yield problem(f"{variable} names {name}, which this machine does not have", remedy=remedy)
 
 
 def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
@@ -115,46 +102,36 @@ def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
     }
 
 
-def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
-    """Return the problems between the ranks of a job of `size` ranks. `seconds`: the time limit of the roll call."""
-    found = []
+def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> Iterator[MachineFinding]:
+    """Yield the problems between the ranks of a job of `size` ranks. `seconds`: the time limit of the roll call."""
     ranks = [entry.rank for entry in entries]
     sizes = _ranks_by([str(entry.size) for entry in entries], ranks)
     missing = sorted(set(range(size)) - set(ranks))
     if len(sizes) > 1:
-        found.append(
-            problem(
-                f"the ranks differ about the size of the world: {_in_words(sizes)}",
-                remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
-            )
+        yield problem(
+            f"the ranks differ about the size of the world: {_in_words(sizes)}",
+            remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
         )
     elif missing:
-        found.append(
-            problem(
-                f"{ranks_text(missing)} of {size} did not answer the roll call within {seconds:g} s",
-                remedy="look at their machines' output; start them, with the same MASTER_ADDR and MASTER_PORT",
-            )
+        yield problem(
+            f"{ranks_text(missing)} of {size} did not answer the roll call within {seconds:g} s",
+            remedy="look at their machines' output; start them, with the same MASTER_ADDR and MASTER_PORT",
         )
     if repeated := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
-        found.append(
-            problem(
-                f"{ranks_text(repeated)} answered the roll call more than once",
-                remedy="give torchrun another --node-rank on each machine, and end the processes of earlier jobs",
-            )
+        yield problem(
+            f"{ranks_text(repeated)} answered the roll call more than once",
+            remedy="give torchrun another --node-rank on each machine, and end the processes of earlier jobs",
         )
     for fact, remedy in _COMPARED.items():
         values = _ranks_by([entry.facts[fact] for entry in entries], ranks)
         if len(values) > 1:
-            found.append(problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy))
+            yield problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy)
     hidden = [entry.rank for entry in entries if entry.facts["loopback"] == "yes"]
     if hidden and len({entry.facts["host"] for entry in entries}) > 1:
-        found.append(
-            problem(
-                f"{ranks_text(hidden)} can only be reached from their own machine: their address is a loopback address",
-                remedy="set GLOO_SOCKET_IFNAME on that machine to an interface that the other machines can reach",
-            )
+        yield problem(
+            f"{ranks_text(hidden)} can only be reached from their own machine: their address is a loopback address",
+            remedy="set GLOO_SOCKET_IFNAME on that machine to an interface that the other machines can reach",
         )
-    return found
 
 
 def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwise.bench.diagnosis import MachineFinding, examine_machine, examine_roll_call, own_facts, problem
 from meshwise.bench.machine import Machine, machine_facts
@@ -28,19 +28,17 @@ from meshwise.comm.network.loopback_store import is_opened_by_launcher
 _RETRY_SECONDS = 0.2
 
 
-def check_reachable(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
-    """Try for `seconds` to connect to the store of the job. Return an empty list if it accepts, else the problem."""
+def check_reachable(address: str, *, port: int, seconds: float) -> MachineFinding | None:
+    """Try for `seconds` to connect to the store of the job. Return None if it accepts, else the problem."""
     where, until = f"{address}:{port}", time.monotonic() + seconds
     while True:
         try:
             socket.create_connection((address, port), timeout=max(until - time.monotonic(), _RETRY_SECONDS)).close()
         except socket.gaierror:
-            return [
-                problem(
-                    f"MASTER_ADDR={address} does not resolve on this machine",
-                    remedy="give torchrun --rdzv-endpoint an IP address, or add the name to /etc/hosts or the DNS",
-                )
-            ]
+            return problem(
+                f"MASTER_ADDR={address} does not resolve on this machine",
+                remedy="give torchrun --rdzv-endpoint an IP address, or add the name to /etc/hosts or the DNS",
+            )
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS < until:
                 time.sleep(_RETRY_SECONDS)
@@ -51,45 +49,39 @@ def check_reachable(address: str, *, port: int, seconds: float) -> list[MachineF
             else:
                 what = f"{where} does not answer within {seconds:g} s ({error})"
                 remedy = f"open port {port} in the firewall between the machines, or choose an address both can reach"
-            return [problem(what, remedy=remedy)]
-        return []
+            return problem(what, remedy=remedy)
+        return None
 
 
-def check_port(port: int) -> list[MachineFinding]:
-    """Return a problem if this process, rank 0, cannot listen at the port of the job's store, else an empty list."""
+def check_port(port: int) -> MachineFinding | None:
+    """Return a problem if this process, rank 0, cannot listen at the port of the job's store, else None."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        return [
-            problem(
-                f"rank 0 cannot open port {port}: {os.strerror(error.errno or 0).lower()}",
-                remedy="choose another MASTER_PORT on all ranks, or end the process that has it",
-            )
-        ]
-    return []
+        return problem(
+            f"rank 0 cannot open port {port}: {os.strerror(error.errno or 0).lower()}",
+            remedy="choose another MASTER_PORT on all ranks, or end the process that has it",
+        )
+    return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class DoctorReport:
     """Results of an examination. `exchanges`: one for each kind of device (CPU, GPU) on which the ranks could run."""
 
     machine: Machine
-    exchanges: tuple[PairMessages, ...]
-    findings: tuple[MachineFinding, ...]
+    findings: list[MachineFinding]
+    exchanges: list[PairMessages] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
         """True if no finding is a problem; notes do not count."""
         return all(finding.level != "problem" for finding in self.findings)
 
-    def and_findings(self, *findings: MachineFinding) -> "DoctorReport":
-        """Return a new report with these findings added."""
-        return DoctorReport(self.machine, self.exchanges, (*self.findings, *findings))
-
-    def and_exchange(self, exchange: PairMessages) -> "DoctorReport":
-        """Return a new report with an exchange of messages added, its findings, and notes on its slow links."""
-        found = (*exchange.findings, *slow_links(exchange.links))
-        return DoctorReport(self.machine, (*self.exchanges, exchange), (*self.findings, *found))
+    def add(self, exchange: PairMessages) -> None:
+        """Add an exchange of messages, its findings, and notes on its slow links."""
+        self.exchanges.append(exchange)
+        self.findings += [*exchange.findings, *slow_links(exchange.links)]
 
 
 def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
@@ -98,13 +90,13 @@ def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> D
     """
     machine = machine_facts()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))
-    report = DoctorReport(machine, (), tuple(examine_machine(machine, ranks=size)))
+    report = DoctorReport(machine, list(examine_machine(machine, ranks=size)))
     if report.healthy:
         for device in ("cpu", "cuda") if machine.gpus else ("cpu",):
             try:
-                report = report.and_exchange(run(size, _exchange_in_time, args=(seconds,), device=device)[0])
+                report.add(run(size, _exchange_in_time, args=(seconds,), device=device)[0])
             except (RuntimeError, OSError, ValueError) as error:
-                report = report.and_findings(_failure(f"{size} local ranks on {device}", error))
+                report.findings.append(_failure(f"{size} local ranks on {device}", error))
     return report
 
 
@@ -114,19 +106,20 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
     """
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
-        return DoctorReport(machine, (), (problem(error[0], remedy=error[1]),))
+        return DoctorReport(machine, [problem(error[0], remedy=error[1])])
     size = int(os.environ["WORLD_SIZE"])
-    findings = examine_machine(machine, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    findings = list(examine_machine(machine, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     findings += _call_roll(machine, size, seconds) if size > 1 else []
-    report = DoctorReport(machine, (), tuple(findings))
+    report = DoctorReport(machine, findings)
     if not report.healthy:
         return report
     try:
         with _deadline(3 * seconds, "connecting"):
             world = connect()
-        return report.and_exchange(_exchange_in_time(world, 3 * seconds))
+        report.add(_exchange_in_time(world, 3 * seconds))
     except (RuntimeError, OSError, ValueError) as problem_of_rank:
-        return report.and_findings(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
+        report.findings.append(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
+    return report
 
 
 def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFinding]:
@@ -134,12 +127,12 @@ def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFindi
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = os.environ["RANK"] == "0" and not is_opened_by_launcher()
     if found := check_port(port) if opens else check_reachable(address, port=port, seconds=seconds):
-        return found
+        return [found]
     try:
-        roll = roll_call(own_facts(machine, device="cuda" if machine.gpus else "cpu"), seconds=seconds)
+        entries = roll_call(own_facts(machine, device="cuda" if machine.gpus else "cpu"), seconds=seconds)
     except RuntimeError as error:
         return [_failure(f"the store of the job at {address}:{port}", error)]
-    return examine_roll_call(roll.entries, size=size, seconds=seconds)
+    return list(examine_roll_call(entries, size=size, seconds=seconds))
 
 
 def _exchange_in_time(world: World, seconds: float) -> PairMessages:

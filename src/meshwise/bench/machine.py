@@ -76,7 +76,7 @@ def machine_facts() -> Machine:
     }
     return Machine(
         software=tuple(software.items()),
-        processor=_processor(),
+        processor=processor_name(),
         cores=cores(),
         memory=_memory(),
         shared_memory=shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else 0,
@@ -101,7 +101,8 @@ def addresses_of(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the model of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*:\s*(.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return models[0] if models else platform.processor() or platform.machine()

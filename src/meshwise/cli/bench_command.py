@@ -19,10 +19,10 @@ from meshwise.bench.collective_tables import as_json, as_table
 from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
 from meshwise.bench.collectives import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
-from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks
+from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks, run_chosen, say_start
 from meshwise.cli.output_files import check_outputs, write_and_say
-from meshwise.comm import World, run, torchrun_line
-from meshwise.comm.api.launch_environment import is_rank, prints_for_job
+from meshwise.comm import World, run
+from meshwise.comm.api.launch_environment import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.cores import cores
 from meshwise.simulate.cluster import to_table
@@ -38,13 +38,21 @@ UNDISTURBED = 0.9
 
 
 @dataclass(frozen=True)
-class CollectivesFlags:
-    """Time every collective over tensor sizes and group sizes, and a copy in memory for comparison."""
+class BenchFlags:
+    """Flags that both benchmarks have."""
 
     ranks: int | None = None
     """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs the cores, at most 4."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the tensors; auto: the GPUs if there are any, else the CPU."""
+    """Device to measure; auto: the GPUs if there are any, else the CPU."""
+    rounds: int = 5
+    """Number of times that every measurement is repeated."""
+
+
+@dataclass(frozen=True)
+class CollectivesFlags(BenchFlags):
+    """Time every collective over tensor sizes and group sizes, and a copy in memory for comparison."""
+
     collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
     """The collectives to time."""
     sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
@@ -57,8 +65,6 @@ class CollectivesFlags:
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
     memory where possible, unless MESHWISE_COMM names another way."""
-    rounds: int = 5
-    """Number of times that every measurement is repeated."""
     json: Path | None = None
     """Write the measurements here as JSON: times in seconds, bandwidths in bytes per second."""
     png: Path | None = None
@@ -67,27 +73,20 @@ class CollectivesFlags:
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the first word names, and return the exit status. Raises JobError for bad flags."""
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: meshwise bench {'|'.join(_BENCHMARKS)} [OPTIONS]; each has --help")
-        return 0
-    if not words or words[0] not in _BENCHMARKS:
-        given = f"unknown benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
-        raise JobError(f"{given}; choose from: {', '.join(f'meshwise bench {name}' for name in _BENCHMARKS)}")
-    return _BENCHMARKS[words[0]](words[1:])
+    return run_chosen(words, command="bench", missing="name a benchmark", kind="benchmark", choices=_BENCHMARKS)
 
 
-def _collectives(words: Sequence[str]) -> int:
+def _collectives(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise bench collectives", default=CollectivesFlags())
     size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
     check_outputs((flags.json, flags.png))
     sweep = _sweep(flags, size)
-    _say_start(size, "collectives", words)
+    say_start(size, words=["bench", "collectives", *words])
     measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
     if prints_for_job():
         if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
             raise JobError("no collective was measured: these ranks have no shared memory; use --on ordinary")
         _print_collectives(flags, measurements)
-    return 0
 
 
 def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
@@ -126,29 +125,23 @@ def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measureme
 
 
 @dataclass(frozen=True)
-class CalibrationFlags:
+class CalibrationFlags(BenchFlags):
     """Measure how fast this machine computes, copies and sends with all ranks at work; write a cluster file."""
 
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
-    ranks: int | None = None
-    """Local ranks to start; ignored under torchrun. Default: one for each GPU; without GPUs the cores, at most 4."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to measure; auto: the GPUs if there are any, else the CPU."""
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate; give the value that training uses."""
-    rounds: int = CalibrationEffort.rounds
-    """Number of times that every measurement is repeated."""
 
 
-def _calibrate(words: Sequence[str]) -> int:
+def _calibrate(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise bench calibrate", default=CalibrationFlags())
     device = _device(flags)
     if flags.rounds < 1:
         raise JobError(f"rounds = {flags.rounds} has to be at least 1")
     check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
-    _say_start(size, "calibrate", words)
+    say_start(size, words=["bench", "calibrate", *words])
     found: CalibrationResult = run(
         size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
     )[0]
@@ -158,7 +151,6 @@ def _calibrate(words: Sequence[str]) -> int:
         if found.cpu_share < UNDISTURBED:
             result += f"; {_disturbance(found, size=size)}"
         write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=result)
-    return 0
 
 
 def _calibrate_rank(world: World, effort: CalibrationEffort) -> CalibrationResult:
@@ -173,7 +165,7 @@ def _disturbance(found: CalibrationResult, *, size: int) -> str:
     return f"other work took {1 - found.cpu_share:.0%} of the CPU time: calibrate again when the machine is quieter"
 
 
-def _ranks(flags: CollectivesFlags | CalibrationFlags, *, least: int) -> int:
+def _ranks(flags: BenchFlags, *, least: int) -> int:
     """Return the number of ranks: torchrun's, else `--ranks`, else one per GPU, else one per core (`least` to 4)."""
     if launched := launched_ranks():
         return launched
@@ -181,19 +173,13 @@ def _ranks(flags: CollectivesFlags | CalibrationFlags, *, least: int) -> int:
     return checked_ranks(flags.ranks) or gpus or max(least, min(DEFAULT_RANKS, cores()))
 
 
-def _device(flags: CollectivesFlags | CalibrationFlags) -> Literal["cpu", "cuda"] | None:
+def _device(flags: BenchFlags) -> Literal["cpu", "cuda"] | None:
     """Return the value of `--device`, None for auto. Raises JobError for CUDA without a GPU."""
     if flags.device == "cuda" and not gpu_count():
         raise JobError("--device cuda, but torch sees no GPU; use --device cpu, or run `meshwise doctor`")
     return None if flags.device == "auto" else flags.device
 
 
-def _say_start(size: int, name: str, words: Sequence[str]) -> None:
-    if not is_rank():
-        line = torchrun_line(size, ["-m", "meshwise", "bench", name, *words])
-        print(f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}", flush=True)
-
-
-_BENCHMARKS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
+_BENCHMARKS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
     {"collectives": _collectives, "calibrate": _calibrate}
 )

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from meshwise.attention.mask_pattern import parse_pattern
 from meshwise.attention.work_table import work_table
-from meshwise.cli.flag_values import local_ranks, named_cluster
+from meshwise.cli.flag_values import local_ranks, named_cluster, run_chosen
 from meshwise.cli.output_files import (
     DrawingFiles,
     check_drawings,
@@ -112,15 +112,7 @@ class DrawTimelineFlags(DrawingFiles):
 
 def main(words: Sequence[str]) -> int:
     """Make the drawing that the first word names; return the exit status 0. Raises JobError if it cannot be drawn."""
-    names = ", ".join(f"meshwise draw {name}" for name in _DRAWINGS)
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: {names}; each has --help")
-        return 0
-    if not words or words[0] not in _DRAWINGS:
-        given = f"unknown drawing {words[0]!r}" if words and not words[0].startswith("-") else "name what to draw"
-        raise JobError(f"{given}; choose from: {names}")
-    _DRAWINGS[words[0]](words[1:])
-    return 0
+    return run_chosen(words, command="draw", missing="name what to draw", kind="drawing", choices=_DRAWINGS)
 
 
 def _draw_cut(words: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ A command first calls `check_outputs` or `check_drawings`, which refuse a path t
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -41,8 +41,13 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
             raise JobError(f"cannot write {path}: no permission to write to it or to {folder}; name another path")
 
 
-def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
-    """Make the folders of `path`, and let `write` write the file. Raises JobError; an old file is then unchanged."""
+def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: str = "") -> None:
+    """Make the folders of `path`, let `write` write the file, and print the path followed by `more`.
+
+    Does nothing if `path` is None. Raises JobError; an old file is then unchanged.
+    """
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, write=write)
@@ -50,13 +55,7 @@ def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
     except MissingExtraError as error:
         raise JobError(f"cannot write {path}: {error}") from error
-
-
-def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: str = "") -> None:
-    """Write a file as `write_output` does, and print its path followed by `more`. Do nothing if `path` is None."""
-    if path is not None:
-        write_output(path, write=write)
-        drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
+    drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def read_step(run: Path) -> MeasuredStep:
 
 def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, title: str) -> None:
     """Draw the plans (`accounts`) into the files that are not None, and print the paths. Raises JobError."""
-    write_and_say(files.html, write=lambda path: write_page(accounts, path=path, title=title))
+    write_and_say(files.html, write=lambda path: path.write_text(page(accounts, title=title), encoding="utf-8"))
     write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
         write_picture(picture_sheet(accounts), png=files.png, svg=files.svg)
@@ -166,11 +165,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 """Content-Security-Policy of the page: the browser loads nothing from other places, even if a title contains HTML."""
 
 
-def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> None:
-    """Write the HTML page that `page` returns. Raises OSError when the file cannot be written."""
-    path.write_text(page(accounts, title=title), encoding="utf-8")
-
-
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
     """Return an HTML page about some plans: a comparison of them, then pictures of each plan in one time scale."""
     return html_document(
@@ -180,14 +174,14 @@ def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
 
 def html_document(body: str, *, title: str) -> str:
     """Return an HTML page with the HTML text `body`, which loads no other files."""
-    name = escape(title)
+    name, files = escape(title), resources.files("meshwise.view")
     head = (
         f'<meta charset="utf-8"><title>{name}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style()}{_part('page.css')}</style>"
+        f"<style>{style()}{files.joinpath('page.css').read_text(encoding='utf-8')}</style>"
     )
-    script = f"<script>{_part('page.js')}</script>"
+    script = f"<script>{files.joinpath('page.js').read_text(encoding='utf-8')}</script>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
 
 
@@ -210,7 +204,3 @@ def html_table(rows: Sequence[Row]) -> str:
         for row in rows[1:]
     )
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _part(name: str) -> str:
-    return resources.files("meshwise.view").joinpath(name).read_text(encoding="utf-8")

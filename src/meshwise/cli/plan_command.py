@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ def main(arguments: Sequence[str]) -> int:
         raise JobError('--on is missing: name the cluster, as in --on "64x8 h100"')
     cluster = named_cluster(job.on)
     subject, space = _searched(job, cluster)
-    limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
+    limit = read_size(job.memory_limit) if job.memory_limit else cluster.device.memory
+    if limit is None:
+        raise JobError(f"--memory-limit {job.memory_limit} is no number of bytes; write a size such as 70G")
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
@@ -97,10 +99,14 @@ def main(arguments: Sequence[str]) -> int:
     best = survey.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
         _write(path, best[0], on=job.on)
-    heading = _SearchHeading(job, cluster, space, limit, parameters=_parameters(subject))
+    module = shapes_of(subject.model, seed=subject.options.seed).module
+    parameters = sum(one.numel() for one in module.parameters())
     if job.json:
-        print(json.dumps({**heading.record, **search_record(survey, top=job.top)}, indent=2))
+        model = {"name": job.model.name, "parameters": parameters, "batch": job.train.batch}
+        question = {"model": model, "on": job.on, "fixed": _fixed_keys(space)}
+        print(json.dumps({**question, **search_record(survey, top=job.top)}, indent=2))
     else:
+        heading = _heading(job, cluster, space, limit=limit, parameters=parameters)
         _print_result(survey, heading=heading, top=job.top, seconds=time.monotonic() - began)
     if not best:
         raise JobError(_closest(survey))
@@ -158,49 +164,29 @@ def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bo
     return last
 
 
-@dataclass(frozen=True)
-class _SearchHeading:
-    """The question of a search (job, cluster, limits), printed above its result and written into its JSON."""
-
-    job: PlanJob
-    cluster: Cluster
-    space: PlanSpace
-    limit: float
-    parameters: int
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The heading as JSON values: a dict with the keys `model`, `on` and `fixed`."""
-        model = {"name": self.job.model.name, "parameters": self.parameters, "batch": self.job.train.batch}
-        return {"model": model, "on": self.job.on, "fixed": self.fixed_keys}
-
-    @property
-    def fixed_keys(self) -> dict[str, Any]:
-        """The plan keys that are equal in all plans, with their values: from `--fix`, and from the job's own plan."""
-        usual, base = Plan(dp=1).to_toml(), self.space.base.to_toml()
-        kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
-        return {**self.space.fixed, **kept}
-
-    def lines(self) -> Iterator[str]:
-        """Yield the heading as lines of text."""
-        of = counted(self.parameters, of="parameter")
-        yield f"model     {self.job.model.name}, {of}, {counted(self.job.train.batch, of='sample')} a step"
-        nodes, each = counted(self.cluster.nodes, of="node"), counted(self.cluster.ranks_per_node, of="rank")
-        device = f" on {self.cluster.device.name}" if self.cluster.device.name else ""
-        room = f", at most {size_text(self.limit)} a rank" if self.limit < math.inf else ""
-        yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
-        yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
-        if self.fixed_keys:
-            yield f"fixed     {' '.join(f'{key}={plan_notation(value)}' for key, value in self.fixed_keys.items())}"
+def _fixed_keys(space: PlanSpace) -> dict[str, Any]:
+    """Return the plan keys that are equal in all plans, with their values: from `--fix` and from the job's plan."""
+    usual, base = Plan(dp=1).to_toml(), space.base.to_toml()
+    kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
+    return {**space.fixed, **kept}
 
 
-def _parameters(subject: RehearsalSubject) -> int:
-    return sum(one.numel() for one in shapes_of(subject.model, seed=subject.options.seed).module.parameters())
+def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, parameters: int) -> Iterator[str]:
+    """Yield the question of a search as lines of text: job, cluster and limit, searched and fixed keys."""
+    of = counted(parameters, of="parameter")
+    yield f"model     {job.model.name}, {of}, {counted(job.train.batch, of='sample')} a step"
+    nodes, each = counted(cluster.nodes, of="node"), counted(cluster.ranks_per_node, of="rank")
+    device = f" on {cluster.device.name}" if cluster.device.name else ""
+    room = f", at most {size_text(limit)} a rank" if limit < math.inf else ""
+    yield f"cluster   {job.on}: {nodes} of {each}{device}{room}"
+    yield f"searched  {' '.join(key for key in SEARCHED if key not in space.fixed) or 'nothing'}"
+    if fixed := _fixed_keys(space):
+        yield f"fixed     {' '.join(f'{key}={plan_notation(value)}' for key, value in fixed.items())}"
 
 
-def _print_result(survey: SearchResult, *, heading: _SearchHeading, top: int, seconds: float) -> None:
+def _print_result(survey: SearchResult, *, heading: Iterable[str], top: int, seconds: float) -> None:
     console = console_of_width(_WIDTH)
-    for line in heading.lines():
+    for line in heading:
         console.print(line, highlight=False, markup=False)
     summary = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(summary, highlight=False)
@@ -245,10 +231,3 @@ def _write(path: Path, best: Candidate, *, on: str) -> None:
         ("predicted", "memory"): best.figures.memory,
     }
     change_file(path, changes=changes)
-
-
-def _limit(written: str) -> int:
-    size = read_size(written)
-    if size is None:
-        raise JobError(f"--memory-limit {written} is no number of bytes; write a size such as 70G")
-    return size

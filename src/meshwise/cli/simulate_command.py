@@ -11,7 +11,6 @@ from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_cons
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
-from meshwise.comm.network.process_world import Comm
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
@@ -78,7 +77,10 @@ def main(arguments: Sequence[str]) -> int:
         _print_times([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
         for rehearsal in rehearsals:
-            measured = _measure_ranks(job, size, comm) if job.measure and rehearsal is rehearsals[0] else ()
+            measured: Sequence[MeasuredRank] = ()
+            if job.measure and rehearsal is rehearsals[0]:
+                os.environ.update(MALLOC)  # processes free memory at once
+                measured = run(size, _measure_rank, args=(job,), comm=comm)[0]
             console.show(text_table(memory_table(memory_of(rehearsal), measured=measured)))
     return 0
 
@@ -116,13 +118,7 @@ def _checked_cluster(job: SimulateJob) -> Cluster | None:
     return None
 
 
-def _measure_ranks(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[MeasuredRank]:
-    """Train three steps on local ranks, and return their measurements. MALLOC makes processes free memory at once."""
-    os.environ.update(MALLOC)
-    measured: Sequence[MeasuredRank] = run(size, _measure_rank, args=(job,), comm=comm)[0]
-    return measured
-
-
 def _measure_rank(world: World, job: SimulateJob) -> list[MeasuredRank]:
+    """Train three steps of the job on this rank, and return the measurements of all ranks."""
     prepared = prepare(job, ranks=world.size)
     return measure(world, subject=prepared.rehearsal_subject(), plan=prepared.job.plan)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from meshwise.cli.flag_values import checked_comm, local_ranks
+from meshwise.cli.flag_values import checked_comm, local_ranks, say_start
 from meshwise.comm.api.launch_environment import is_rank
 from meshwise.comm.api.rank_lost import RankKilledError
 from meshwise.comm.api.world import World
-from meshwise.comm.launch.launch import run, torchrun_line
+from meshwise.comm.launch.launch import run
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
-from meshwise.train.console_output import counted, replace_missing_characters
+from meshwise.train.console_output import replace_missing_characters
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.job_toml import read_job
@@ -33,11 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     size, comm = local_ranks(job), checked_comm(job.comm)
     prepared = prepare(job, ranks=size)
     checked_run_start(prepared, attempt=None)
-    words = ["-m", "meshwise", "train", *arguments]
     if not is_rank():
         check_plan(prepared)
-        print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
-        print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
+    say_start(size, words=["train", *arguments], restarts=job.restarts)
     try:
         run(size, _rank, args=(job,), restarts=job.restarts, comm=comm)
     except RankKilledError as error:

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from meshwise.cli.flag_values import checked_comm, local_ranks
+from meshwise.cli.flag_values import checked_comm, local_ranks, say_start
 from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.comm.launch.launch import run, torchrun_line
-from meshwise.train.console_output import OutputConsole, counted, text_table
+from meshwise.comm.launch.launch import run
+from meshwise.train.console_output import OutputConsole, text_table
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
@@ -55,9 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     # The other ranks wait while rank 0 trains the reference run alone, which the watchdog must not take for a hang.
     os.environ.setdefault("MESHWISE_STALL_SECONDS", _STALL_SECONDS)
     if is_rank() or job.comm != "threads":
-        if not is_rank():
-            print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
-            print(f"  {torchrun_line(size, ['-m', 'meshwise', 'verify', *arguments])}", flush=True)
+        say_start(size, words=["verify", *arguments])
         report: Report = run(size, _rank, args=(job,), comm=comm)[0]
     else:
         report = run_threads(size, _rank, args=(job,), timeout=None)[0]

@@ -13,7 +13,6 @@ from typing import Any
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, ActionKind
 from meshwise.pipeline.schedules.passes import counterpart
-from meshwise.simulate.predicted_timeline import MemoryHistory
 from meshwise.view.plan_account import PlanAccount
 
 ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}
@@ -43,7 +42,10 @@ def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
         )
         events += drawn
         for history in account.histories:
-            events += _levels(history, scale, place.first + history.index)
+            memory = {"ph": "C", "name": "memory", "pid": place.first + history.index}
+            for level in history.levels:
+                sizes = {str(category): size for category, size in level.device.items()}
+                events.append({**memory, "ts": level.seconds * scale, "args": sizes})
         first += account.timeline.ranks
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
@@ -59,13 +61,6 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
         slot = next((slot for slot, end in enumerate(ends) if end <= event.start), len(ends))
         ends[slot : slot + 1] = [event.stop]
         yield event, ROWS[event.stream] + _APART * slot
-
-
-def _levels(history: MemoryHistory, scale: float, pid: int) -> Iterator[dict[str, Any]]:
-    """Yield the counter of memory over time."""
-    for level in history.levels:
-        sizes = {str(category): size for category, size in level.device.items()}
-        yield {"ph": "C", "name": "memory", "pid": pid, "ts": level.seconds * scale, "args": sizes}
 
 
 class _Place:
@@ -101,14 +96,7 @@ def _events(event: Event, row: int, scale: float, where: _Place) -> Iterator[dic
         **place,
     }
     if event.kind in SENDS:
-        yield {
-            "ph": "s",
-            "name": "message",
-            "cat": "message",
-            "id": where.message(event, event.rank),
-            "ts": start,
-            **place,
-        }
+        yield {"ph": "s", "id": where.message(event, event.rank), "ts": start, **message}
     elif event.kind in RECEIVES:
         assert event.stage is not None
         sent = counterpart(Action(event.stage, ActionKind(event.kind), event.microbatch))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
@@ -23,61 +23,45 @@ def memory_pictures(
 
     `names`: the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use (0: unknown).
     """
+    if not histories:
+        return
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
     categories = [category for category in Category if any(each.holds(category) for each in histories)]
-    for number, history in enumerate(histories):
-        yield _picture(
-            history, _Frame(names[history.index], span, top, limit, categories), last=number == len(histories) - 1
-        )
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """Name, scales (`span` seconds wide, `top` bytes high), limit and categories of a picture."""
-
-    name: str
-    span: float
-    top: float
-    limit: float
-    categories: Sequence[Category]
-
-
-def _picture(history: MemoryHistory, frame: _Frame, *, last: bool) -> Picture:
-    """Return the picture of a history; the last one has the legend."""
-    plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, _HEIGHT, frame.span, "s", ())
-    title = f"memory of {frame.name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
-    shapes: list[Shape] = [
-        PictureText(title, LEFT, 12, "faint", 11),
-        Bars("row", ((LEFT, _TITLE, plot.width, _HEIGHT),)),
-    ]
-    for size in _round_sizes(frame.top):
-        y = _TITLE + _HEIGHT * (1 - size / frame.top)
-        shapes.append(PicturePath("grid", ((LEFT - 4, y), (LEFT + plot.width, y))))
-        shapes.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
+    lines: list[Shape] = []
+    for size in _round_sizes(top):
+        y = _TITLE + _HEIGHT * (1 - size / top)
+        lines.append(PicturePath("grid", ((LEFT - 4, y), (WIDTH - RIGHT, y))))
+        lines.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
     bottom = _TITLE + _HEIGHT + _AXIS
-    if last:
-        shapes += legend([(category, category) for category in frame.categories], x=LEFT, y=bottom + _LEGEND / 2)
-    border = (PicturePath("limit", ((0, y := _HEIGHT * (1 - frame.limit / frame.top)), (plot.width, y))),)
-    inside = (
-        *_areas(history, frame, plot),
-        *(border if 0 < frame.limit <= frame.top else ()),
-        _hover_bars(history, plot, row=frame.name),
-    )
-    plot = replace(plot, shapes=inside, axis=tuple(time_axis(plot)))
-    return Picture(title, WIDTH, bottom + _LEGEND * last, tuple(shapes), plot)
+    for history in histories:
+        name, is_last = names[history.index], history is histories[-1]
+        plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, _HEIGHT, span, "s", ())
+        title = f"memory of {name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
+        shapes = [
+            PictureText(title, LEFT, 12, "faint", 11),
+            Bars("row", ((LEFT, _TITLE, plot.width, _HEIGHT),)),
+            *lines,
+        ]
+        if is_last:
+            shapes += legend([(category, category) for category in categories], x=LEFT, y=bottom + _LEGEND / 2)
+        inside: list[Shape] = [*_areas(history, categories, top, plot)]
+        if 0 < limit <= top:
+            y = _HEIGHT * (1 - limit / top)
+            inside.append(PicturePath("limit", ((0, y), (plot.width, y))))
+        inside.append(_hover_bars(history, plot, row=name))
+        plot = replace(plot, shapes=tuple(inside), axis=tuple(time_axis(plot)))
+        yield Picture(title, WIDTH, bottom + _LEGEND * is_last, tuple(shapes), plot)
 
 
-def _areas(history: MemoryHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
+def _areas(history: MemoryHistory, categories: Sequence[Category], top: float, plot: Plot) -> Iterator[PicturePath]:
     """Yield a filled staircase for each category. The first category is at the bottom and drawn over the others."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
-    for count in range(len(frame.categories), 0, -1):
+    for count in range(len(categories), 0, -1):
         points = [(0.0, plot.height)]
         for level, (start, stop) in zip(history.levels, pairwise(moments), strict=True):
-            y = plot.height * (
-                1 - sum(level.device.get(category, 0) for category in frame.categories[:count]) / frame.top
-            )
+            y = plot.height * (1 - sum(level.device.get(category, 0) for category in categories[:count]) / top)
             points += [(plot.x(start), y), (plot.x(stop), y)]
-        yield PicturePath(frame.categories[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
+        yield PicturePath(categories[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
 
 
 def _hover_bars(history: MemoryHistory, plot: Plot, *, row: str) -> Bars:

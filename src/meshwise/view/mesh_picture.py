@@ -9,7 +9,7 @@ The next two axes arrange the grids in rows and columns. A long axis is shown by
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwise.base.mesh import Mesh
@@ -56,7 +56,10 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
     sheet = _Sheet(mesh, across, down, ranks_per_node)
     if outer.name:
         outer = _Axis.shown(outer.name, degree=mesh.degree(outer.name), most=max(3, int(_WIDEST / sheet.wide)))
-    shapes: list[Shape] = [PictureText(sheet.title([name for name, _ in named[len(_MOST) :]]), 0, 10, size=13)]
+    nodes = f", {ranks_per_node} to a node" if ranks_per_node else ""
+    outermost = " ".join(name for name, _ in named[len(_MOST) :])  # shown by their first index only
+    rest = f"; of {outermost} the first" if outermost else ""
+    shapes: list[Shape] = [PictureText(f"{mesh.size} rank{'s' * (mesh.size > 1)}{nodes}{rest}", 0, 10, size=13)]
     right, y = _LETTERS, _TITLE
     for under in below.indices:
         x = 0.0
@@ -104,12 +107,6 @@ class _Sheet:
         """Height of a grid without its heading."""
         return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
-    def title(self, outermost: Sequence[str]) -> str:
-        """Return the number of ranks, and the `outermost` axes, which are shown by their first index only."""
-        nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
-        rest = f"; of {' '.join(outermost)} the first" if outermost else ""
-        return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}{nodes}{rest}"
-
     def grid(self, fixed: Mapping[str, _Index], *, at: Point) -> Iterator[Shape]:
         """Yield the shapes of the grid of ranks with the indices `fixed`, with its corner at the point `at`."""
         left, top = at[0] + self.left, at[1] + _LABEL
@@ -136,13 +133,11 @@ class _Sheet:
             nodes[rank // self.ranks_per_node if self.ranks_per_node else 0].append(rank)
         for node, ranks in nodes.items():
             where = f", node {node}" if self.ranks_per_node else ""
-            names = tuple(f"rank {rank}{self.place(rank)}{where}" for rank in ranks)
-            yield Bars(f"node-{node % _TONES}", tuple(boxes[rank] for rank in ranks), names)
+            names = []
+            for rank in ranks:
+                indices = self.mesh.coordinate(rank).items()
+                place = " ".join(f"{name} {index}" for name, index in indices if self.mesh.degree(name) > 1)
+                names.append(f"rank {rank}{place and f': {place}'}{where}")
+            yield Bars(f"node-{node % _TONES}", tuple(boxes[rank] for rank in ranks), tuple(names))
         for rank, (x, y, width, height) in boxes.items():
             yield PictureText(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
-
-    def place(self, rank: int) -> str:
-        """Return a text of the rank's indices along the axes with several ranks."""
-        indices = self.mesh.coordinate(rank).items()
-        named = [f"{name} {index}" for name, index in indices if self.mesh.degree(name) > 1]
-        return f": {' '.join(named)}" if named else ""

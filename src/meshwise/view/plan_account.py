@@ -20,16 +20,6 @@ _MOST_HISTORIES = 6
 
 
 @dataclass(frozen=True)
-class AccountMachine:
-    """Machine that a plan is for; a number is 0 if unknown."""
-
-    name: str = ""
-    memory: float = 0.0
-    """Bytes that a rank may use; infinite without a limit."""
-    ranks_per_node: int = 0
-
-
-@dataclass(frozen=True)
 class PlanAccount:
     """Data to draw of one plan: the times of a step, and its memory if known."""
 
@@ -40,7 +30,10 @@ class PlanAccount:
     unit: str = "s"
     """Unit of its times: `s`, or empty for times without a unit."""
     plan: Plan | None = None
-    machine: AccountMachine = field(default_factory=AccountMachine)
+    room: float = 0.0
+    """Bytes that a rank may use: infinite without a limit, 0 if unknown."""
+    ranks_per_node: int = 0
+    """0 if unknown."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Other facts by title, in the order of the table."""
     peak: Mapping[str, int] = field(default_factory=dict)
@@ -87,7 +80,8 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
         replay.timeline,
         rows=tuple(_ranks(index * each, (index + 1) * each - 1) for index in range(along)),
         plan=plan,
-        machine=AccountMachine(cluster.device.name, room, cluster.ranks_per_node),
+        room=room,
+        ranks_per_node=cluster.ranks_per_node,
         facts=facts,
         peak={str(category): size for category, size in peak.device.items() if size},
         histories=tuple(replay.history(index) for index in shown),

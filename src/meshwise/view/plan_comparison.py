@@ -1,7 +1,8 @@
 """Compare plans as a table and as a picture of bars: their keys, the parts of a step, and the memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
@@ -65,12 +66,12 @@ def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
 
 @dataclass(frozen=True)
 class _Bar:
-    """Bar of one plan: the size and the text (`words`) of each part, and the text of the sum (`total`)."""
+    """Bar of one plan: the size of each part, their sum (`total`), and a function that formats a size as text."""
 
     title: str
     parts: Mapping[str, float]
-    words: Mapping[str, str]
-    total: str
+    total: float
+    text: Callable[[float], str]
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ class _Chart:
             yield PictureText(bar.title, left - 10, y + _BAR / 2, size=11, anchor="end")
             for what, paint in self.paints.items():
                 if width := scale * bar.parts.get(what, 0):
-                    yield Bars(paint, ((x, y, width, _BAR),), (f"{what} {bar.words[what]}",), bar.title)
+                    name = f"{what} {bar.text(bar.parts[what])}"
+                    yield Bars(paint, ((x, y, width, _BAR),), (name,), bar.title)
                     x += width
-            yield PictureText(bar.total, x + 8, y + _BAR / 2, size=11)
+            yield PictureText(bar.text(bar.total), x + 8, y + _BAR / 2, size=11)
         bottom = top + _TITLE + _PITCH * len(self.bars)
         if 0 < self.limit <= most:
             x = left + scale * self.limit
@@ -114,21 +116,17 @@ def _times(accounts: Sequence[PlanAccount]) -> _Chart:
     names = activities(accounts)
     waits = [name for name in names if name not in _PAINTS]
     paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
-    bars = []
-    for account in accounts:
-        words = {what: time_text(time, unit=account.unit) for what, time in account.spent.items()}
-        total = time_text(account.timeline.seconds, unit=account.unit)
-        bars.append(_Bar(_shortened(account.title), account.spent, words, total))
+    bars = (
+        _Bar(_shortened(one.title), one.spent, one.timeline.seconds, partial(time_text, unit=one.unit))
+        for one in accounts
+    )
     title = "where the step goes, on the mean over the ranks"
     return _Chart(title, {name: paints[name] for name in names}, tuple(bars))
 
 
 def _sizes(accounts: Sequence[PlanAccount]) -> _Chart:
-    bars = []
-    for account in accounts:
-        words = {category: size_text(size) for category, size in account.peak.items()}
-        bars.append(_Bar(_shortened(account.title), account.peak, words, size_text(sum(account.peak.values()))))
-    limit = min((account.machine.memory for account in accounts if account.machine.memory), default=0.0)
+    bars = (_Bar(_shortened(one.title), one.peak, sum(one.peak.values()), size_text) for one in accounts)
+    limit = min((account.room for account in accounts if account.room), default=0.0)
     title = "what fills the memory of the rank that needs most"
     return _Chart(title, {category: category for category in memory_categories(accounts)}, tuple(bars), limit)
 

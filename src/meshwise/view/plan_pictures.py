@@ -16,11 +16,13 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
     span = max(account.timeline.seconds for account in accounts)
     most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
     for account in accounts:
-        drawn = [_timeline(account, span)]
-        limit = account.machine.memory
+        seconds, unit = account.timeline.seconds, account.unit
+        title = f"step {time_text(seconds, unit=unit)}, bubble {100 * account.spent['bubble'] / seconds:.1f} %"
+        drawn = [timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=unit)]
+        limit = account.room
         drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=limit)
         if account.mesh is not None:
-            drawn.append(mesh_picture(account.mesh, ranks_per_node=account.machine.ranks_per_node))
+            drawn.append(mesh_picture(account.mesh, ranks_per_node=account.ranks_per_node))
         yield drawn
 
 
@@ -30,10 +32,3 @@ def picture_sheet(accounts: Sequence[PlanAccount]) -> Picture:
     for account, drawn in zip(accounts, pictures(accounts), strict=True):
         parts += [Picture(account.title, WIDTH, 24, (PictureText(account.title, 0, 12, size=15),)), *drawn]
     return stacked(parts)
-
-
-def _timeline(account: PlanAccount, span: float) -> Picture:
-    step = time_text(account.timeline.seconds, unit=account.unit)
-    bubble = 100 * account.spent["bubble"] / account.timeline.seconds
-    title = f"step {step}, bubble {bubble:.1f} %"
-    return timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=account.unit)

@@ -104,18 +104,13 @@ def label(event: Event, *, timeline: Timeline) -> str:
 def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Iterator[tuple[str, str]]:
     """Yield the text and style of each cell of a row, from left to right."""
     nothing, column = ". ".ljust(cell), 0
-    for event, first, last in _placed(timeline, rank, unit):
+    for event in timeline.computing[rank]:
+        first, last = (math.floor(moment / unit + 0.5) for moment in (event.start, event.stop))
         yield nothing * (first - column), "dim"
         yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[ActionKind(event.kind)]
         yield " ", ""
         column = last
     yield nothing * (columns - column), "dim"
-
-
-def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
-    """Yield (computation, first column, column after the last) for each computation of a rank."""
-    for event in timeline.computing[rank]:
-        yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 
 
 def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:

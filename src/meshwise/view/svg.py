@@ -1,10 +1,10 @@
 """Convert a picture to SVG text: an element of a page (`svg`), or a whole file (`svg_file`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 
 from meshwise.view.palette import style
-from meshwise.view.shapes import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape
+from meshwise.view.shapes import Picture, PicturePath, PictureText, Plot, Shape
 
 _LEGIBLE = 720.0
 """Least width in pixels at which a page shows a wide picture."""
@@ -12,15 +12,12 @@ _LEGIBLE = 720.0
 
 def svg_file(picture: Picture) -> str:
     """Return the text of an SVG file, which has its own CSS and background."""
-    return _svg(picture, f"<style>{style()}</style>" + _ground(picture))
+    ground = f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
+    return svg(picture, before=f"<style>{style()}</style>{ground}")
 
 
-def svg(picture: Picture) -> str:
-    """Return an SVG element for an HTML page; the page has the CSS of `palette.style()`."""
-    return _svg(picture, "")
-
-
-def _svg(picture: Picture, before: str) -> str:
+def svg(picture: Picture, *, before: str = "") -> str:
+    """Return an SVG element for an HTML page, which has the CSS of `palette.style()`. `before`: its first elements."""
     width, height = _number(picture.width), _number(picture.height)
     inside = before + _shapes(picture.shapes) + (_plot(picture.plot) if picture.plot else "")
     return (
@@ -28,10 +25,6 @@ def _svg(picture: Picture, before: str) -> str:
         f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" '
         f'aria-label="{escape(picture.title)}">{inside}</svg>'
     )
-
-
-def _ground(picture: Picture) -> str:
-    return f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
 
 
 def _plot(plot: Plot) -> str:
@@ -58,22 +51,14 @@ def _shape(shape: Shape) -> str:
     if isinstance(shape, PicturePath):
         points = "L".join(f"{_number(x)} {_number(y)}" for x, y in shape.points)
         return f'<path class="{"area" if shape.filled else "line"} {shape.paint}" d="M{points}{"z" * shape.filled}"/>'
-    return _bars(shape)
-
-
-def _bars(bars: Bars) -> str:
     names = ""
-    if bars.names:
-        names = f' data-row="{escape(bars.row)}" data-names="{escape("|".join(bars.names))}"'
-    return f'<path class="bars{" fine" * bars.fine} {bars.paint}" d="{_outline(bars.boxes)}"{names}/>'
-
-
-def _outline(boxes: Sequence[Box]) -> str:
-    parts = []
-    for x, y, width, height in boxes:
+    if shape.names:
+        names = f' data-row="{escape(shape.row)}" data-names="{escape("|".join(shape.names))}"'
+    outline = []
+    for x, y, width, height in shape.boxes:
         wide = _number(width)
-        parts.append(f"M{_number(x)} {_number(y)}h{wide}v{_number(height)}h-{wide}z")
-    return "".join(parts)
+        outline.append(f"M{_number(x)} {_number(y)}h{wide}v{_number(height)}h-{wide}z")
+    return f'<path class="bars{" fine" * shape.fine} {shape.paint}" d="{"".join(outline)}"{names}/>'
 
 
 def _number(value: float) -> str:

@@ -122,7 +122,7 @@ class _Drawing:
             if paint == "wait":
                 y, height = top + _OVER * self.bar, (1 - _OVER) * self.bar
             boxes[paint].append((plot.x(event.start), y, plot.x(event.seconds), height))
-            names[paint].append(_event_name(event))
+            names[paint].append(f"waits for {event}" if event.stream is TimelineRow.WAIT else str(event))
         for paint in sorted(boxes, key=lambda paint: (paint == "wait", paint != UNSEEN)):
             yield Bars(paint, tuple(boxes[paint]), tuple(names[paint]), self.names[rank])
 
@@ -144,7 +144,3 @@ class _Drawing:
         if event.stream is TimelineRow.WAIT:
             return "wait" if event.exposed else UNSEEN
         return "between" if event.kind in EDGE_KINDS else "update"
-
-
-def _event_name(event: Event) -> str:
-    return f"waits for {event}" if event.stream is TimelineRow.WAIT else str(event)

@@ -115,7 +115,7 @@ def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements
     """Reduce `parts` into `into`, in their order and as one block. op: sum, max or min. All arguments
     are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums.
     """
-    if op == "sum" and is_narrow(into.dtype):
+    if op == "sum" and into.dtype in _NARROW:
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)
@@ -126,11 +126,6 @@ def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements
     for part in parts[1:-1]:
         total = reduce(total, part, out=scratch)
     reduce(total, parts[-1], out=into)
-
-
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Return whether values of this dtype are summed in fp32 and rounded once: fp16 and bf16."""
-    return dtype in _NARROW
 
 
 def require_op(op: str, *, dtype: torch.dtype | None = None) -> None:

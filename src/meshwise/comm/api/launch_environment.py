@@ -6,7 +6,6 @@ torchrun sets all four. An incomplete set is an error: each process would otherw
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a rank needs. If WORLD_SIZE is 1, or if no rank is set, MASTER_ADDR and MASTER_PORT are not used."""
@@ -14,16 +13,8 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_RANK = REQUIRED[:2]
 
 
-@dataclass(frozen=True)
-class LaunchedRank:
-    """Rank of this process and the world size, from the environment."""
-
-    rank: int
-    size: int
-
-
-def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
-    """Return the rank and world size of the environment, or None when neither RANK nor WORLD_SIZE is set.
+def launched_rank(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Return (rank, world size) of the environment, or None when neither RANK nor WORLD_SIZE is set.
     `environment`: by default the environment of this process. Raises ValueError when variables are missing or wrong.
     """
     variables = os.environ if environment is None else environment
@@ -31,7 +22,7 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
         return None
     if wrong := launch_error(variables):
         raise ValueError("; ".join(wrong))
-    return LaunchedRank(int(variables["RANK"]), int(variables["WORLD_SIZE"]))
+    return int(variables["RANK"]), int(variables["WORLD_SIZE"])
 
 
 def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:

@@ -39,11 +39,13 @@ class ProcessLife:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended, or is a zombie. Raises PermissionError for a process of another user."""
+    """Return whether a process has ended, or is a zombie; False for a process of another user."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat")
         return state.exists() and state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except PermissionError:
+        return False
     except (ProcessLookupError, FileNotFoundError):
         return True
 

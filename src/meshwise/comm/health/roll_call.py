@@ -8,7 +8,7 @@ all entries, but not longer than a limit. It then writes a list of the entries, 
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -31,20 +31,11 @@ class RollCallEntry:
     """Facts that should be equal on all ranks, such as versions, by name."""
 
 
-@dataclass(frozen=True)
-class RollCall:
-    """Result of a roll call."""
-
-    entries: tuple[RollCallEntry, ...]
-    """Entries of the ranks that came in time, ordered by rank."""
-    store: Store
-    """Store of the job: on rank 0 it is open as long as this object exists."""
-
-
-def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
-    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks. Every
-    rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at the latest. Rank
-    0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached or opened.
+def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> Sequence[RollCallEntry]:
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks, ordered
+    by rank. Every rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at
+    the latest. Rank 0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached
+    or opened.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store_of(
@@ -63,7 +54,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     roll.add("read", 1)
     if rank == 0:
         _await(lambda: roll.add("read", 0) >= len(entries), until=time.monotonic() + _GRACE_SECONDS)
-    return RollCall(tuple(sorted(entries, key=lambda entry: entry.rank)), store)
+    return sorted(entries, key=lambda entry: entry.rank)
 
 
 def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:

@@ -24,10 +24,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import NoReturn, TypeAlias
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -65,15 +66,12 @@ class _Pace:
         return cls(beat, max(3 * beat, min(10.0, stall / 5)), max(6 * beat, min(30.0, stall / 3)), stall)
 
 
-class ReportSink(Protocol):
-    """Function that receives the reports of a watchdog."""
-
-    def __call__(self, report: str, *, final: bool) -> None:
-        """Receive a report. final: True when the job ends with this report, False for a warning."""
+ReportSink: TypeAlias = Callable[[str], object]
+"""Function that receives the report with which the job ends."""
 
 
-def report_to_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - warnings and final reports are printed
-    """Print a report to standard error; `final` is ignored."""
+def report_to_stderr(report: str) -> None:
+    """Print a report to standard error."""
     sys.stderr.write(f"{report}\n")
 
 
@@ -82,7 +80,7 @@ class Watchdog:
 
     | stall_seconds   how long a rank may wait in one collective while the other ranks live; None for the value of
     |                 MESHWISE_STALL_SECONDS, or 300 without this environment variable
-    | sink            receiver of reports, called on the one rank that reports
+    | sink            receiver of the final report, called on the one rank that reports; warnings go to stderr
     | launcher        process that started this rank: when it ends, this rank ends; None to watch no launcher
 
     Raises ValueError unless stall_seconds is positive.
@@ -244,9 +242,7 @@ class Watchdog:
             self._declare(min(survey.answers), report)
         if longest >= self._pace.stall / 2 and self._store.add("warned", 1) == 1:
             left = self._pace.stall - longest
-            self._sink(
-                f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})", final=False
-            )
+            report_to_stderr(f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})")
 
     def _survey(self, number: int) -> RankSurvey | None:
         """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile. Waits for
@@ -307,7 +303,7 @@ class Watchdog:
         with self._ending:
             reporter, report = pickle.loads(self._store.get("end"))
             if reporter == self._world.rank:
-                self._sink(report, final=True)
+                self._sink(report)
                 self._store.set("reported", "")
             else:
                 with contextlib.suppress(RuntimeError):  # the reporter may have died
@@ -333,7 +329,7 @@ class Watchdog:
     def _leave(self, report: str | None = None) -> NoReturn:
         """End this process at once with exit status 1. Flushing the output gets 2 s: a pipe may be full."""
         if report is not None:
-            self._sink(report, final=True)
+            self._sink(report)
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
@@ -350,10 +346,7 @@ def _state(process: str) -> str:
     _, pid, _, host = process.split(maxsplit=3)
     if host != socket.gethostname():
         return ""
-    try:
-        return "; the process has ended" if has_ended(int(pid)) else "; the process is stopped or stuck"
-    except PermissionError:
-        return ""
+    return "; the process has ended" if has_ended(int(pid)) else "; the process is stopped or stuck"
 
 
 def stall_seconds_from_environment() -> float:

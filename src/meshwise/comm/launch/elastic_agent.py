@@ -127,17 +127,10 @@ class _Agent(LocalElasticAgent):
         """Return whether a rank ended without an outcome less than 2 s ago, while another rank may still save one."""
         outcomes = last_start(self._folder)
         quiet = {one.id for one in worker_group.workers if not RankOutcome.exists(outcomes, rank=one.global_rank)}
-        known, self._silent = self._silent, {process for process in quiet if _has_ended(process)}
+        known, self._silent = self._silent, {process for process in quiet if has_ended(process)}
         if known != self._silent:
             self._silent_since = time.monotonic()
         return 0 < len(self._silent) < len(quiet) and time.monotonic() - self._silent_since < _WORDS_SECONDS
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        return has_ended(process)
-    except PermissionError:  # the process runs and has changed its user
-        return False
 
 
 def _is_gone(process: int) -> bool:
@@ -146,6 +139,4 @@ def _is_gone(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # the process runs and has changed its user
-        return False
     return False

@@ -58,11 +58,8 @@ def rank_main(
     assert attempt is not None, "torch's launcher names the start"
     starts, folder = folder, start_folder(folder, number=attempt.restarts)
 
-    def take_report(report: str, *, final: bool) -> None:
-        if final:
-            RankOutcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
-        else:
-            report_to_stderr(report, final=final)
+    def take_report(report: str) -> None:
+        RankOutcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
 
     try:
         folder.mkdir(exist_ok=True)
@@ -84,13 +81,6 @@ def rank_main(
                 time.sleep(CONSEQUENCE_SECONDS)
         finally:  # an exception here would give status 0, and the launcher would wait for a result
             _leave(1)
-
-
-def _end_workers() -> None:
-    """End the daemon processes of this process, such as data workers, as multiprocessing does at exit."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.terminate()
 
 
 def _die_of(numbers: Collection[signal.Signals]) -> None:
@@ -133,12 +123,14 @@ def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
     previous = start_folder(folder, number=attempt.restarts - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
     why = f"{type(error).__name__}: {error}"
-    report_to_stderr(f"meshwise: restart {attempt.restarts} of {attempt.max_restarts}, because {why}", final=False)
+    report_to_stderr(f"meshwise: restart {attempt.restarts} of {attempt.max_restarts}, because {why}")
 
 
 def _leave(status: int) -> None:
     """End the process at once with the exit status `status`, or 1 when its output cannot be written."""
-    _end_workers()
+    for child in multiprocessing.active_children():
+        if child.daemon:  # a data worker, for example; multiprocessing ends these at exit
+            child.terminate()
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
             stream.flush()

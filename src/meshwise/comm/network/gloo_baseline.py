@@ -1,18 +1,18 @@
 """Call torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import Work, World
 from meshwise.comm.network.loopback_store import LOOPBACK
 from meshwise.comm.network.process_world import job_store
 
-Call: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Blocking collective of (x, y): reads x and writes y, or works in place on one of them.
+Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work | c10d.Work]]
+"""Collective of (world, x, y), as the works to wait for: reads x and writes y, or works in place on one of them.
 
 Both tensors have the full size: the size of the gathered tensor. A rank's part is its slice of x or y.
 """
@@ -33,17 +33,10 @@ def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
     def part(x: Tensor) -> Tensor:
         return x.view(size, -1)[world.rank]
 
-    def all_reduce(x: Tensor, _: Tensor) -> None:
-        group.allreduce([x]).wait()
-
-    def all_gather(_: Tensor, y: Tensor) -> None:  # in place, which saves gloo a copy
-        group._allgather_base(y, part(y)).wait()
-
-    def reduce_scatter(x: Tensor, y: Tensor) -> None:
-        group._reduce_scatter_base(part(y), x).wait()
-
-    def broadcast(x: Tensor, _: Tensor) -> None:
-        group.broadcast(x, root=0).wait()
-
-    calls = {call.__name__: call for call in (all_reduce, all_gather, reduce_scatter, broadcast)}
+    calls: dict[str, Call] = {
+        "all_reduce": lambda _, x, __: [group.allreduce([x])],
+        "all_gather": lambda _, __, y: [group._allgather_base(y, part(y))],  # in place, which saves gloo a copy
+        "reduce_scatter": lambda _, x, y: [group._reduce_scatter_base(part(y), x)],
+        "broadcast": lambda _, x, __: [group.broadcast(x, root=0)],
+    }
     return MappingProxyType(calls)

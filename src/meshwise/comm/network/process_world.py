@@ -48,7 +48,7 @@ def job_store() -> c10d.Store | None:
     loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
     torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing.
     """
-    rank, size = _numbers()
+    rank, size = launched_rank() or (0, 1)
     if size == 1:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -62,7 +62,7 @@ def process_world(device: torch.device, *, store: c10d.Store | None = None, comm
     Raises ValueError when some ranks are on CPU and others on CUDA, when `comm` differs between ranks, or when `local`
     is impossible. Raises torch's DistError when ranks are missing for ten minutes.
     """
-    rank, size = _numbers()
+    rank, size = launched_rank() or (0, 1)
     mesh = Mesh.of(rank=size)
     found = store or job_store()
     if found is None:
@@ -119,12 +119,6 @@ def default_device() -> torch.device:
     if (gpus := gpu_count()) == 0:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-
-
-def _numbers() -> tuple[int, int]:
-    """Return this process's rank and world size; (0, 1) without a launcher. Raises ValueError as `launched_rank`."""
-    own = launched_rank()
-    return (0, 1) if own is None else (own.rank, own.size)
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:

@@ -99,35 +99,27 @@ class LocalWorld(World):
             put(x, into=parts[group.index])
             return self._begin(call, needs=call.others, act=lambda: call.queue.require_joint(call))
 
-        def act() -> None:
-            put(x, into=parts[group.index])
-            for index in call.others:
-                call.take(index, into=parts[index])
-
-        return self._begin(call, gives=[x], needs=call.others, users=call.others, act=act)
+        return self._begin(
+            call, gives=[x], needs=call.others, users=call.others, act=lambda: _collect(call, group, x, parts)
+        )
 
     def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         call = self._call(record, group)
-
-        def act() -> None:
-            put(parts[group.index], into=into[group.index])
-            for index in call.others:
-                call.take(index, into=into[index], which=group.index)
-
-        return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
+        own = parts[group.index]
+        return self._begin(
+            call,
+            gives=parts,
+            needs=call.others,
+            users=call.others,
+            act=lambda: _collect(call, group, own, into, which=group.index),
+        )
 
     def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
         call = self._call(record, group)
         if parts is None:
             return self._begin(call, gives=[x], users=[target])
-
-        def act() -> None:
-            put(x, into=parts[target])
-            for index in call.others:
-                call.take(index, into=parts[index])
-
-        return self._begin(call, needs=call.others, act=act)
+        return self._begin(call, needs=call.others, act=lambda: _collect(call, group, x, parts))
 
     def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
@@ -249,3 +241,10 @@ class LocalWorld(World):
         for copy, x in zip(copies, tensors, strict=True):
             put(x, into=copy)
         return copies
+
+
+def _collect(call: QueuedCall, group: Group, own: Tensor, parts: list[Tensor], which: int = 0) -> None:
+    """Copy this rank's `own` part, and tensor `which` that each other rank gave, into `parts`, in group order."""
+    put(own, into=parts[group.index])
+    for index in call.others:
+        call.take(index, into=parts[index], which=which)

@@ -38,9 +38,9 @@ class ProcessMemory:
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._processes: dict[int, int] = {}
         self._readers: set[int] = set()
-        machine = _machine()
-        if machine:
-            _let_others_read()
+        machine = host_name() if sys.platform == "linux" else ""  # other systems lack these system calls
+        if machine:  # Linux' Yama lets only ancestors read a process, unless the process allows it, as MPI does
+            _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
         probe = torch.tensor([secrets.randbits(_PROBE_BITS)])
         store.set(f"probe/{rank}", json.dumps([machine, os.getpid(), probe.data_ptr(), int(probe)]))
         probes = [json.loads(text) for text in store.multi_get([f"probe/{other}" for other in range(size)])]
@@ -73,14 +73,9 @@ def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
         count = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if count <= 0:
             number = ctypes.get_errno()
-            raise OSError(
-                number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}{_hint(number)}"
-            )
+            hint = "; is a tensor in read-only memory, for example of a mapped file?" if number == errno.EFAULT else ""
+            raise OSError(number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}{hint}")
         done += count
-
-
-def _hint(number: int) -> str:
-    return "; is a tensor in read-only memory, for example of a mapped file?" if number == errno.EFAULT else ""
 
 
 def _readable(process: int, address: int, *, expected: int) -> bool:
@@ -91,16 +86,6 @@ def _readable(process: int, address: int, *, expected: int) -> bool:
     except OSError:
         return False
     return int(found) == expected
-
-
-def _machine() -> str:
-    """Return a name that is equal for processes of one host, or "" on systems without these system calls."""
-    return host_name() if sys.platform == "linux" else ""
-
-
-def _let_others_read() -> None:
-    """Let the other ranks read this process, where Linux' Yama allows only ancestors to read; MPI does the same."""
-    _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
 
 
 _C = ctypes.CDLL(None, use_errno=True)
