@@ -6,7 +6,8 @@ from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.action import Schedule, ScheduleError
 from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.validate import peaks
 
 TWO = Schedule.parse("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
 
@@ -59,19 +60,9 @@ def test_gathers_and_reductions_overlap_computations() -> None:
     assert timeline.seconds == 17
 
 
-def test_peaks_weigh_each_stage_by_its_activations() -> None:
-    assert peaks(
-        make_schedule("1f1b", pp=2, microbatches=3), costs=[ActionCost(activations=10), ActionCost(activations=3)]
-    ) == (
-        20,
-        3,
-    )
-
-
-def test_peaks_count_activations_that_i_frees() -> None:
+def test_peaks_count_activations_until_w() -> None:
     table = Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1")
     assert peaks(table) == (2,)
-    assert peaks(table, costs=ActionCost(activations=8, kept_for_weights=0.25)) == (10,)
 
 
 def test_events_come_with_their_rank() -> None:

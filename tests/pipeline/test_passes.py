@@ -12,8 +12,8 @@ from meshwise.pipeline.schedules.passes import (
     merge_backward,
     send_first,
 )
-from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
-from meshwise.pipeline.schedules.validate import validate, walk
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.validate import peaks, validate, walk
 
 
 def table(text: str) -> Schedule:
@@ -84,7 +84,7 @@ def test_send_first_shortens_the_step_with_the_same_memory(name: str, pp: int, m
     for cost in (ActionCost(1, 1, 1), ActionCost(1, 1.25, 0.75), ActionCost(2, 3, 1)):  # w is at most f
         before, after = (clock(lower(each, gathers=False), costs=cost).seconds for each in (whole, ours))
         assert before - after == pytest.approx((pp - 1) * cost.weight)
-        assert peaks(ours, costs=cost) == peaks(whole, costs=cost)
+        assert peaks(ours) == peaks(whole)
     late = ActionCost(1, 1, 2)
     assert clock(ours, costs=late).seconds < clock(whole, costs=late).seconds
     validate(ours)

@@ -7,8 +7,8 @@ import pytest
 
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule, read_schedule
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule, ScheduleError
-from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
-from meshwise.pipeline.schedules.validate import in_flight, validate
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.validate import in_flight, peaks, validate
 
 DRAWN = {
     "naive": """

@@ -33,7 +33,8 @@ from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.schedules import read_schedule
 from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.validate import peaks
 from meshwise.plan import Plan
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError, StudiedJob
@@ -193,7 +194,7 @@ def _draw_schedule(words: Sequence[str]) -> None:
     timeline = clock(lowered, costs=costs)
     console.show(draw_in_columns(timeline, width=console.width))
     console.print()
-    console.show(rank_table(timeline, peaks=peaks(lowered, costs=costs)))
+    console.show(rank_table(timeline, peaks=peaks(lowered)))
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
     write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)

@@ -41,18 +41,6 @@ OPERATIONS_PER_BYTE = 10.0
 
 
 @dataclass(frozen=True)
-class BalanceAim:
-    """Quantity to balance over a number of stages."""
-
-    by: str
-    """`time`, `params` or `memory`."""
-    stages: int
-    """Number of stages."""
-    schedule: Schedule | None
-    """Schedule of the stages; None: balance the loads of the stages, whatever their schedule."""
-
-
-@dataclass(frozen=True)
 class StageBounds:
     """Bounds of the stages in the list of a model's calls."""
 
@@ -85,19 +73,31 @@ def bounds_by_name(
     return _with_needed_splits(seen, splittable, bounds)
 
 
-def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, splittable: Collection[str]) -> StageBounds:
+def balance(
+    model: nn.Module,
+    *,
+    seen: ProbeResult,
+    by: str,
+    stages: int,
+    schedule: Schedule | None,
+    splittable: Collection[str],
+) -> StageBounds:
     """Return the best bounds between pieces, or inside the blocks `splittable` if that gains at least MIN_GAIN.
 
-    Raises CutError when fewer stages fit than `aim` asks for.
+    `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
+    their schedule. Raises CutError when fewer than `stages` stages fit.
     """
-    clock = _clock(model, aim)
-    whole, fine = (_Row(_items(model, row, aim)) for row in (seen, seen.with_split_blocks(splittable)))
+    clock = None if by != "time" or schedule is None else _clock(model, schedule)
+    whole, fine = (
+        _Row(_items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule)))
+        for row in (seen, seen.with_split_blocks(splittable))
+    )
     begins = seen.begins(splittable)
     pieces = [begins[called.key] for called in seen.calls]
-    fits = sum(whole.items.solid) >= aim.stages
+    fits = sum(whole.items.solid) >= stages
     bounds, price = whole.best(clock) if fits or not splittable else ((), math.inf)
     if splittable:
-        inner = fine.fewer(aim, always=pieces, never=seen.ends(splittable))
+        inner = fine.fewer(stages, always=pieces, never=seen.ends(splittable))
         found, finer = inner.best(clock, also=[(*pieces, len(fine.places))[bound] for bound in bounds], slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
             return _with_needed_splits(seen, splittable, found)
@@ -121,11 +121,11 @@ class _Row:
         self.items = items if places is None else items.merged(places)
         self._all = items
 
-    def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
+    def fewer(self, stages: int, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
         """Return the calls with fewer places: those worth a try or, if these are too few, all except `never`."""
-        apart = MIN_DISTANCE * sum(self._all.loads[0]) / aim.stages
+        apart = MIN_DISTANCE * sum(self._all.loads[0]) / stages
         row = _Row(self._all, places_to_try(self._all, apart=apart, always=always, never=never))
-        if sum(row.items.solid) >= aim.stages:
+        if sum(row.items.solid) >= stages:
             return row
         return _Row(self._all, [place for place in self.places if place not in never])
 
@@ -151,36 +151,32 @@ class _Row:
         return tuple((*self.places, len(self._all.solid))[bound] for bound in bounds)
 
 
-def _items(model: nn.Module, seen: ProbeResult, aim: BalanceAim) -> PartitionItems:
-    """Return the load of each call, and the cost of a stage boundary before it."""
-    solid = [bool(called.parameters) for called in seen.calls]
-    loads = loads_of(model, seen=seen, aim=aim)
-    if aim.by != "time":
-        return PartitionItems(loads, solid, seen.sent_bytes)
-    cost = [called.cost for called in seen.calls]
+def _items(seen: ProbeResult, loads: Sequence[Sequence[float]]) -> PartitionItems:
+    """Return the load of each call, and the cost of a stage boundary before it (0 if no time was measured)."""
+    solid, cost = [bool(called.parameters) for called in seen.calls], [called.cost for called in seen.calls]
     return PartitionItems(loads, solid, seen.sent_bytes, [one.between for one in cost], [one.earlier for one in cost])
 
 
-def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[list[float]]:
+def loads_of(
+    model: nn.Module, *, seen: ProbeResult, by: str, stages: int, schedule: Schedule | None
+) -> list[list[float]]:
     """Return a list for each stage: what each call would add to the stage's load (units: `CutRequest.by`)."""
-    if aim.by == "time":
+    if by == "time":
         work = [called.cost.work for called in seen.calls]
-        return [[*work[:-1], work[-1] + seen.tail]] * aim.stages
+        return [[*work[:-1], work[-1] + seen.tail]] * stages
     counted = [[model.get_parameter(name) for name in called.parameters] for called in seen.calls]
-    if aim.by == "params":
-        return [[float(sum(p.numel() for p in called)) for called in counted]] * aim.stages
+    if by == "params":
+        return [[float(sum(p.numel() for p in called)) for called in counted]] * stages
     states = [float(sum(p.nbytes * (STATE_COPIES if p.requires_grad else 1) for p in called)) for called in counted]
     activations = [called.cost.activations for called in seen.calls]
-    counts = (1.0,) * aim.stages if aim.schedule is None else in_flight(aim.schedule)
+    counts = (1.0,) * stages if schedule is None else in_flight(schedule)
     return [[state + times * kept for state, kept in zip(states, activations, strict=True)] for times in counts]
 
 
-def _clock(model: nn.Module, aim: BalanceAim) -> StepClock | None:
-    """Return the clock that times a step of the schedule; None if another quantity than the step's time is balanced."""
-    if aim.by != "time" or aim.schedule is None:
-        return None
+def _clock(model: nn.Module, schedule: Schedule) -> StepClock:
+    """Return the clock that times a step of the schedule."""
     byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(next(model.parameters()).device)
-    return StepClock(aim.schedule, seconds_per_byte=byte)
+    return StepClock(schedule, seconds_per_byte=byte)
 
 
 def _seconds_to_copy_byte(device: torch.device) -> float:

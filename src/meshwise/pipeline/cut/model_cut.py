@@ -15,7 +15,7 @@ from torch import nn
 from meshwise.base.align_columns import align_columns
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.pipeline.cut.backward_hooks import refuse_hooks
-from meshwise.pipeline.cut.balance import BalanceAim, StageBounds, balance, bounds_by_name, loads_of
+from meshwise.pipeline.cut.balance import StageBounds, balance, bounds_by_name, loads_of
 from meshwise.pipeline.cut.meta_device import has_no_values
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import Call, probe
@@ -209,7 +209,9 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     where, timed = request.where, request.by == "time"
     if where.made is not None and where.made.stages == stages:
         return where.made
-    splits = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
+    pieces = {piece.module for unit in partition(model) for piece in unit}
+    between = bool(where.at) and all(name.partition(":")[0] in pieces for name in where.at)  # none is inside a block
+    splits = where.how == "auto" and not where.pieces and not between
     seen = probe(model, call=call, pieces=where.pieces, timed=timed, splits=splits)
     splittable = [
         called.key
@@ -223,7 +225,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
         )
     if where.at:
         return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, splittable=splittable), request)
-    return _cut(model, balance(model, seen=seen, aim=_aim(request, stages), splittable=splittable), request)
+    bounds = balance(model, seen=seen, by=request.by, stages=stages, schedule=request.schedule, splittable=splittable)
+    return _cut(model, bounds, request)
 
 
 def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
@@ -231,16 +234,6 @@ def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelC
     seen = probe(model, call=call, pieces=pieces)
     begins = [place for place, called in enumerate(seen.calls) if called.parameters]
     return _cut(model, StageBounds(seen, (0, *begins[1:], len(seen.calls))), CutRequest(by="params"))
-
-
-def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
-    """Return whether all these keys are calls of pieces, and none is of a module inside a block."""
-    pieces = {piece.module for unit in partition(model) for piece in unit}
-    return all(name.partition(":")[0] in pieces for name in names)
-
-
-def _aim(request: CutRequest, stages: int) -> BalanceAim:
-    return BalanceAim(request.by, stages, request.schedule)
 
 
 def _cut(model: nn.Module, balanced: StageBounds, request: CutRequest) -> ModelCut:
@@ -251,7 +244,7 @@ def _cut(model: nn.Module, balanced: StageBounds, request: CutRequest) -> ModelC
     keys, stages = tuple(called.key for called in seen.calls), len(bounds) - 1
     holders = _holders(model, seen, bounds)
     _refuse_readers(seen, bounds, holders)
-    loads = loads_of(model, seen=seen, aim=_aim(request, stages))
+    loads = loads_of(model, seen=seen, by=request.by, stages=stages, schedule=request.schedule)
     return ModelCut(
         keys=keys,
         modules=tuple(called.module for called in seen.calls),

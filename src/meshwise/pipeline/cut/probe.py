@@ -71,7 +71,9 @@ def probe(
         raise CutError(str(error)) from None
     seen = _seen(model, call, found, timed=timed)
     changed = seen.changed_buffers
-    if owners := sorted({owner for owner in map(_owner, changed) if _has_no_parameters(model, owner)}):
+    # A module without parameters, as some batch norms, can be a separate piece.
+    inside = {owner for owner in map(_owner, changed) if owner}
+    if owners := sorted(owner for owner in inside if next(model.get_submodule(owner).parameters(), None) is None):
         found += [GatheredModule(owner, ()) for owner in owners]
         seen = _seen(model, call, found, timed=timed)
         ran = {made.module for made in seen.calls}
@@ -89,11 +91,6 @@ def probe(
 
 def _owner(buffer: str) -> str:
     return buffer.rpartition(".")[0]
-
-
-def _has_no_parameters(model: nn.Module, name: str) -> bool:
-    """Return whether module `name` has no parameters, as some batch norms; such a module can be a separate piece."""
-    return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
 @dataclass(frozen=True)

@@ -143,14 +143,11 @@ def bytes_of(value: Any) -> int:
 
 def operations_key(module: nn.Module, *, inputs: Any) -> Hashable:
     """Return a key that is equal for modules with equal operations: classes, attributes, and shapes of all tensors."""
-    return *map(_make, module.modules()), _kinds(module.parameters()), _kinds(tensors(inputs))
-
-
-def _make(module: nn.Module) -> Hashable:
-    """Return the class of a module, and the plain attributes that may change its forward."""
-    return type(module), *(
-        (name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)
+    makes = tuple(  # plain attributes may change a forward
+        (type(one), *((name, value) for name, value in vars(one).items() if isinstance(value, int | float | str)))
+        for one in module.modules()
     )
+    return makes, _kinds(module.parameters()), _kinds(tensors(inputs))
 
 
 def _kinds(values: Iterable[Tensor]) -> Hashable:

@@ -49,7 +49,7 @@ def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
     """Yield the names of the modules that have parameters and a forward; a ModuleList yields its inner modules."""
     for name, child in module.named_children():
         if any(True for _ in child.parameters()):
-            if _has_no_forward(child):
+            if type(child).forward is nn.Module.forward:
                 yield from _modules_with_forward(child, f"{path}{name}.")
             else:
                 yield f"{path}{name}"
@@ -62,7 +62,3 @@ def _has_equal_modules(block: nn.Module, names: tuple[str, ...]) -> bool:
         if "." in name:
             lists.setdefault(name.rpartition(".")[0], []).append(type(block.get_submodule(name)))
     return any(len(set(kinds)) < len(kinds) for kinds in lists.values())
-
-
-def _has_no_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward

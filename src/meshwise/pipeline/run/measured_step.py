@@ -234,7 +234,12 @@ def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
     step: list[Event] = []
     for span in (span for span in spans if not (span.waits or span.in_background)):
         if span.what is StepPhase.BEGIN or step:
-            step.append(_event(rank, span))
+            made = (
+                event_of(span.what, rank=rank, start=span.start, stop=span.stop)
+                if isinstance(span.what, Action)
+                else Event(rank, TimelineRow.COLLECTIVE, str(span.what), span.start, span.stop)
+            )
+            step.append(made)
         if span.what is StepPhase.UPDATE and step:
             own = (other for other in others if step[0].start <= other.start and other.stop <= span.stop)
             streams = [(TimelineRow.WAIT if other.waits else TimelineRow.TIERS, other) for other in own]
@@ -246,12 +251,6 @@ def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
     """Return the events shifted so that the first begins at 0."""
     start = min(event.start for event in events)
     return tuple(dataclasses.replace(one, start=one.start - start, stop=one.stop - start) for one in events)
-
-
-def _event(rank: int, span: TimedSpan) -> Event:
-    if isinstance(span.what, Action):
-        return event_of(span.what, rank=rank, start=span.start, stop=span.stop)
-    return Event(rank, TimelineRow.COLLECTIVE, str(span.what), span.start, span.stop)
 
 
 def _cost(means: _Means) -> ActionCost:

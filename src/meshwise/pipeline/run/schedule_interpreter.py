@@ -125,7 +125,8 @@ class _Walk:
                 self._post()
                 self._do(action)
             except Exception as error:
-                error.add_note(f"in {action}: {_place_text(action)}, on rank {self._rank} of the pipeline")
+                batch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
+                error.add_note(f"in {action}: stage {action.stage}{batch}, on rank {self._rank} of the pipeline")
                 raise
         for rank, sending in self._sending.items():
             self._release(rank, self._waited[rank] + len(sending))
@@ -303,10 +304,6 @@ class _Walk:
 def _place(action: Action) -> Place:
     assert action.microbatch is not None
     return action.stage, action.microbatch
-
-
-def _place_text(action: Action) -> str:
-    return f"stage {action.stage}" + ("" if action.microbatch is None else f", micro-batch {action.microbatch}")
 
 
 def _description(skeleton: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,11 @@ def backward_input(
             later.later(partial(torch.autograd.backward, edges, gradients, inputs=reached))
         return later
     places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
-    again = {node for node in set().union(*places.values()) if node is not None and _computed_again(node)}
+    again = {  # nodes whose saved tensors torch's non-reentrant checkpoint recomputes
+        node
+        for node in set().union(*places.values())
+        if node is not None and any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
+    }
     now = [parameter for parameter, nodes in places.items() if len(nodes) > 1 or None in nodes or nodes & again]
     hooks = []
     single = (node for nodes in places.values() if len(nodes) == 1 for node in nodes)
@@ -126,11 +130,6 @@ def _forget(node: Node) -> None:
 
 def _nothing(_saved: object) -> None:
     """Return None: the replacement for a saved tensor that is not needed."""
-
-
-def _computed_again(node: Node) -> bool:
-    """Return whether torch's non-reentrant checkpoint recomputes the tensors that the node saved."""
-    return any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
 
 
 def _saved(node: Node) -> Iterator[Any]:

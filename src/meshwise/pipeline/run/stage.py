@@ -85,7 +85,7 @@ class FeatureWidth:
         if name in self.made and self.own != self.whole:
             dim = self.made[name]
             return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
-        first = next(tensors((args, kwargs)), None)
+        first = _first((args, kwargs))
         if first is None or not first.is_floating_point() or self.own == self.whole:
             return shadow(*args, **kwargs)
 
@@ -133,11 +133,6 @@ class StageForwardState:
         if key in self.sends and not self.repeats:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
-    def received_of(self, key: str) -> Any:
-        """Return the received value of this key, or a copy if the model will change the value."""
-        value = self.received[key]
-        return map_tensors(Tensor.clone, value) if key in self.changed else value
-
     def device_for(self, given: Tensor) -> torch.device:
         """Return the device for a result of the input `given`; if `given` is on meta, the device of received values.
 
@@ -172,6 +167,7 @@ class StageForwardState:
         return sent
 
 
+@dataclass(eq=False)
 class Stage:
     """Stage `index` of the `count` stages of a model.
 
@@ -179,14 +175,11 @@ class Stage:
     of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before.
     """
 
-    def __init__(
-        self, module: nn.Module, *, index: int, count: int, state: StageForwardState, receives: Sequence[str]
-    ) -> None:
-        self.module = module
-        self.index = index
-        self.count = count
-        self.receives = tuple(receives)
-        self.state = state
+    module: nn.Module
+    index: int
+    count: int
+    state: StageForwardState
+    receives: tuple[str, ...]
 
     @property
     def sends(self) -> tuple[str, ...]:
@@ -239,7 +232,8 @@ class PieceForward:
             state.keep(key, value=output)
             return output
         if key in state.received:
-            return state.received_of(key)
+            value = state.received[key]
+            return map_tensors(Tensor.clone, value) if key in state.changed else value
         return self._nothing(key, args, kwargs)
 
     def _own(self, args: Any, kwargs: Any) -> Any:

@@ -35,8 +35,8 @@ def gpipe(pp: int, *, microbatches: int) -> Schedule:
 
 def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
     """Return the 1F1B schedule: rank r first runs p - r - 1 forwards, then alternates, and holds at most p - r."""
-    steps = _Steps(pp, [(0, index) for index in range(microbatches)], 1)
-    return steps.schedule([pp - rank - 1 for rank in range(pp)])
+    order = [(0, index) for index in range(microbatches)]
+    return _alternating(pp, order, laps=1, ahead=[pp - rank - 1 for rank in range(pp)])
 
 
 def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
@@ -50,31 +50,25 @@ def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
         for lap in range(virtual_stages)
         for index in range(pp)
     ]
-    steps = _Steps(pp, order, virtual_stages)
-    return steps.schedule([2 * (pp - rank - 1) + (virtual_stages - 1) * pp for rank in range(pp)])
+    ahead = [2 * (pp - rank - 1) + (virtual_stages - 1) * pp for rank in range(pp)]
+    return _alternating(pp, order, laps=virtual_stages, ahead=ahead)
 
 
 def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
     """Return the breadth-first schedule: a rank runs all micro-batches through a stage before its next stage."""
     order = [(lap, index) for lap in range(virtual_stages) for index in range(microbatches)]
-    steps = _Steps(pp, order, virtual_stages)
-    return steps.schedule([len(order)] * pp)
+    return _alternating(pp, order, laps=virtual_stages, ahead=[len(order)] * pp)
 
 
-class _Steps:
-    """Order of a rank's forwards, as (lap, micro-batch): lap l runs stage l·p + rank. Backwards reverse the laps."""
+def _alternating(pp: int, order: Sequence[tuple[int, int]], *, laps: int, ahead: Sequence[int]) -> Schedule:
+    """Return the table in which rank r runs `ahead[r]` forwards before it alternates with backwards.
 
-    def __init__(self, pp: int, order: Sequence[tuple[int, int]], laps: int) -> None:
-        self._pp, self._order, self._laps = pp, order, laps
-
-    def schedule(self, ahead: Sequence[int]) -> Schedule:
-        """Return the table in which rank r runs `ahead[r]` forwards before it alternates with backwards."""
-        return Schedule(tuple(self._row(rank, min(ahead[rank], len(self._order))) for rank in range(self._pp)))
-
-    def _row(self, rank: int, ahead: int) -> tuple[Action, ...]:
-        forwards = [Action(lap * self._pp + rank, ActionKind.F, index) for lap, index in self._order]
-        backwards = [
-            Action((self._laps - 1 - lap) * self._pp + rank, ActionKind.B, index) for lap, index in self._order
-        ]
-        turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-        return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])
+    `order`: a rank's forwards, as (lap, micro-batch): lap l runs stage l·p + rank. Backwards reverse the laps.
+    """
+    rows = []
+    for rank, first in enumerate(min(each, len(order)) for each in ahead):
+        forwards = [Action(lap * pp + rank, ActionKind.F, index) for lap, index in order]
+        backwards = [Action((laps - 1 - lap) * pp + rank, ActionKind.B, index) for lap, index in order]
+        turns = [action for pair in zip(forwards[first:], backwards, strict=False) for action in pair]
+        rows.append((*forwards[:first], *turns, *backwards[len(forwards) - first :]))
+    return Schedule(tuple(rows))

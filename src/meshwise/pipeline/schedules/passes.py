@@ -41,14 +41,12 @@ def send_first(schedule: Schedule) -> Schedule:
     rows = []
     for row in schedule.rows:
         last = max((place for place, action in enumerate(row) if action.kind is ActionKind.F), default=-1) + 1
-        rows.append((*row[:last], *(part for action in row[last:] for part in _parts(action))))
+        late: list[Action] = []
+        for action in row[last:]:
+            kinds = (ActionKind.I, ActionKind.W) if action.kind is ActionKind.B else (action.kind,)
+            late += (action._replace(kind=kind) for kind in kinds)
+        rows.append((*row[:last], *late))
     return Schedule(tuple(rows))
-
-
-def _parts(action: Action) -> tuple[Action, ...]:
-    if action.kind is not ActionKind.B:
-        return (action,)
-    return tuple(Action(action.stage, kind, action.microbatch) for kind in (ActionKind.I, ActionKind.W))
 
 
 def merge_backward(schedule: Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""Compute the timeline of a schedule from the costs of its actions: a step's time, the bubbles and the peak memory.
+"""Compute the timeline of a schedule from the costs of its actions: a step's time and the bubbles.
 
 Every rank runs its actions in order. A computation takes its time; a receive waits until the message has arrived. A
 send takes no time of the rank: the message leaves at once, or when the message before it has left the link. Gathers
@@ -8,7 +8,7 @@ of its stage, and the step waits for the last reduction.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,6 @@ class ActionCost:
     """Time to gather the stage's parameters."""
     reduce: float = 0.0
     """Time to reduce the stage's gradients."""
-    activations: float = 1.0
-    """Activations kept from F to the end of the backward, in bytes or in micro-batches."""
-    kept_for_weights: float = 1.0
-    """Fraction of the activations, from 0 to 1, that is kept from I to W."""
 
 
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
@@ -48,22 +44,16 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     The event of a send lasts as long as the message is on the link. Raises ScheduleError when the number of costs is
     not the number of stages, and for a table that deadlocks.
     """
-    each, ends, events = _each(costs, schedule), [0.0], []
+    each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
+    if len(each) != schedule.stages:
+        raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
+    ends, events = [0.0], []
     for rank, action, before, other in _dependencies(add_transfers(schedule)):
         ready = max(ends[before], ends[other])
         ends.append(ready + _seconds(action, each))
         start = ends[before] if action.kind in RECEIVES else ready
         events.append(event_of(action, rank=rank, start=start, stop=ends[-1]))
     return Timeline(tuple(events), (tuple(range(schedule.ranks)),))
-
-
-def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> tuple[float, ...]:
-    """Return the peak of the activations on each rank, in the unit of `ActionCost.activations`.
-
-    Raises ScheduleError when the number of costs is not the number of stages.
-    """
-    changes = [_changes(cost) for cost in _each(costs, schedule)]
-    return tuple(_peak(row, changes) for row in schedule.rows)
 
 
 class StepClock:
@@ -105,31 +95,6 @@ class StepClock:
             first, second = ends[before], ends[other]
             ends.append((first if first > second else second) + durations[duration])  # noqa: FURB136 -- a call is slower
         return max(ends)
-
-
-def _each(costs: ActionCost | Sequence[ActionCost], schedule: Schedule) -> tuple[ActionCost, ...]:
-    each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
-    if len(each) != schedule.stages:
-        raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
-    return each
-
-
-def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[ActionKind, float]]) -> float:
-    now = peak = 0.0
-    for action in row:
-        now += changes[action.stage].get(action.kind, 0.0)
-        peak = max(peak, now)
-    return peak
-
-
-def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
-    """Return the change in a rank's memory per kind of action."""
-    return {
-        ActionKind.F: cost.activations,
-        ActionKind.B: -cost.activations,
-        ActionKind.I: -cost.activations * (1 - cost.kept_for_weights),
-        ActionKind.W: -cost.activations * cost.kept_for_weights,
-    }
 
 
 def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:

@@ -4,7 +4,7 @@ A faulty schedule hangs, or trains on wrong gradients. Both can be seen in the t
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule, ScheduleError
@@ -54,13 +54,21 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     assert not any(channels.values()), "messages are sent that no rank receives"
 
 
+_KEPT: Mapping[ActionKind, float] = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.W: -1.0}
+"""Change of the number of micro-batches whose activations a stage keeps, by kind of action."""
+
+
 def in_flight(schedule: Schedule) -> tuple[float, ...]:
     """Return, for each stage, the largest number of micro-batches whose activations the stage keeps at one time."""
-    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.W: -1.0}
     return tuple(
-        max(accumulate(change.get(action.kind, 0.0) for action in schedule.rows[rank] if action.stage == stage))
+        max(accumulate(_KEPT.get(action.kind, 0.0) for action in schedule.rows[rank] if action.stage == stage))
         for stage, rank in enumerate(schedule.rank_of)
     )
+
+
+def peaks(schedule: Schedule) -> tuple[float, ...]:
+    """Return, for each rank, the largest number of micro-batches that its stages together keep at one time."""
+    return tuple(max(accumulate(_KEPT.get(action.kind, 0.0) for action in row)) for row in schedule.rows)
 
 
 def _check_counts(schedule: Schedule) -> None:
