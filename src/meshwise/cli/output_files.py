@@ -6,7 +6,7 @@ A command first calls `check_outputs` or `check_drawings`, which refuse a path t
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources

@@ -149,7 +149,11 @@ class _Split:
     def _put_together(self, module: nn.Module, part: Part) -> None:
         """Register a hook that gathers the module's output if the hidden states behind it must have all features."""
         if part.whole_features and part.role in ("embedding", "single", "rowwise"):
-            reshard.gather_features_at_exit(module, context=self._outside, features=self._width())
+            reshard.change_output(module, change=self._gathering())
+
+    def _gathering(self) -> reshard.Change:
+        """Return a function that gathers all features of hidden states; now, while the parameters are still full."""
+        return functools.partial(self._outside.gather_features_of, sizes=self._outside.stream_sizes(self._width()))
 
     def _by_features(self, name: str, part: Part) -> None:
         """Place parameters that have a dim of features of the hidden states, or of a pair's inner features."""
@@ -164,7 +168,8 @@ class _Split:
         if isinstance(module, PATCH_CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
             reshard.share_input_channels(module, context=context, axes=axes)
         elif part.role == "patches" and module is not None and context.degree(axes) > 1:
-            reshard.sum_input_gradient(module, context=context, axes=axes)
+            summed = functools.partial(reshard.with_summed_gradient, context=context, axes=axes)
+            reshard.change_input(module, change=summed)
         if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
             set_sharded_class(module, front=ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
@@ -184,7 +189,9 @@ class _Split:
             return
         assert part.norm is not None
         layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
-        sizes = context.sizes(layout, size=_features_of_norm(module), axes=axes)
+        parameter = next(module.parameters(recurse=False), None)
+        features = vars(module)["normalized_shape"][0] if parameter is None else parameter.numel()
+        sizes = context.sizes(layout, size=int(features), axes=axes)
         set_sharded_class(module, front=ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
@@ -199,7 +206,7 @@ class _Split:
         if part.summed_from is not None and module is not None:
             reshard.sum_gradient_of_features(module, context=self._inside, start=part.summed_from)
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
-            reshard.gather_features_at_entry(module, context=self._outside, features=module.in_features)
+            reshard.change_input(module, change=self._gathering())
 
     def _around_pair(self, name: str, part: Part) -> None:
         """Set the head counts of the module around a pair to this rank's counts; register hooks on its arguments."""
@@ -270,8 +277,9 @@ class _Split:
                 reshard.take_tokens_at_entry(first, context=self._inside)
                 reshard.gather_tokens_at_exit(last, context=self._inside)
             if self._parts[names[0]].whole_features:
-                reshard.take_features_at_entry(first, context=self._outside, features=self._width())
-                reshard.gather_features_at_exit(last, context=self._outside, features=self._width())
+                sizes = self._outside.stream_sizes(self._width())
+                reshard.change_input(first, change=functools.partial(self._outside.take_features, sizes=sizes))
+                reshard.change_output(last, change=self._gathering())
         leaving = GatheredOutputs()
         leaving.follow(self._root)
         self._watch_what_leaves(leaving, whole=whole)
@@ -331,12 +339,6 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
             f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot have a matrix's part"
         )
     return weight
-
-
-def _features_of_norm(module: nn.Module) -> int:
-    """Return the number of features that a norm of one dim normalises over."""
-    parameter = next(module.parameters(recurse=False), None)
-    return int(vars(module)["normalized_shape"][0]) if parameter is None else parameter.numel()
 
 
 def _require_plain_embedding(module: nn.Module, name: str) -> None:

@@ -53,7 +53,7 @@ def take_tokens_at_entry(block: nn.Module, *, context: SplitContext) -> None:
         context.shard_sizes.tokens = tuple(stop - start for start, stop in bounds)
         return gradient.take(x, world=world, axes=axes, dim=-2, sizes=context.shard_sizes.tokens).wait()
 
-    _change_input(block, take)
+    change_input(block, change=take)
 
 
 def gather_tokens_at_exit(block: nn.Module, *, context: SplitContext) -> None:
@@ -63,17 +63,7 @@ def gather_tokens_at_exit(block: nn.Module, *, context: SplitContext) -> None:
         scheme, sizes = context.scheme, context.shard_sizes.tokens
         return gradient.replicate(x, world=context.world, axes=scheme.tokens, dim=-2, sizes=sizes).wait()
 
-    _change_output(block, replicate)
-
-
-def take_features_at_entry(block: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Register a hook that takes this rank's part of the `features` of the hidden states that enter `block`."""
-    _change_input(block, functools.partial(context.take_features, sizes=context.stream_sizes(features)))
-
-
-def gather_features_at_exit(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Register a hook that gathers all `features` of the hidden states that `module` returns."""
-    _change_output(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
+    change_output(block, change=replicate)
 
 
 def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
@@ -85,7 +75,7 @@ def gather_input_once(module: nn.Module, *, context: SplitContext, features: int
         return context.gather_shared(x, moved=context.moved(move, features=sizes), readers=readers).value
 
     if context.degree(move.axes) > 1:
-        _change_input(module, gather)
+        change_input(module, change=gather)
 
 
 def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
@@ -120,15 +110,10 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
     def forget(_module: nn.Module, _args: Any, _output: Any) -> None:
         whole.clear()
 
-    _change_input(module, narrow)
+    change_input(module, change=narrow)
     for reader in readers:
         reader.register_forward_pre_hook(read)
     module.register_forward_hook(forget, always_call=True)
-
-
-def gather_features_at_entry(module: nn.Module, *, context: SplitContext, features: int) -> None:
-    """Register a hook that gathers all `features` of the hidden states at the entry of a module that stays whole."""
-    _change_input(module, functools.partial(context.gather_features_of, sizes=context.stream_sizes(features)))
 
 
 def share_input_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
@@ -139,28 +124,24 @@ def share_input_channels(convolution: Convolution, *, context: SplitContext, axe
     def share(x: Tensor) -> Tensor:
         if x.size(dim) != channels:
             return gradient.all_gather(x, world=context.world, axes=axes, dim=dim, sizes=sizes).wait()
-        return _copied(x, context=context, axes=axes)
+        return with_summed_gradient(x, context=context, axes=axes)
 
-    _change_input(convolution, share)
-
-
-def sum_input_gradient(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
-    """Register a hook that sums the input's gradient over `axes`: their ranks have equal inputs, other parameters."""
-    _change_input(module, functools.partial(_copied, context=context, axes=axes))
+    change_input(convolution, change=share)
 
 
 def sum_gradient_of_features(module: nn.Module, *, context: SplitContext, start: int) -> None:
     """Register a hook that sums the gradient of the output's features from `start` on over the ranks of the heads."""
 
     def summed(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        rest = output[..., start:]
-        return torch.cat((output[..., :start], _copied(rest, context=context, axes=context.scheme.inner)), -1)
+        rest = with_summed_gradient(output[..., start:], context=context, axes=context.scheme.inner)
+        return torch.cat((output[..., :start], rest), -1)
 
     if context.degree(context.scheme.inner) > 1:
         module.register_forward_hook(summed)
 
 
-def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
+def with_summed_gradient(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
+    """Return `x`; its gradient is summed over `axes`, whose ranks have an equal `x` but other parameters."""
     return gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x
 
 
@@ -206,7 +187,8 @@ def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
     axes = context.scheme.head_axes
     if not x.requires_grad or context.degree(axes) == 1:
         return x
-    axes = context.origins.unsummed(x, axes=axes)
+    summed = context.origins.summed_behind(x, axes=axes)
+    axes = tuple(axis for axis in axes if axis not in summed)
     return gradient.copy(x, world=context.world, axes=axes).wait() if context.degree(axes) > 1 else x
 
 
@@ -268,7 +250,7 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _change_output(block: nn.Module, change: Change) -> None:
+def change_output(block: nn.Module, *, change: Change) -> None:
     """Register a hook that changes the hidden states that a block returns: its output, or the first in a tuple."""
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -284,7 +266,7 @@ def _change_output(block: nn.Module, change: Change) -> None:
     block.register_forward_hook(after)
 
 
-def _change_input(module: nn.Module, change: Change) -> None:
+def change_input(module: nn.Module, *, change: Change) -> None:
     """Register a hook that changes a module's input: its first argument, or the argument `hidden_states`."""
 
     def before(

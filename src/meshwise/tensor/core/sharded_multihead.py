@@ -128,7 +128,10 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         )
         if given is not None and given.dim() == 3:  # (N * all heads, L, S)
             mask_NHLS = to_inner_rows(given.unflatten(0, (-1, self._heads)), context=context)
-            masks.append(mask_NHLS[:, self._heads_of_rank()])
+            own = Layout((context.scheme.inner,)).local(
+                (self._heads,), mesh=context.world.mesh, rank=context.world.rank
+            )
+            masks.append(mask_NHLS[:, own.slices[0]])
         elif given is not None:
             masks.append(given[None, None])
         if padding is not None:
@@ -142,11 +145,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
     def _heads(self) -> int:
         """Number of heads over all ranks."""
         return int(self.embed_dim // self.head_dim)
-
-    def _heads_of_rank(self) -> slice:
-        context = self.sharding.context
-        layout = Layout((context.scheme.inner,))
-        return layout.local((self._heads,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def _of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:
         """Return the attention weights of all ranks' heads, (N, heads, L, S), or their average, (N, L, S)."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.tensor.core.global_shape_tensor import ANSWERED_BY_PART, GlobalShapeTensor
-from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySplit, cross_entropy
+from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit, cross_entropy
 
 
 class SplitLogits(GlobalShapeTensor):
@@ -174,7 +174,7 @@ def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dic
     if x.dim_of_vocabulary != min(1, x.dim() - 1) or target.is_floating_point() or legacy != [None, None]:
         return None
     local = x.local.movedim(x.dim_of_vocabulary, -1)
-    return cross_entropy(local, target=target, vocabulary=x.vocabulary, options=LossOptions(**given))
+    return cross_entropy(local, target=target, vocabulary=x.vocabulary, **given)
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))

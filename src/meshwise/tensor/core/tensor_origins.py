@@ -36,13 +36,8 @@ class TensorOrigins:
         # an engine may have replaced the parameters since the last forward
         model.register_forward_pre_hook(lambda *_: self._summed.clear(), prepend=True)
 
-    def unsummed(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Return the members of `axes` over which the gradient of `x` is not summed yet."""
-        summed = self._summed_behind(x, axes=axes)
-        return tuple(axis for axis in axes if axis not in summed)
-
-    def _summed_behind(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Return the axes over which the nearest parameter, matmul or collective behind `x` sums gradients."""
+    def summed_behind(self, x: Tensor, *, axes: Axes) -> Axes:
+        """Return the axes over which the nearest parameter, matmul or collective behind `x` sums its gradient."""
         if x.is_leaf:
             return self._at_leaf(x)
         waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []

@@ -46,16 +46,6 @@ class VocabularySplit:
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """Options with the names and meanings of `torch.nn.functional.cross_entropy`; `weight` is for all classes."""
-
-    weight: Tensor | None = None
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-
-
-@dataclass(frozen=True)
 class _How:
     """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: weights of this
     rank's classes. `total`: sum of the weights of all classes.
@@ -68,9 +58,19 @@ class _How:
     total: Tensor
 
 
-def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit, options: LossOptions) -> Tensor:
+def cross_entropy(
+    local: Tensor,
+    *,
+    target: Tensor,
+    vocabulary: VocabularySplit,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Return the cross-entropy in nats of (N, …, local classes) logits for (N, …) integer targets.
 
+    The options are as in `torch.nn.functional.cross_entropy`; `weight` is for all classes.
     The result is equal on all ranks of the vocabulary. Its shape is (N, …) for reduction `none`, else it is a scalar.
     Raises ValueError for wrong shapes or an unknown reduction. Raises IndexError for a target that is no class; on CUDA
     a device-side assertion fails instead.
@@ -80,24 +80,23 @@ def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit,
             f"logits of shape {(*local.shape[:-1], vocabulary.size)}, classes last, need targets of shape "
             f"{tuple(local.shape[:-1])}, not {tuple(target.shape)}"
         )
-    weight = options.weight
-    if options.reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction={options.reduction!r}; there are none, mean, sum")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}; there are none, mean, sum")
     if weight is not None and weight.shape != (vocabulary.size,):
         raise ValueError(f"weight of shape {tuple(weight.shape)} for {vocabulary.size} classes")
-    counted = target != options.ignore_index
+    counted = target != ignore_index
     _require_classes(target, counted, vocabulary.size)
     classes = target.masked_fill(~counted, 0)
     weights = local.new_ones(vocabulary.size, dtype=_wide(local.dtype)) if weight is None else weight
     counts = counted.to(weights.dtype)
     scale = counts if weight is None else weights[classes] * counts
     own = slice(vocabulary.first, vocabulary.first + local.size(-1))
-    how = _How(vocabulary, options.label_smoothing, counts, weights[own], weights.sum())
+    how = _How(vocabulary, label_smoothing, counts, weights[own], weights.sum())
     losses: Tensor = _CrossEntropy.apply(local, classes, scale, how)
-    if options.reduction == "none":
+    if reduction == "none":
         return losses.to(local.dtype)
     total = losses.sum()
-    return (total if options.reduction == "sum" else total / scale.sum()).to(local.dtype)
+    return (total if reduction == "sum" else total / scale.sum()).to(local.dtype)
 
 
 def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:

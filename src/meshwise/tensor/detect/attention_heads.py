@@ -24,7 +24,6 @@ from meshwise.plan import Plan
 from meshwise.tensor.detect.known_names import (
     CONFIGURATIONS,
     FEATURES,
-    GROUPS,
     HEAD_WIDTHS,
     HEADS,
     INTERLEAVED,
@@ -178,16 +177,10 @@ def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -
     return tuple(found)
 
 
-def counts_of_keys(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
-    """Return the names of a module's attributes whose value is the number of key heads."""
+def counts_of(module: nn.Module, *, names: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return a module's attributes that have one of these names and this number as value, as `counts_of_queries`."""
     found = _numbers(module).items()
-    return tuple(name for name, value in found if name.rpartition(".")[2] in KEY_HEADS and value == heads.key_count)
-
-
-def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
-    """Return the names of a module's attributes whose value is the number of query heads per key head."""
-    found = _numbers(module).items()
-    return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
+    return tuple(name for name, value in found if name.rpartition(".")[2] in names and value == number)
 
 
 def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:

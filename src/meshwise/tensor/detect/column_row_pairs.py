@@ -10,7 +10,7 @@ The modules between the matrices of an attention hold one number per head, or tr
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 
 from torch import nn
@@ -22,8 +22,7 @@ from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
     HeadSharing,
     counts_heads,
-    counts_of_groups,
-    counts_of_keys,
+    counts_of,
     counts_of_queries,
     cut_by_rule,
     find_heads,
@@ -32,7 +31,7 @@ from meshwise.tensor.detect.attention_heads import (
 )
 from meshwise.tensor.detect.block_branch import BlockBranch
 from meshwise.tensor.detect.forward_input_use import only_read_by, reads_no_sizes, splits_by_width
-from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS, enclosing
+from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing
 from meshwise.tensor.detect.matrix_modules import MatrixModule
 from meshwise.tensor.detect.norm_modules import as_norm
 
@@ -53,6 +52,7 @@ class FoundAttention:
     """True if the sizes that its forward reads from its input are right: the input is whole, or no size is read."""
 
 
+@dataclass(frozen=True)
 class ColumnRowPairs:
     """Finder of the parts of all pairs of a model; also collects the model's attentions.
 
@@ -60,21 +60,14 @@ class ColumnRowPairs:
     | options    the options of rules, such as heads=8, by module name
     | sharing    the properties of the plan that limit how attentions are split
     | reasons    mapping to which a text is added, by name, for each module that gets no part
+    | attentions the attentions found so far
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        options: Mapping[str, Mapping[str, int]],
-        reasons: dict[str, str],
-        sharing: HeadSharing,
-    ) -> None:
-        self.attentions: list[FoundAttention] = []
-        self._modules = modules
-        self._options = options
-        self._reasons = reasons
-        self._sharing = sharing
+    modules: Mapping[str, nn.Module]
+    options: Mapping[str, Mapping[str, int]]
+    reasons: dict[str, str]
+    sharing: HeadSharing
+    attentions: list[FoundAttention] = field(default_factory=list)
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
         """Return the parts of the branches of the block called `block`, by module name.
@@ -89,7 +82,7 @@ class ColumnRowPairs:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
             elif branch.looks_like_attention:
-                self._reasons |= dict.fromkeys(branch.names, self._why_no_heads(branch, block=block))
+                self.reasons.update(dict.fromkeys(branch.names, self._why_no_heads(branch, block=block)))
             else:
                 found |= self._mlp(branch)
         return found
@@ -99,7 +92,7 @@ class ColumnRowPairs:
         home = branch.colwise[0].parent_name
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
-        if len(branch.colwise) > 3 and counts_heads(self._modules[home]):
+        if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
             return f"it seems an attention with more matrices than q, k and v; {whole or 'no part has them'}"
         why = f"it seems an attention, but {home} counts no heads that fit"
         return f"{why}; state the number of heads by 'attention heads=…'{whole and f', or {whole}'}"
@@ -109,7 +102,7 @@ class ColumnRowPairs:
         around = [name for name in enclosing(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
         features = branch.rowwise.inputs
         for name in (*homes, *around):
-            given = self._options.get(name, {})
+            given = self.options.get(name, {})
             if "heads" in given:
                 count, keys = given["heads"], given.get("kv_heads", given["heads"])
                 if features % count or count % keys:
@@ -125,15 +118,15 @@ class ColumnRowPairs:
                             f"writes {matrix.outputs}; give the kv_heads that it has"
                         )
                 return heads
-        modules = [self._modules[name] for name in homes]
+        modules = [self.modules[name] for name in homes]
         firsts = [matrix.outputs for matrix in branch.colwise]
-        return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
+        return find_heads(modules, around=[self.modules[n] for n in around], firsts=firsts, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
         home = branch.colwise[0].parent_name
-        owner = self._modules[home]
+        owner = self.modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
-        kv_replicas = 1 if cut_as_one or not self._sharing.rows_stay else heads.kv_replicas(self._sharing.ranks) or 1
+        kv_replicas = 1 if cut_as_one or not self.sharing.rows_stay else heads.kv_replicas(self.sharing.ranks) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
         # A single matrix gathers its input itself and keeps only a part, unless its module reads the input's sizes.
@@ -146,10 +139,10 @@ class ColumnRowPairs:
             home: Part(
                 "attention",
                 counts=counts_of_queries(owner, heads=heads, group=group),
-                key_counts=counts_of_keys(owner, heads=heads),
-                group_counts=counts_of_groups(owner, heads=heads),
+                key_counts=counts_of(owner, names=KEY_HEADS, number=heads.key_count),
+                group_counts=counts_of(owner, names=GROUPS, number=heads.group),
                 kv_replicas=kv_replicas,
-                even_rows=not self._sharing.rows_stay and not reads_no_sizes(owner),
+                even_rows=not self.sharing.rows_stay and not reads_no_sizes(owner),
                 readers=len(branch.colwise) - len(outside) if gathers else 1,
                 gathers=gathers,
                 narrow_grain=grain if narrows else 0,
@@ -176,7 +169,7 @@ class ColumnRowPairs:
                     shared=keys and kv_replicas > 1,
                 )
         inner, unclear = parts_between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
-        self._reasons |= unclear
+        self.reasons.update(unclear)
         found |= inner
         self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, enters_whole=whole))
         return found
@@ -185,7 +178,7 @@ class ColumnRowPairs:
         hidden = branch.rowwise.inputs
         found = {branch.rowwise.name: Part("rowwise", transposed=branch.rowwise.weight_is_transposed)}
         if hidden != branch.rowwise.outputs:
-            inside = self._modules[branch.rowwise.parent_name].named_modules(prefix=branch.rowwise.parent_name)
+            inside = self.modules[branch.rowwise.parent_name].named_modules(prefix=branch.rowwise.parent_name)
             norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
             found |= dict.fromkeys(norms, Part("inner"))
         gathers = len(branch.colwise) > 1 and self._share_input(branch)
@@ -193,7 +186,7 @@ class ColumnRowPairs:
             found[branch.colwise[0].parent_name] = Part("pair", gathers=True, readers=len(branch.colwise))
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
-                self._reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
+                self.reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
                 found[matrix.name] = Part(
                     "colwise",
@@ -209,27 +202,27 @@ class ColumnRowPairs:
         homes = {matrix.parent_name for matrix in branch.colwise}
         inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]
         return (
-            self._sharing.rows_stay
+            self.sharing.rows_stay
             and len(homes) == 1
-            and only_read_by(self._modules[homes.pop()], children=inside, others=[m.own_name for m in outside])
+            and only_read_by(self.modules[homes.pop()], children=inside, others=[m.own_name for m in outside])
         )
 
     def _cut(
         self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
     ) -> tuple[tuple[int, ...], int] | None:
         """Return sections and grain of a colwise matrix; None, and note the reason, if its order is unknown."""
-        given = self._options.get(matrix.name, {})
+        given = self.options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
             return cut_by_rule(matrix, sections=sections, given=given, default=grain)
         if len(sections) == 1:
             return (), grain
         width = heads.width if heads else 1
-        order = order_of_fused(self._modules[matrix.parent_name], child=matrix.own_name, sizes=sections, width=width)
+        order = order_of_fused(self.modules[matrix.parent_name], child=matrix.own_name, sizes=sections, width=width)
         if order == "sections":
             return sections, width
         if order == "interleaved" and heads:
             return (), matrix.outputs // heads.key_count
-        self._reasons[matrix.name] = (
+        self.reasons[matrix.name] = (
             f"{matrix} looks fused of {len(sections)}, in an order that its module does not show; "
             f"rule: 'colwise sections={len(sections)}' when they lie one after the other"
             + (f", 'colwise grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")

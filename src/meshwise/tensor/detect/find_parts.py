@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,7 +26,7 @@ from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.adapters import with_adapters, without_adapters
 from meshwise.tensor.detect.attention_heads import HeadSharing
-from meshwise.tensor.detect.known_names import DECLARED, branch_around, enclosing, of_all_blocks
+from meshwise.tensor.detect.known_names import DECLARED, enclosing, of_all_blocks
 from meshwise.tensor.detect.latent_attention import latent_attentions, latent_parts
 from meshwise.tensor.detect.model_structure import ModelStructure
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_unfit_attentions, refuse_unsupported_parts
@@ -212,12 +212,14 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
     """Return an error message about parameters without a part, with rules to copy that were tried and work."""
     structure = found.structure
-    general = _first_of_each(found.left)
+    first = {of_all_blocks(name): name for name in reversed(found.left)}  # of names that differ in numbers only
+    general = list(first.values())[::-1]
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
     from_reasons = dict(_rule_to_copy(module, name, reason=structure.reason(name)) for name in found.left)
     kept = dict(_rule_to_copy(module, name, reason="") for name in found.left)
-    branches = {of_all_blocks(branch_around(name)): "whole" for name in found.left}
+    # the module in a block around each parameter, as "blocks.*.mlp" for "blocks.0.mlp.up.weight"
+    branches = {of_all_blocks(re.sub(r"^(.*?\.\d+(?:\.[^.]+)?).*", r"\1", name)): "whole" for name in found.left}
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
     for examples, under in itertools.product((from_reasons, kept, branches), dict.fromkeys((plan, plainer))):
         whole = {name for name, role in examples.items() if role == "whole"}
@@ -272,11 +274,6 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
         return True
     holder = around[0]
     return name in parts or (holder is not None and holder.role not in ("attention", "pair", "block"))
-
-
-def _first_of_each(names: Iterable[str]) -> list[str]:
-    """Return the names, but of several names that differ in numbers only, just the first."""
-    return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]
 
 
 _SPLIT = ("embedding", "single", "rowwise")

@@ -75,19 +75,10 @@ DECLARED: Mapping[str, str | None] = {
 """Role for each word of a transformers model's tensor-parallel plan (`_tp_plan`); None: the structure decides."""
 
 
-_BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
-"""Matches the name of a block, with the name of its child if there is one."""
-
-
 def enclosing(name: str) -> list[str]:
     """Return the names of the modules around `name`, innermost first; the last is "", the model."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
-
-
-def branch_around(name: str) -> str:
-    """Return the part of `name` up to the child of a block: "blocks.0.mlp" for "blocks.0.mlp.up"; else `name`."""
-    return match[0] if (match := _BRANCH.match(name)) else name
 
 
 def of_all_blocks(name: str) -> str:

@@ -117,7 +117,11 @@ class ModelStructure:
             self.parts[name] = Part("pair")
         elif norm is not None and norm[0] == self.width:
             self.parts[name] = Part("norm", norm=norm[1])
-        elif isinstance(module, BatchNorm) and not around and self._has_all_features(module, name):
+        elif (
+            isinstance(module, BatchNorm)
+            and not around
+            and (module.num_features == self.width or not self._in_block(name))
+        ):
             self.parts[name] = Part("whole")
         elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
@@ -220,10 +224,6 @@ class ModelStructure:
                 role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.weight_is_transposed)
             )
 
-    def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
-        """Return whether a batch norm is as wide as the hidden states, or stands outside of the blocks."""
-        return norm.num_features == self.width or not self._in_block(name)
-
     def _in_block(self, name: str) -> bool:
         return any(holder in self.blocks for holder in (name, *enclosing(name)))
 
@@ -261,6 +261,5 @@ def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_pair(module: nn.Module) -> bool:
-    if isinstance(module, nn.MultiheadAttention) or any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
-        return True
-    return sum(1 for _ in matrices(module, name="")) >= 2
+    attention = any(isinstance(inner, nn.MultiheadAttention) for inner in module.modules())
+    return attention or sum(1 for _ in matrices(module, name="")) >= 2

@@ -64,7 +64,8 @@ def refuse_unsupported_parts(
     """
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
     for name, module in modules.items():
-        if plan.sequence_parallel and isinstance(module, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
+        whole = any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))
+        if plan.sequence_parallel and isinstance(module, nn.TransformerDecoderLayer) and not whole:
             rule = f'keep it whole on every rank, as in {{"{of_all_blocks(name)}": "whole"}}, or take '
             others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
             raise PlanError(
@@ -79,7 +80,9 @@ def refuse_unsupported_parts(
             )
     if plan.sequence_parallel:
         for name, part in parts.items():
-            if part.role == "whole" and name.startswith(inside) and name in modules and _may_mix_tokens(modules[name]):
+            if part.role != "whole" or not name.startswith(inside) or name not in modules:
+                continue
+            if isinstance(modules[name], BatchNorm) or any(True for _ in modules[name].children()):
                 raise PlanError(
                     f"{name} ({type(modules[name]).__name__}) is kept whole inside a block, where '{plan}' gives a "
                     "rank a part of the tokens, and it may mix tokens. Nearest that works: "
@@ -105,17 +108,14 @@ def refuse_unsupported_parts(
         )
 
 
-def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
-    """Return whether a module, or a module around it, is kept whole."""
-    return any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))
-
-
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
     """Return the reason why only 1d can split a part, or "". `rows_move`: True for 3d, which moves rows."""
     if part.role == "whole":
         looks_up = isinstance(module, nn.Embedding)  # its number of rows may equal `width` by chance
         sizes = [parameter.shape[-1:] if looks_up else parameter.shape for parameter in module.parameters()]
-        reads_stream = any(width in each for each in sizes) or _reads_side_by_side(module, width)
+        # a linear may read several tokens' features side by side
+        multiple = isinstance(module, nn.Linear) and width and module.in_features in range(2 * width, 2**62, width)
+        reads_stream = any(width in each for each in sizes) or multiple
         if reads_stream and not _reads_all(module, part, width):
             does = "makes" if looks_up else "reads"
             return f"{type(module).__name__} is kept whole, and it {does} hidden states, which are split by features"
@@ -127,16 +127,6 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         if rows_move and not module.batch_first:
             return "batch_first=False puts the rows of the batch into dim 1"
     return ""
-
-
-def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
-    """Return whether a linear may read several tokens' features side by side: its input is a multiple of `width`."""
-    return isinstance(module, nn.Linear) and width is not None and module.in_features in range(2 * width, 2**62, width)
-
-
-def _may_mix_tokens(module: nn.Module) -> bool:
-    """Return whether a module's output for a token may depend on other tokens."""
-    return isinstance(module, BatchNorm) or any(True for _ in module.children())
 
 
 def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
