@@ -17,10 +17,11 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.pipeline.cut import model_cut as cut
 from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.cut.probe_result import ProbeResult
+from meshwise.pipeline.schedules.action import ActionKind
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.memory_shortage import needs
-from meshwise.simulate.prediction import forward_flops
+from meshwise.simulate.prediction import each_flops
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.step_tape import TapeOperation
@@ -120,7 +121,7 @@ def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> Non
     replicas = size // parsed.pp
     tokens, h, s = rows * config.context, config.width, config.context
     formula = tokens * (24 * config.layers * h**2 * (1 + s / (6 * h)) + 2 * h * config.vocabulary)
-    assert sum(forward_flops(rehearsal)) * replicas == formula
+    assert sum(each_flops(rehearsal, kinds=(ActionKind.F,))) * replicas == formula
     whole = sum(_flops(rehearsal, index) for index in range(parsed.pp)) * replicas
     # torch counts five products for the backward of fused attention, which computes the scores once more.
     assert whole == 3 * formula + tokens * 2 * s * h * config.layers
@@ -167,7 +168,7 @@ def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_produ
     again = rehearse(gpt_subject(), plan="dp=1 recompute=full", ranks=1)
     tokens, h = 16 * CONFIG.context, CONFIG.width
     head, last = 2 * tokens * h * CONFIG.vocabulary, 2 * tokens * 4 * h * h * CONFIG.layers
-    assert _flops(again, 0) - _flops(plain, 0) == sum(forward_flops(plain)) - head - last
+    assert _flops(again, 0) - _flops(plain, 0) == sum(each_flops(plain, kinds=(ActionKind.F,))) - head - last
 
 
 def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
@@ -256,7 +257,7 @@ def test_a_rank_of_65536_is_rehearsed_without_its_memory() -> None:
     rehearsal = rehearse(
         RehearsalSubject(lambda: GPT(config), loss, (tokens, tokens)), plan="dp=8192 tp=8", ranks=65_536, device="cuda"
     )
-    assert sum(forward_flops(rehearsal)) > 1e13
+    assert sum(each_flops(rehearsal, kinds=(ActionKind.F,))) > 1e13
     assert time.process_time() - began < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 

@@ -13,8 +13,8 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -34,10 +34,11 @@ from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel
+from meshwise.simulate.entry_times import entry_times
 from meshwise.simulate.memory_use import memory_of
 from meshwise.simulate.meta_batch import MetaBatch, with_rows
 from meshwise.simulate.meta_value_errors import wrap_for_rehearsal
-from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.rehearsal import rehearse, shapes_in
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
@@ -178,7 +179,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            kinds = [_shape(child) for child in container]
+            kinds = [shapes_in(child) for child in container]
             runs = [len(list(run)) for _, run in itertools.groupby(kinds)]
             before = itertools.accumulate((min(run, _KEPT) for run in runs), initial=0)
             places[name] = [
@@ -207,11 +208,6 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
 
 _KEPT = 3
 """Equal blocks to keep: the first, the last, and one that stands for all blocks between them."""
-
-
-def _shape(module: nn.Module) -> Hashable:
-    classes = tuple((name, type(one).__qualname__) for name, one in module.named_modules())
-    return classes, tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
 
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
@@ -244,22 +240,23 @@ class LayerProfile:
         if key.plan.recompute != self.key.plan.recompute:
             pieces = [
                 dataclasses.replace(
-                    piece, forward=_without_memory(piece.forward), backward=_without_memory(piece.backward)
+                    piece,
+                    forward=dataclasses.replace(piece.forward, keeps=0, top=0),
+                    backward=dataclasses.replace(piece.backward, keeps=0, top=0),
                 )
                 for piece in pieces
             ]
         return LayerProfile(key, tuple(pieces), self.least)
 
 
-def _without_memory(work: PieceWork) -> PieceWork:
-    return dataclasses.replace(work, keeps=0, top=0)
-
-
 def profile_layers(
     subject: RehearsalSubject, *, pieces: ModelPieces, key: ProfileKey, cluster: Cluster
 ) -> LayerProfile:
     """Rehearse all pieces under one key and return their costs on `cluster`. Raises the errors of `rehearse`."""
-    cost_model = CostModel(cluster)
+    # Operations do not wait for the host of a GPU, and new memory costs nothing.
+    launch = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
+    device = dataclasses.replace(cluster.device, fresh=(), launch=launch)
+    cost_model = CostModel(dataclasses.replace(cluster, device=device))
     plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
     batch = with_rows(subject.batch, rows=key.rows)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
@@ -333,24 +330,17 @@ class _StepReader:
 
     def work(self, entries: Iterable[Entry]) -> PieceWork:
         """Return the cost of an action's entries, as if the host always launched operations in time."""
-        cluster = self.cost_model.cluster
-        each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
+        counted = tuple(entry for entry in entries if not (self.alone and isinstance(entry, TapeCall)))
         now = waits = 0.0
         kernels = level = top = 0
-        free: dict[tuple[str, ...], float] = defaultdict(float)
-        ends: dict[int, float] = {}
-        for entry in entries:
-            if isinstance(entry, TapeOperation):
-                now += self.cost_model.seconds(entry) + each
-                kernels += 1
-            elif isinstance(entry, TapeCall) and not (self.alone or entry.record.point_to_point):
-                axes = entry.record.axes
-                ends[entry.record.sequence] = free[axes] = max(now, free[axes]) + self.cost_model.collective(entry)
-                if not cluster.overlap:
-                    now, waits = free[axes], waits + free[axes] - now
-            elif isinstance(entry, TapeWait):
-                late = max(0.0, ends.get(entry.sequence, 0.0) - now)
-                now, waits = now + late, waits + late
+        alone = TapeSegment(StepPhase.UPDATE, counted)
+        for _, entry, start, stop in entry_times([alone], cost_model=self.cost_model):
+            if isinstance(entry, TapeCall):
+                continue
+            now = stop
+            kernels += _is_operation(entry)
+            if isinstance(entry, TapeWait):
+                waits += stop - start
             elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
                 level += entry.bytes
                 top = max(top, level)

@@ -53,14 +53,10 @@ class PlanFigures:
     asked: bool = False
     """True if the model or the loss read values of the batch when the plan was rehearsed."""
 
-    @property
-    def compute(self) -> float:
-        """Seconds of the step that are neither bubble nor waits."""
-        return self.seconds - self.bubble - sum(self.exposed.values())
-
     def parts(self) -> dict[str, float]:
         """Return the seconds of the step by part: `compute`, `bubble`, and `waits for` each set of axes."""
-        return {"compute": self.compute, "bubble": self.bubble} | {
+        compute = self.seconds - self.bubble - sum(self.exposed.values())
+        return {"compute": compute, "bubble": self.bubble} | {
             f"waits for {axes}": seconds for axes, seconds in self.exposed.items()
         }
 

@@ -175,8 +175,8 @@ class PlanSpace:
             if name != wanted and (wanted or name in NEVER_BETTER):
                 continue
             least, most = recipe.virtual
-            counts = (least,) if most == least else self._virtual()
-            for count in counts:
+            chosen = self.fixed.get("virtual_stages")
+            for count in (least,) if most == least else VIRTUAL_STAGES if chosen is None else (chosen,):
                 if self._allows({"virtual_stages": count}) and self._cuts(pp * count):
                     yield {"schedule": name, "virtual_stages": count}
 
@@ -184,10 +184,6 @@ class PlanSpace:
         """Return whether the model can be cut into `stages` stages."""
         ruled = self.begins is None or len(self.begins(stages)) == stages - 1
         return stages <= self.pieces and self.stages in (None, stages) and ruled
-
-    def _virtual(self) -> tuple[int, ...]:
-        fixed = self.fixed.get("virtual_stages")
-        return VIRTUAL_STAGES if fixed is None else (fixed,)
 
     def _allows(self, values: Mapping[str, Any]) -> bool:
         """Return whether these values agree with the fixed values; None agrees with every value."""

@@ -122,11 +122,6 @@ class SearchResult:
         found = [one for one in self._rehearsed.values() if self.fits(one)]
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
-    def lost(self, *, top: int) -> list[Candidate]:
-        """Return all candidates except the best `top`."""
-        best = {candidate.plan for candidate in self.best()[:top]}
-        return [candidate for candidate in self.candidates.values() if candidate.plan not in best]
-
 
 def search(
     subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
@@ -219,7 +214,9 @@ class PlanSearch:
             else:
                 self._asked.setdefault(key, []).append(candidate)
                 if len(self._asked[key]) == 1:
-                    self._workers.start(key, work=functools.partial(self._profiled, key))
+                    assert self._pieces is not None
+                    profiled = functools.partial(profile_layers, self._subject, pieces=self._pieces, key=key)
+                    self._workers.start(key, work=functools.partial(profiled, cluster=self._cluster))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
         """Use a worker's result: a profile (None if it failed), or the figures or the error of a rehearsal."""
@@ -350,10 +347,6 @@ class PlanSearch:
             )
             self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
         return self._cuts[key]
-
-    def _profiled(self, key: ProfileKey) -> LayerProfile:
-        assert self._pieces is not None
-        return profile_layers(self._subject, pieces=self._pieces, key=key, cluster=self._cluster)
 
     def rehearsed(self, plan: Plan) -> Candidate:
         """Rehearse a plan with the cut that the search gives it. Raises the errors of `rehearse`."""

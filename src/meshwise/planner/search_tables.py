@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
@@ -42,9 +42,9 @@ def lost_table(result: SearchResult, *, top: int) -> Table:
     """Return a row for each reason why plans lost: number of plans, least and greatest excess, the nearest plan."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
     for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
-        nearest = min(candidates, key=lambda one: _excess(one, result, reason))
-        least, most = (_excess(one, result, reason) for one in (nearest, _furthest(candidates, result, reason)))
-        amount = [size_text(size) if reason == FULL else f"{100 * size:.1f} %" for size in (least, most)]
+        each = [_excess(one, result, reason) for one in candidates]
+        nearest = candidates[each.index(min(each))]
+        amount = [size_text(size) if reason == FULL else f"{100 * size:.1f} %" for size in (min(each), max(each))]
         if reason.startswith((REFUSED, UNTRIED)):
             amount = ["", ""]
         to = f"to {amount[1]}" if amount[1] and amount[1] != amount[0] else ""
@@ -93,10 +93,11 @@ def _record(one: Candidate) -> dict[str, Any]:
 def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
     """Return the plans that lost, by reason. Refusals that differ only in numbers are one reason."""
     best = result.best()[:top]
+    plans = {one.plan for one in best}
     last = best[-1].figures.seconds if best else 0.0
     found: dict[str, list[Candidate]] = defaultdict(list)
     refused: dict[str, list[Candidate]] = defaultdict(list)
-    for one in result.lost(top=top):
+    for one in (one for one in result.candidates.values() if one.plan not in plans):
         if one.refused:
             refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
         elif not result.fits(one):
@@ -123,10 +124,6 @@ def _excess(one: Candidate, result: SearchResult, reason: str) -> float:
     if reason == FULL or not best:
         return one.figures.memory - result.limit
     return one.figures.seconds / best[0].figures.seconds - 1
-
-
-def _furthest(candidates: Sequence[Candidate], result: SearchResult, reason: str) -> Candidate:
-    return max(candidates, key=lambda one: _excess(one, result, reason))
 
 
 def _unplanned(one: Candidate) -> str:

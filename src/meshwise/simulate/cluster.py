@@ -208,17 +208,17 @@ def load(name: str | Path) -> Cluster:
     except ValueError as error:  # tomllib raises ValueError for a number with too many digits
         raise ClusterError(f"{name} is not TOML: {error}") from error
     cluster = _read(Cluster, table, at=str(name))
-    if cluster.device.kind not in ("cuda", "cpu"):
-        raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
-    _require_known(cluster.device.peak, known=DTYPES, at=f"{name}: device: peak")
     device = cluster.device
+    if device.kind not in ("cuda", "cpu"):
+        raise ClusterError(f"{name}: device: kind = {device.kind!r} has to be 'cuda' or 'cpu'")
+    _require_known(device.peak, known=DTYPES, at=f"{name}: device: peak")
     parts = {"products: best": device.products.best, "attention: best": device.attention.best, "fused": device.fused}
     for at, part in parts.items():
         if part > 1:
             raise ClusterError(f"{name}: device: {at} = {part} has to be at most 1: it is a fraction")
     for at, link in (("inside", cluster.inside), ("between", cluster.between)):
         _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
-    if not cluster.device.peak:
+    if not device.peak:
         raise ClusterError(f"{name}: device: peak is missing; add flops per second, as in peak = {{bfloat16 = 312e12}}")
     return cluster
 
@@ -266,20 +266,15 @@ def to_table(value: Any) -> Any:
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
     """Return a dataclass made from a TOML table. Raises ClusterError for an unknown key or an invalid value."""
     hints = typing.get_type_hints(kind)
+    defaults = {item.name: item.default for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in hints:
             near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
             raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
         unlimited = kind is NodeHost or key in ("memory", "rates")
-        values[key] = _value(
-            hints[key], value, at=f"{at}: {key}", zero=_defaults(kind).get(key) == 0, finite=not unlimited
-        )
+        values[key] = _value(hints[key], value, at=f"{at}: {key}", zero=defaults.get(key) == 0, finite=not unlimited)
     return kind(**values)
-
-
-def _defaults(kind: type[Any]) -> Mapping[str, Any]:
-    return {item.name: item.default for item in dataclasses.fields(kind)}
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:

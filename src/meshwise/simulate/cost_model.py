@@ -76,7 +76,8 @@ class CostModel:
         steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
         waited = self._latency(ranks) * steps
         if kind in RINGS and self.crosses_nodes(ranks):
-            waited = max(waited, self._around(ranks))
+            nodes, between, inside = self._nodes(ranks), self.cluster.between, self.cluster.inside
+            waited = max(waited, (nodes - 1) * between.hop + (count - nodes) * inside.hop)  # all hops of the ring
         return waited + moved / self._rate(kind, size, ranks)
 
     def crosses_nodes(self, ranks: tuple[int, ...]) -> bool:
@@ -94,11 +95,6 @@ class CostModel:
 
     def _latency(self, ranks: tuple[int, ...]) -> float:
         return (self.cluster.between if self.crosses_nodes(ranks) else self.cluster.inside).latency
-
-    def _around(self, ranks: tuple[int, ...]) -> float:
-        """Return the seconds for all hops of a ring: nodes - 1 hops are between nodes, the others inside nodes."""
-        nodes = self._nodes(ranks)
-        return (nodes - 1) * self.cluster.between.hop + (len(ranks) - nodes) * self.cluster.inside.hop
 
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Return the bytes per second of one rank in a collective of `size` bytes.

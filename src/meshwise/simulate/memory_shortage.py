@@ -26,7 +26,7 @@ from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.available_memory import room_left
-from meshwise.simulate.memory_use import fullest, memory_of
+from meshwise.simulate.memory_use import memory_of
 from meshwise.simulate.meta_value_errors import asks_for_values
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
@@ -117,7 +117,7 @@ class MemoryNeeds:
         """Return the bytes by category on the fullest rank. Raises the errors of `rehearse`."""
         if plan not in self._known:
             found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
-            self._known[plan] = by_category([fullest(memory_of(found))])
+            self._known[plan] = by_category(memory_of(found))
         return self._known[plan]
 
     def total(self, plan: Plan) -> float:

@@ -36,7 +36,9 @@ class MetaBatch:
         def stand_in(tensor: Tensor) -> Tensor:
             shape = (rows, *tensor.shape[1:])
             bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            if _keeps_values(tensor) and bare.numel() <= LARGEST:
+            counts = not (tensor.is_floating_point() or tensor.is_complex())
+            dense = type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse)
+            if counts and dense and len(tensor) > 0 and bare.numel() <= LARGEST:
                 values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)].contiguous()))
             return bare
 
@@ -48,9 +50,3 @@ def with_rows(batch: Any, *, rows: int) -> Any:
     made = MetaBatch.of(batch, rows=rows)
     values = {id(bare): known for bare, known in made.values}
     return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
-
-
-def _keeps_values(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor may be kept: a dense tensor with integers or booleans."""
-    counts = not (tensor.is_floating_point() or tensor.is_complex())
-    return counts and type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse) and len(tensor) > 0

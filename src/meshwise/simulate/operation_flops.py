@@ -87,8 +87,8 @@ def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[st
     read = written if name in LOOK_UPS else 0 if name in ZERO_FILLED else sum(map(_nbytes, inputs))
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
     product = _product(func, args, inputs, outputs) if flops else None
-    part = 1.0
-    if product is not None and _is_causal(func, args, kwargs):
+    part, where = 1.0, _causal(func)
+    if product is not None and where is not None and (args[where] if where < len(args) else kwargs.get("is_causal")):
         part = causal_part(product.n, cpu=name.endswith(("_for_cpu", "_for_cpu_backward")))
     return TapeOperation(name.removeprefix("aten::"), dtype, flops, read + written, product, part)
 
@@ -101,11 +101,6 @@ def causal_part(keys: int, *, cpu: bool) -> float:
     takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
-
-
-def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    where = _causal(func)
-    return where is not None and bool(args[where] if where < len(args) else kwargs.get("is_causal", False))
 
 
 @cache

@@ -35,15 +35,6 @@ from meshwise.simulate.operation_flops import count_operation, moves_nothing, re
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
 
 
-@dataclass
-class _Watched:
-    """Storage that may grow and shrink during a step."""
-
-    storage: torch.UntypedStorage
-    bytes: int
-    """Bytes when its size was last recorded."""
-
-
 class Recorder:
     """Recorder of one rank's tape; it appends each entry under the current activity of the flight recorder."""
 
@@ -52,7 +43,7 @@ class Recorder:
         self._entries: list[tuple[Activity, Entry]] = []
         self._sizes: dict[int, tuple[Category, int, bool]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, torch.UntypedStorage] = {}
         self._holders: dict[int, int] = {}
         self._borrowed: set[int] = set()
         self._free_slabs: deque[int] = deque()
@@ -110,8 +101,7 @@ class Recorder:
     def watch(self, tensor: Tensor, *, category: Category) -> None:
         """Count the memory of a tensor whose storage may be resized; call `record_growth` to record the changes."""
         self.record_allocation(tensor, category=category)
-        storage = tensor.untyped_storage()
-        self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
+        self._watched[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
 
     def ignore(self, tensor: Tensor) -> None:
         """From now on, do not count a tensor's memory, because it is not on the device or belongs to the caller."""
@@ -133,14 +123,11 @@ class Recorder:
 
     def record_growth(self) -> None:
         """Record the watched tensors that were resized since the last call, because no operation shows a resize."""
-        for watched in self._watched.values():
-            if (whole := watched.storage.nbytes()) == watched.bytes:
-                continue
-            watched.bytes = whole
-            category, size, host = self._sizes[watched.storage._cdata]
-            now = self._part(watched.storage)
-            self.note(MemoryChange(category, now - size, host, fresh=int(now > size)))
-            self._sizes[watched.storage._cdata] = (category, now, host)
+        for key, storage in self._watched.items():
+            category, size, host = self._sizes[key]
+            if (now := self._part(storage)) != size:
+                self.note(MemoryChange(category, now - size, host, fresh=int(now > size)))
+                self._sizes[key] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:
         """Return this rank's part of the bytes of a storage."""

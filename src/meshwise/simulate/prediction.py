@@ -73,7 +73,8 @@ class Prediction:
     @property
     def model_flops(self) -> float:
         """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
-        return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
+        once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind), repeated=False))
+        return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self._replicas
 
     @property
     def flops(self) -> float:
@@ -140,38 +141,27 @@ def _add_host_time(
     return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
 
 
-def forward_flops(rehearsal: Rehearsal) -> list[int]:
-    """Return the flops of the forwards of all micro-batches, for each rank along pp."""
-    return each_flops(rehearsal, kinds=frozenset({ActionKind.F}))
+def each_flops(
+    rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind), repeated: bool = True
+) -> list[int]:
+    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions.
 
-
-def _once(rehearsal: Rehearsal) -> list[int]:
-    """Return the flops of all micro-batches without recomputation, for each rank along pp."""
-    found = {tape.index: _first_flops(rehearsal.step(tape.index)) for tape in rehearsal.tapes}
+    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied.
+    """
+    found: dict[int, int] = {}
+    for index in {tape.index for tape in rehearsal.tapes}:
+        parts = [part for part in rehearsal.step(index) if part.kind in kinds]
+        times = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        found[index] = sum(times[key] * _flops(part, repeated=repeated) for key, part in once.items())
     return [found[tape.index] for tape in rehearsal.tapes]
 
 
-def _first_flops(parts: Sequence[TapeSegment]) -> int:
-    """Return the flops of all actions without recomputation. Equal segments are counted once and multiplied."""
-    actions = [part for part in parts if part.action is not None]
-    times = Counter(id(part.entries) for part in actions)
-    each = {id(part.entries): part for part in actions}
-    return sum(times[key] * _own_flops(part) for key, part in each.items())
-
-
-def _own_flops(part: TapeSegment) -> int:
-    """Return the flops of a segment without repeated forwards. In a forward, no operation counts as repeated."""
-    forward = part.kind is ActionKind.F
-    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and (forward or not one.again))
-
-
-def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind)) -> list[int]:
-    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions."""
-    found = {
-        tape.index: sum(part.flops for part in rehearsal.step(tape.index) if part.kind in kinds)
-        for tape in rehearsal.tapes
-    }
-    return [found[tape.index] for tape in rehearsal.tapes]
+def _flops(part: TapeSegment, *, repeated: bool) -> int:
+    """Return the flops of a segment. In a forward, no operation counts as repeated."""
+    if repeated or part.kind is ActionKind.F:
+        return part.flops
+    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.again)
 
 
 _Place = tuple[int, int]

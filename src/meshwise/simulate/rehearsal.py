@@ -14,7 +14,7 @@ that is not finite or counts nothing, an index outside of a vocabulary, a partly
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -89,7 +89,13 @@ class Rehearsal:
         if first:  # only one micro-batch was recorded; in a pipeline it represents the first, which allocates buffers
             early = self.plan.pp > 1
             begun = {_renamed(segment.activity, names, first=early): segment for segment in tape.first}
-            passed = {} if early else {activity: part for activity, part in begun.items() if _is_alone(activity, begun)}
+            # the forward of a skipped micro-batch, which has no backward, may leave buffers
+            passed = {
+                activity: part
+                for activity, part in begun.items()
+                if not early and isinstance(activity, Action) and activity.kind is ActionKind.F
+                if activity._replace(kind=ActionKind.B) not in begun
+            }
             found |= {activity: part for activity, part in begun.items() if activity not in passed}
         during = [
             TapeSegment(action, (*passed[action].entries, *part.entries) if action in passed else part.entries)
@@ -99,13 +105,6 @@ class Rehearsal:
         around = [segment for activity, segment in found.items() if not isinstance(activity, Action)]
         before = [segment for segment in around if segment.activity is StepPhase.BEGIN]
         return (*before, *during, *(segment for segment in around if segment.activity is not StepPhase.BEGIN))
-
-
-def _is_alone(activity: Activity, parts: Collection[Activity]) -> bool:
-    """Return whether an activity is the forward of a skipped micro-batch: without backward, it may leave buffers."""
-    if not isinstance(activity, Action) or activity.kind is not ActionKind.F:
-        return False
-    return activity._replace(kind=ActionKind.B) not in parts
 
 
 def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = False) -> Activity:
@@ -268,7 +267,7 @@ def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashabl
     return (
         len(cut.sends[stage - 1]),
         len(cut.sends[stage]),
-        tuple(_shapes(model.get_submodule(name)) for name in cut.modules[start:stop]),
+        tuple(shapes_in(model.get_submodule(name)) for name in cut.modules[start:stop]),
         tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
     )
 
@@ -280,7 +279,8 @@ def _end(model: nn.Module, name: str) -> Hashable:
     return (own == names[0], own == names[-1]) if isinstance(model.get_submodule(around), _LISTS) else ()
 
 
-def _shapes(module: nn.Module) -> Hashable:
+def shapes_in(module: nn.Module) -> Hashable:
+    """Return the classes in a module and the shapes of its parameters; equal for modules that do the same work."""
     classes = tuple((name, type(one).__qualname__) for name, one in module.named_modules())
     shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
     return classes, shapes

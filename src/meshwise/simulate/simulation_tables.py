@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from meshwise.simulate.measured_ranks import MeasuredRank
-from meshwise.simulate.memory_use import RankMemory
+from meshwise.simulate.memory_use import RankMemory, fullest
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.step_tape import Category
 
@@ -62,8 +62,7 @@ def time_table(prediction: Prediction) -> Table:
 
 def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
     """Return the bytes by category at the peak of the rank with the largest peak."""
-    peak = max((rank.peak for rank in ranks), key=lambda moment: moment.bytes)
-    return {str(category): size for category, size in peak.device.items()}
+    return {str(category): size for category, size in fullest(ranks).peak.device.items()}
 
 
 def size_text(size: float) -> str:
