@@ -154,7 +154,10 @@ def _sum_by_activity(changes: list[tuple[float, int, str]], seconds: float) -> d
     active: Counter[str] = Counter()
     now = 0.0
     for moment, change, activity in [*sorted(changes), (seconds, 0, "bubble")]:
-        counted = min((one for one, count in active.items() if count), key=_precedence, default="bubble")
+        # of several activities at the same time, a bubble counts first, then a wait
+        order = {"bubble": 0, "computes": 2, "update": 2, "around": 2}
+        now_active = (one for one, count in active.items() if count)
+        counted = min(now_active, key=lambda one: order.get(one, 1), default="bubble")
         found[counted] = found.get(counted, 0.0) + moment - now
         active[activity] += change
         now = moment
@@ -170,8 +173,3 @@ def _activity(event: Event) -> str | None:
     if event.stream is TimelineRow.WAIT:
         return f"waits for {event.kind.split()[-1]}" if event.exposed else "bubble"
     return "update" if event.kind == "update" else "around"
-
-
-def _precedence(activity: str) -> int:
-    """Return the priority of an activity: of several at the same time, the one with the lowest value counts."""
-    return 2 if activity in ("computes", "update", "around") else 0 if activity == "bubble" else 1

@@ -163,14 +163,8 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
     )
     if any(part.file not in files for part in parts):
         raise ValueError(f"{name!r} has a part in a file that the index does not list")
-    inside = all(
-        len(part.rectangle.offsets) == len(part.rectangle.sizes) == len(shape)
-        and all(
-            start >= 0 and size > 0 and start + size <= length
-            for start, size, length in zip(part.rectangle.offsets, part.rectangle.sizes, shape, strict=True)
-        )
-        for part in parts
-    )
+    whole = Rectangle((0,) * len(shape), shape)
+    inside = all(part.rectangle.overlap(whole) == part.rectangle for part in parts)
     numel = sum(part.rectangle.numel for part in parts)
     if not inside or min(shape, default=0) < 0 or numel != math.prod(shape):
         raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}: they have {numel} elements")

@@ -7,6 +7,7 @@ extra                                            JSON: the plan, the optimizer's
                                                  the caller's own values (steps, samples, the job)
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,8 @@ class TrainingState:
             **extra,
         }
         aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
-        content = SaveContent(self._holdings(), aliases, own)
+        holdings = itertools.chain(slices_to_save(engine, optimizer=self._optimizer), self._generators())
+        content = SaveContent(holdings, aliases, own)
         if self._hook is None:
             self._hook = self._optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         self._saving = save(folder, content=content, world=engine.world, keep_last=keep_last)
@@ -102,7 +104,11 @@ class TrainingState:
         generators = self._generators()
 
         def needed(index: CheckpointIndex) -> Iterator[StoredSlice]:
-            self._check_optimizer(index)
+            own, saved = type(self._optimizer).__name__, index.extra.get("optimizer")
+            if saved not in (own, None):
+                raise ValueError(
+                    f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}"
+                )
             refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
             self._saved_groups(index)
             refills.append(refill)
@@ -178,10 +184,6 @@ class TrainingState:
             self._hook.remove()
         if self._saving is not None:
             self._saving.detach()
-
-    def _holdings(self) -> Iterator[StoredSlice]:
-        yield from slices_to_save(self._engine, optimizer=self._optimizer)
-        yield from self._generators()
 
     def _check_optimizer(self, index: CheckpointIndex) -> None:
         own, saved = optimizer_name(self._optimizer), index.extra.get("optimizer")

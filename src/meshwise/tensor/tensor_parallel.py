@@ -7,6 +7,7 @@ shapes here: the returned placements say what each rank stores, and the engine r
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping
 
