@@ -67,7 +67,7 @@ def measured(world: mw.World, tokens: int, contexts: list[str], rounds: int, hea
         for name, context in splits.items():
             rows = SampleRows(0, 1)
             with context.running(rows):
-                context.forward(lambda _model, _batch: None)(torch.nn.Identity(), torch.zeros(1, tokens))
+                context.on_own_tokens(lambda _model, _batch: None)(torch.nn.Identity(), torch.zeros(1, tokens))
                 state = context.mode.state
                 assert state is not None
                 own = [state.own.take(x.detach(), dim=2).contiguous().requires_grad_() for x in whole]

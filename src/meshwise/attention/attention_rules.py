@@ -6,12 +6,11 @@
 """
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwise.attention.mask_pattern import Pattern, parse_pattern
 from meshwise.attention.token_attention import TokenAttention
@@ -61,20 +60,16 @@ def install_rules(
     return handles.close
 
 
-class _Hooks:
-    """Hooks of a module; the module's copies in the stages of a pipeline share them."""
-
-    def __deepcopy__(self, _memo: Any) -> Self:
-        return self
-
-
-class _Attends(_Hooks):
-    """Hooks of a module whose attentions have a pattern."""
+class _Attends:
+    """Hooks of a module whose attentions have a pattern; the module's copies in the stages of a pipeline share them."""
 
     def __init__(self, attention: TokenAttention, pattern: Pattern) -> None:
         self._attention = attention
         self._pattern = pattern
         self._before: list[Pattern | None] = []
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
 
     def enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """Add the pattern to the one of the module around."""
@@ -87,34 +82,33 @@ class _Attends(_Hooks):
         self._attention.rule = self._before.pop()
 
 
-class _SeesAllTokens(_Hooks):
+class _SeesAllTokens:
     """Hooks of a module that gets all tokens, computes them on every rank, and returns this rank's."""
 
     def __init__(self, mode: TokenInterception) -> None:
         self._mode = mode
-        self._running: list[tuple[contextlib.ExitStack, TokenState | None]] = []
+        self._before: list[TokenState | None] = []
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
 
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the tokens of the arguments, and end the interception."""
-        stack = contextlib.ExitStack()
         state = self._mode.state
         given = (args, kwargs)
         if state is not None:
-            given = map_tensors(functools.partial(_gathered, state=state), given)
-        stack.enter_context(self._mode.whole())
-        self._running.append((stack, state))
+            given = map_tensors(
+                lambda x: state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x, given
+            )
+        self._before.append(state)
+        self._mode.state = None
         return given
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Take this rank's tokens of the output, and begin the interception again."""
-        stack, state = self._running.pop()
-        stack.close()
-        return output if state is None else map_tensors(functools.partial(_taken, state=state), output)
-
-
-def _gathered(x: Tensor, *, state: TokenState) -> Tensor:
-    return state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x
-
-
-def _taken(x: Tensor, *, state: TokenState) -> Tensor:
-    return state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x
+        self._mode.state = state = self._before.pop()
+        if state is None:
+            return output
+        return map_tensors(
+            lambda x: state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x, output
+        )

@@ -16,39 +16,68 @@ kv head: these heads are folded into the queries, so every kernel sees equal num
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.attention.mask_pattern import Fill, Pattern, TilePair
+from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full
 from meshwise.layout.token_order import TokenRanges, TokenTile
+from meshwise.model.random_bits import IndexBlock, draw, keep_mask
+from meshwise.model.random_interception import DrawContext
+from meshwise.model.torch_private import attention_with_lse, attention_with_lse_backward
 
 CPU_TILE = 256
 """Queries, and keys of a masked tile, that are computed at once on the CPU."""
 DEVICE_TILE = 1024
 """Queries, and keys of a masked tile, that are computed at once on other devices."""
 
-
-_NOT_CAUSAL = False
 _JOINED = 8
 """Tiles of keys that one masked run may have."""
 
 
-class ScoreDropout(Protocol):
-    """Dropout of attention scores, a function of head and global positions."""
+@dataclass(frozen=True)
+class ScoreDropout:
+    """Dropout of attention scores by a hash of key, sample, head and the two positions.
 
-    @property
-    def probability(self) -> float:
-        """Probability of dropping a score."""
+    `lead`: sizes of the dims before (queries, keys) of the full draw, and the starts of this rank's slice in them.
+    `shape`: sizes of (samples, heads).
+    """
 
-    def keep(self, pair: TilePair, *, device: torch.device) -> Tensor:
-        """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
+    probability: float
+    key: int
+    lead: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, probability: float, *, draws: DrawContext | None, shape: Sequence[int]) -> "ScoreDropout":
+        """Return dropout for scores of the global `shape`; `draws`: None for torch's own generator."""
+        samples, heads = shape[:2]
+        if draws is None:
+            key = int(torch.randint(2**62, ()))
+            return cls(probability, key, ((samples, 0), (heads, 0)), (samples, heads))
+        block = draws.part(shape, scores=True)[0]
+        lead = tuple(zip(block.shape, block.starts, strict=True))[: -2 if min(shape[2:]) > 1 else None]
+        return cls(probability, draws.key(), lead, (samples, heads))
 
     def of_heads(self, heads: range) -> "ScoreDropout":
         """Return the dropout of some of the heads."""
+        lead = self.lead if len(self.lead) < 2 else (self.lead[0], (len(heads), self.lead[1][1] + heads.start))
+        return replace(self, lead=lead, shape=(self.shape[0], len(heads)))
+
+    def keep(self, pair: TilePair, *, device: torch.device) -> Tensor:
+        """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
+        places = tuple(torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in pair)
+        sizes = tuple(tile.stop - tile.start for tile in pair)
+        block = IndexBlock(
+            (*(size for size, _ in self.lead), *sizes),
+            (*(start for _, start in self.lead), 0, 0),
+            places=(*(None for _ in self.lead), *places),
+        )
+        drawn = draw(block, key=self.key, kind=keep_mask(1.0 - self.probability), device=device)
+        return drawn.view(*self.shape, *sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +97,27 @@ class ScoreRules:
     softcap: float | None = None
     dropout: ScoreDropout | None = None
     mask: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        *,
+        lengths: tuple[int, int],
+        pattern: Pattern | None,
+        mask: Tensor | None,
+        more: Mapping[str, Any],
+    ) -> "ScoreRules":
+        """Return the rules for the query, pattern, mask and other arguments of `attend`.
+
+        `lengths`: number of queries and of keys on all ranks.
+        """
+        scale, dropout = more.get("scale"), more.get("dropout")
+        drops = None
+        if dropout:
+            drops = ScoreDropout.of(dropout, draws=more.get("draws"), shape=(*q.shape[:-2], *lengths))
+        factor = 1 / math.sqrt(q.size(-1)) if scale is None else scale
+        return cls(pattern or full(), factor, more.get("softcap"), drops, mask)
 
 
 @dataclass(frozen=True)
@@ -107,8 +157,7 @@ class TiledAttention:
             part = _fold(q[:, :, rows].to(k.dtype), k.size(1))
             o, lse = into[0][:, :, rows], into[1][:, :, rows]
             for run in runs:
-                kernel = self._kernel(tile, run, part, k, v)
-                new_o, new_lse = kernel.forward()
+                new_o, new_lse = self._kernel(tile, run, part, k, v).forward()
                 _merge(o, lse, _unfold(new_o, o.shape), new_lse.reshape(lse.shape))
                 self._progress()
 
@@ -137,8 +186,7 @@ class TiledAttention:
             lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
             dq = into[0][:, :, rows]
             for run in runs:
-                kernel = self._kernel(tile, run, part, k, v)
-                own_q, own_k, own_v, own_mask = kernel.backward(do, out, lse)
+                own_q, own_k, own_v, own_mask = self._kernel(tile, run, part, k, v).backward(do, out, lse)
                 dq += _unfold(own_q, dq.shape)
                 dk[:, :, run.start : run.stop] += own_k
                 dv[:, :, run.start : run.stop] += own_v
@@ -191,17 +239,16 @@ class TiledAttention:
 
     def _kernel(self, tile: TokenTile, run: KeyRun, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
         rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)
-        mask = None
-        if run.tile is not None:
-            mask = self._mask(tile, run.tile, groups, part, k.size(1))
+        mask = None if run.tile is None else self._mask(tile, run.tile, groups, part, k.size(1))
         keep = None
         if rules.dropout is not None and run.tile is not None:
             kept = rules.dropout.keep(TilePair(tile, run.tile), device=part.device)
             keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
         block = k[:, :, run.start : run.stop], v[:, :, run.start : run.stop]
         trains = rules.mask is not None and rules.mask.requires_grad
-        plain = keep is not None or rules.softcap is not None or trains or not _has_fused(part, v)
-        return _Kernel(rules, part, *block, mask=mask, keep=keep, fused=not plain)
+        fits = part.device.type in ("cpu", "meta") and part.size(-1) == v.size(-1)
+        fused = fits and keep is None and rules.softcap is None and not trains
+        return _Kernel(rules, part, *block, mask=mask, keep=keep, fused=fused)
 
     def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
         """Return the float to add to the scores of a tile."""
@@ -260,9 +307,7 @@ class _Kernel:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return o and lse; a query without keys has o = 0 and lse = -inf."""
         if self.fused:
-            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                self.q, self.k, self.v, attn_mask=self.mask, scale=self.rules.scale
-            )
+            o, lse = attention_with_lse((self.q, self.k, self.v), mask=self.mask, scale=self.rules.scale)
             if self.mask is not None:
                 lse = lse.masked_fill((self.mask == -math.inf).all(-1).expand(lse.shape), -math.inf)
             return o, lse
@@ -277,10 +322,10 @@ class _Kernel:
     def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and of the mask (None from the fused kernel)."""
         if self.fused:
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                do, self.q, self.k, self.v, o, lse, 0.0, _NOT_CAUSAL, attn_mask=self.mask, scale=self.rules.scale
-            )
-            return dq, dk, dv, None
+            qkv, merged = (self.q, self.k, self.v), (o, lse)
+            return *attention_with_lse_backward(
+                do, qkv=qkv, merged=merged, mask=self.mask, scale=self.rules.scale
+            ), None
         scores, slope = self._scores()
         weights = (scores - lse.unsqueeze(-1)).exp_()
         dropped = weights if self.keep is None else weights * self.keep
@@ -300,10 +345,6 @@ class _Kernel:
             curve = torch.tanh(scores / cap)
             scores, slope = cap * curve, 1 - curve * curve
         return scores if self.mask is None else scores + self.mask, slope
-
-
-def _has_fused(q: Tensor, v: Tensor) -> bool:
-    return q.device.type in ("cpu", "meta") and q.size(-1) == v.size(-1)
 
 
 def _fold(x: Tensor, heads: int) -> Tensor:

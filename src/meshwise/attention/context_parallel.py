@@ -18,8 +18,7 @@ from meshwise.attention.token_interception import TokenInterception
 from meshwise.attention.token_state import HEADS, RING, TokenState, packed_documents, rank_order, sequence_length
 from meshwise.attention.transformers_attention import use_attend
 from meshwise.comm.api.world import World
-from meshwise.model.forward import Forward, Loss
-from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.model.random_draws import SampleRows
 from meshwise.plan import Plan
 
 
@@ -40,7 +39,6 @@ class ContextParallel:
         self._names: dict[nn.Module, str] = {}
         self.attention = TokenAttention(self._world, plan.context, dense)
         self.mode = TokenInterception(self.attention)
-        self.attention.state = lambda: self.mode.state
 
     @classmethod
     def of(cls, plan: Plan, *, world: World, rules: Mapping[str, str] | None) -> "ContextParallel | None":
@@ -59,25 +57,9 @@ class ContextParallel:
         undo.callback(install_rules(module, rules=self._rules, mode=self.mode, attention=self.attention))
         return undo.close
 
-    def forward(self, forward: Forward) -> Forward:
-        """Return `forward` with the batch cut to this rank's tokens."""
-
-        def run(model: nn.Module, batch: Any) -> Any:
-            return forward(model, self._cut(batch))
-
-        return run
-
-    def loss(self, loss: Loss) -> Loss:
-        """Return `loss` with the batch cut to this rank's tokens."""
-
-        def run(output: Any, batch: Any) -> Any:
-            return loss(output, self._cut(batch))
-
-        return run
-
-    def use(self, draws: RandomDraws) -> None:
-        """Take the random numbers of attention dropout from `draws`."""
-        self.attention.draws = draws
+    def on_own_tokens(self, function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return a forward of (model, batch), or a loss of (output, batch), that gets this rank's tokens."""
+        return lambda subject, batch: function(subject, self._cut(batch))
 
     # ---- as `random_draws.TokenPositions` ------------------------------------------------------------------------
 
@@ -97,11 +79,10 @@ class ContextParallel:
         state = self.mode.state
         if state is None or state.batch is not batch:
             length = sequence_length(batch)
-            degrees = {axis: self._world.group(axis) for axis in (RING, HEADS)}
-            ring, heads = degrees[RING], degrees[HEADS]
+            ring, heads = self._world.group(RING), self._world.group(HEADS)
             packed = self.attention.context == "auto" and packed_documents(batch) is not None
             order = rank_order("striped" if packed else self._order, length=length, ring=ring.size, heads=heads.size)
             state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
-            self.mode.state = state
             state.take_batch(batch)
+            self.mode.state = state
         return state.cut

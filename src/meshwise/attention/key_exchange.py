@@ -13,7 +13,7 @@ of a block travel with it, and are complete when they are back at its rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,16 +30,6 @@ TOKENS = 2
 """Dim of the tokens in a block of keys and values: (samples, kv heads, tokens, features)."""
 
 
-class KeyExchange(Protocol):
-    """Exchange of blocks of keys and values between the ranks that split the tokens."""
-
-    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
-        """Yield the positions and the keys and values of each block; `own`: this rank's block. Every rank calls it."""
-
-    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
-        """Return the gradient of `own`, summed over all ranks: `gradient` is called for each block."""
-
-
 @dataclass(frozen=True)
 class NoExchange:
     """All keys are on this rank. `keys`: their positions."""
@@ -47,11 +37,14 @@ class NoExchange:
     keys: TokenRanges
 
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
-        """Yield the only block."""
+        """Yield the positions and the keys and values of the only block; every exchange has these two functions.
+
+        `own`: keys and values of this rank, (samples, kv heads, tokens, features).
+        """
         yield self.keys, own
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
-        """Return the gradient of the only block."""
+        """Return the gradient of `own`, summed over all ranks; `gradient` is called for each block."""
         return gradient(self.keys, own)
 
 
@@ -142,27 +135,33 @@ class Direct(_Exchange):
 
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
         """Yield this rank's block, then what the other ranks sent."""
-        needs = self._needs()
-        works, arriving = self._start(own, needs)
-        yield self.order[self.index], own
-        for source, block in arriving.items():
-            for work in works[source]:
-                work.wait()
-            yield _selected(self.order[source], needs[self.index][source]), block
-        for work in works[self.index]:
+        needs, here = self._needs(), self.index
+        sent, arriving = list[Work](), dict[int, tuple[Work, Tensor]]()
+        for other in self._others():
+            if asked := needs[other][here]:
+                given = torch.cat([own[:, :, start:stop] for start, stop in asked], TOKENS)
+                sent.append(self.world.send(given, axis=self.axis, to=other))
+            if wanted := needs[here][other]:
+                block = self.empty(own, _count(wanted))
+                arriving[other] = self.world.recv(block, axis=self.axis, source=other), block
+        yield self.order[here], own
+        for source, (work, block) in arriving.items():
+            work.wait()
+            keys = self.order[source]
+            yield TokenRanges.joined([keys.narrow(start, stop=stop) for start, stop in needs[here][source]]), block
+        for work in sent:
             work.wait()
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Send the gradients of received keys back to their ranks, and add up what comes back."""
         needs, here = self._needs(), self.index
-        others = [rank for rank in range(len(self.order)) if rank != here]
         computed = [gradient(keys, block).contiguous() for keys, block in self.blocks(own)]
-        total, sources = computed[0], [rank for rank in others if needs[here][rank]]
+        total, sources = computed[0], [rank for rank in self._others() if needs[here][rank]]
         works = [
             self.world.send(block, axis=self.axis, to=rank) for rank, block in zip(sources, computed[1:], strict=True)
         ]
         back = {}
-        for rank in others:
+        for rank in self._others():
             if needs[rank][here]:
                 back[rank] = self.empty(total, _count(needs[rank][here]))
                 works.append(self.world.recv(back[rank], axis=self.axis, source=rank))
@@ -175,27 +174,15 @@ class Direct(_Exchange):
                 passed += stop - start
         return total
 
-    def _start(self, own: Tensor, needs: "_Needs") -> tuple[dict[int, list[Work]], dict[int, Tensor]]:
-        here = self.index
-        works: dict[int, list[Work]] = {here: []}
-        arriving = {}
-        for other in range(len(self.order)):
-            if other == here:
-                continue
-            if asked := needs[other][here]:
-                given = torch.cat([own[:, :, start:stop] for start, stop in asked], TOKENS)
-                works[here].append(self.world.send(given, axis=self.axis, to=other))
-            if wanted := needs[here][other]:
-                arriving[other] = self.empty(own, _count(wanted))
-                works[other] = [self.world.recv(arriving[other], axis=self.axis, source=other)]
-        return works, arriving
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self.order)) if rank != self.index]
 
-    def _needs(self) -> "_Needs":
+    def _needs(self) -> list[list[list[tuple[int, int]]]]:
         """Return for each rank of queries and each rank of keys the local keys [start, stop) that are needed."""
         return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.queries]
 
 
-_Needs: TypeAlias = list[list[list[tuple[int, int]]]]
+KeyExchange: TypeAlias = NoExchange | Gathered | Rotated | Direct
 
 
 def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[tuple[int, int]]:
@@ -223,7 +210,3 @@ def needed_share(pattern: Pattern, *, order: Sequence[TokenRanges]) -> float:
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in ranges)
-
-
-def _selected(keys: TokenRanges, ranges: Sequence[tuple[int, int]]) -> TokenRanges:
-    return TokenRanges.joined([keys.narrow(start, stop=stop) for start, stop in ranges])

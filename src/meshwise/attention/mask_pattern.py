@@ -237,35 +237,38 @@ class PositionPattern(Pattern):
 
 
 @dataclass(frozen=True, eq=False)
-class Documents(Pattern):
-    """Pairs of one document. `ids`: document number of each token, (samples, tokens)."""
+class TokenPattern(Pattern):
+    """Pattern that depends on a value of each token: `values` (samples, tokens)."""
 
-    ids: Tensor
+    values: Tensor
     positional = False
+
+    def map_token_values(self, change: Change) -> Pattern:
+        """Return the pattern of changed values."""
+        return replace(self, values=change(self.values))
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+class Documents(TokenPattern):
+    """Pairs of one document. `values`: document number of each token."""
 
     def fill(self, pair: TilePair) -> Fill:
         """Compare the lowest and highest numbers in the two tiles, sample by sample."""
-        if self.ids.is_meta:
+        if self.values.is_meta:
             return Fill.PARTIAL
-        (low, high), (least, most) = (self.ids[:, tile.positions].aminmax(dim=1) for tile in pair)
+        (low, high), (least, most) = (self.values[:, tile.positions].aminmax(dim=1) for tile in pair)
         if bool(((high < least) | (most < low)).all()):
             return Fill.EMPTY
         return Fill.FULL if bool(((low == high) & (least == most) & (low == least)).all()) else Fill.PARTIAL
 
     def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return (samples, 1, queries, keys)."""
-        rows, columns = (self.ids[:, tile.positions].to(device) for tile in pair)
+        rows, columns = (self.values[:, tile.positions].to(device) for tile in pair)
         return rows[:, None, :, None] == columns[:, None, None, :]
 
-    def map_token_values(self, change: Change) -> Pattern:
-        """Return the pattern of changed document numbers."""
-        return Documents(change(self.ids))
 
-    def __str__(self) -> str:
-        return "documents"
-
-
-@dataclass(frozen=True, eq=False)
 class Restarts(Documents):
     """Pairs of one packed document, as a model of transformers found them in the tokens that it had.
 
@@ -278,33 +281,22 @@ class Restarts(Documents):
         return full()
 
 
-@dataclass(frozen=True, eq=False)
-class Padding(Pattern):
-    """Keys that are not padding. `valid`: True (or 1) for each token that counts, (samples, tokens)."""
-
-    valid: Tensor
-    positional = False
+class Padding(TokenPattern):
+    """Keys that are not padding. `values`: True (or 1) for each token that counts."""
 
     def fill(self, pair: TilePair) -> Fill:
         """Look at the keys of the tile."""
-        if self.valid.is_meta:
+        if self.values.is_meta:
             return Fill.PARTIAL
-        columns = self.valid[:, pair.keys.positions].bool()
+        columns = self.values[:, pair.keys.positions].bool()
         if not bool(columns.any()):
             return Fill.EMPTY
         return Fill.FULL if bool(columns.all()) else Fill.PARTIAL
 
     def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
         """Return (samples, 1, queries, keys)."""
-        columns = self.valid[:, pair.keys.positions].bool().to(device)
+        columns = self.values[:, pair.keys.positions].bool().to(device)
         return columns[:, None, None, :].expand(-1, 1, pair.queries.stop - pair.queries.start, -1)
-
-    def map_token_values(self, change: Change) -> Pattern:
-        """Return the pattern of changed flags."""
-        return Padding(change(self.valid))
-
-    def __str__(self) -> str:
-        return "padding"
 
 
 # ---- makers and text ---------------------------------------------------------------------------------------------

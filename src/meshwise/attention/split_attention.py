@@ -10,10 +10,9 @@ for heads before, and heads for tokens after:
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,79 +21,23 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwise.attention.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
 from meshwise.attention.key_exchange import KeyExchange, NoExchange
-from meshwise.attention.mask_pattern import Pattern, TilePair, full
+from meshwise.attention.mask_pattern import Pattern
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges
-from meshwise.model.random_bits import IndexBlock, draw, keep_mask
-
-
-class ScoreDraws(Protocol):
-    """Source of the random numbers of attention dropout; see `random_draws.RandomDraws`."""
-
-    def key(self) -> int:
-        """Return the key of the next draw."""
-
-    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Return the slice of the full draw for scores of `shape`."""
-
-
-@dataclass(frozen=True)
-class PositionDropout:
-    """Dropout of attention scores by a hash of key, sample, head and the two positions.
-
-    `lead`: sizes of the dims before (queries, keys) of the full draw, and the starts of this rank's slice in them.
-    `shape`: sizes of (samples, heads).
-    """
-
-    probability: float
-    key: int
-    lead: tuple[tuple[int, int], ...]
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, probability: float, *, draws: ScoreDraws | None, shape: Sequence[int]) -> "PositionDropout":
-        """Return dropout for scores of the global `shape`; `draws`: None for torch's own generator."""
-        samples, heads = shape[:2]
-        if draws is None:
-            key = int(torch.randint(2**62, ()))
-            return cls(probability, key, ((samples, 0), (heads, 0)), (samples, heads))
-        block = draws.part(shape, scores=True)[0]
-        lead = tuple(zip(block.shape, block.starts, strict=True))[: -2 if min(shape[2:]) > 1 else None]
-        return cls(probability, draws.key(), lead, (samples, heads))
-
-    def of_heads(self, heads: range) -> "PositionDropout":
-        """Return the dropout of some of the heads."""
-        lead = self.lead if len(self.lead) < 2 else (self.lead[0], (len(heads), self.lead[1][1] + heads.start))
-        return replace(self, lead=lead, shape=(self.shape[0], len(heads)))
-
-    def keep(self, pair: TilePair, *, device: torch.device) -> Tensor:
-        """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
-        places = tuple(torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in pair)
-        sizes = tuple(tile.stop - tile.start for tile in pair)
-        block = IndexBlock(
-            (*(size for size, _ in self.lead), *sizes),
-            (*(start for _, start in self.lead), 0, 0),
-            places=(*(None for _ in self.lead), *places),
-        )
-        drawn = draw(block, key=self.key, kind=keep_mask(1.0 - self.probability), device=device)
-        return drawn.view(*self.shape, *sizes)
 
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Exchange of tokens for heads over the ranks of one axis.
-
-    `axis`: axis of the mesh. `order`: positions of the queries of each of its ranks.
-    """
+    """Exchange of tokens for heads over the ranks of `axis`. `tokens`: number of tokens of each of these ranks."""
 
     world: World
     axis: str
-    order: Sequence[TokenRanges]
+    tokens: Sequence[int]
 
     def heads(self, count: int) -> range:
         """Return this rank's query heads of `count`. Raises ValueError unless the ranks get equal numbers of heads."""
-        ranks = len(self.order)
+        ranks = len(self.tokens)
         if count % ranks:
             raise ValueError(
                 f"{count} heads do not divide among the {ranks} ranks that exchange tokens for heads; take "
@@ -104,28 +47,23 @@ class HeadExchange:
         index = self.world.group(self.axis).index
         return range(index * each, (index + 1) * each)
 
-    def to_heads(self, x: Tensor, *, tokens: Sequence[int]) -> Tensor:
+    def to_heads(self, x: Tensor) -> Tensor:
         """Return all tokens for this rank's heads: (B, H, n, D) -> (B, H/u, sum(tokens), D)."""
-        heads = [x.size(1) // len(self.order)] * len(self.order)
-        sizes = (heads, tuple(tokens))
+        sizes = ([x.size(1) // len(self.tokens)] * len(self.tokens), self.tokens)
         return gradient.all_to_all(x, world=self.world, axes=self.axis, split_dim=1, cat_dim=2, sizes=sizes).wait()
 
-    def to_tokens(self, x: Tensor, *, tokens: Sequence[int]) -> Tensor:
+    def to_tokens(self, x: Tensor) -> Tensor:
         """Return this rank's tokens for all heads: (B, H/u, sum(tokens), D) -> (B, H, n, D)."""
-        heads = (x.size(1),) * len(self.order)
-        sizes = (tuple(tokens), heads)
+        sizes = (self.tokens, [x.size(1)] * len(self.tokens))
         return gradient.all_to_all(x, world=self.world, axes=self.axis, split_dim=2, cat_dim=1, sizes=sizes).wait()
 
     def whole_heads(self, k: Tensor, *, queries: int) -> Tensor:
         """Return keys whose heads divide over the ranks: each kv head as it is, or repeated for the query heads."""
-        if k.size(1) % len(self.order) == 0:
+        ranks, groups = len(self.tokens), queries // k.size(1)
+        if k.size(1) % ranks == 0:
             return k
-        ranks = len(self.order)
-        groups = queries // k.size(1)
-        each = queries // ranks
-        if groups % each == 0:  # the query heads of a rank share one kv head
-            return k.repeat_interleave(ranks // k.size(1), 1)
-        return k.repeat_interleave(groups, 1)
+        shared = groups % (queries // ranks) == 0  # the query heads of a rank share one kv head
+        return k.repeat_interleave(ranks // k.size(1) if shared else groups, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,29 +170,12 @@ def attend(
 
     Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern.
     """
+    given = {"scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
-        given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
-        result: Tensor = handle_torch_function(attend, (query, key, value), query, key, value, **given)
+        qkv = query, key, value
+        result: Tensor = handle_torch_function(attend, qkv, *qkv, pattern=pattern, mask=mask, **given)
         return result
-    queries, keys = TokenRanges.whole(query.size(-2)), TokenRanges.whole(key.size(-2))
-    rules = score_rules(query, key=key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=more)
+    lengths = query.size(-2), key.size(-2)
+    rules = ScoreRules.of(query, lengths=lengths, pattern=pattern, mask=mask, more=given)
+    queries, keys = map(TokenRanges.whole, lengths)
     return split_attention((query, key, value), task=AttentionTask(rules, queries, NoExchange(keys), more.get("sinks")))
-
-
-def score_rules(
-    query: Tensor,
-    *,
-    key: Tensor,
-    pattern: Pattern | None,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    more: dict[str, Any],
-) -> ScoreRules:
-    """Return the rules for the arguments of `attend`; `query` and `key` have the shapes of all tokens."""
-    drops = None
-    if dropout:
-        shape = (*query.shape[:-1], key.size(-2))
-        drops = PositionDropout.of(dropout, draws=more.get("draws"), shape=shape)
-    factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    return ScoreRules(pattern or full(), factor, more.get("softcap"), drops, mask)

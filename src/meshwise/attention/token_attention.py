@@ -14,7 +14,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,14 @@ from torch.nn import functional
 from meshwise.attention.attention_tiles import ScoreRules
 from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
 from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full
-from meshwise.attention.split_attention import AttentionTask, HeadExchange, ScoreDraws, attend, score_rules
+from meshwise.attention.split_attention import AttentionTask, HeadExchange, attend
 from meshwise.attention.split_attention import split_attention as attention_of
 from meshwise.attention.token_state import HEADS, RING, TokenState
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges
+from meshwise.model.random_interception import DrawContext
 from meshwise.plan import Plan, PlanError
 
 _SDPA: Mapping[str, Any] = {
@@ -88,25 +89,21 @@ class TokenAttention:
     world: World
     context: str
     dense: bool = False
-    draws: ScoreDraws | None = None
+    draws: DrawContext | None = None
     rule: Pattern | None = None
     """Pattern of a rule for the module that is running."""
-    state: Callable[[], TokenState | None] = lambda: None
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, state: TokenState | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute what `func`, one of torch's attention functions or `attend`, returns for these arguments."""
-        state = self.state()
+        if func is attend:
+            return self._attend(state, *args, **kwargs)
+        if state is None and self.rule is None:
+            return func(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            if state is None and self.rule is None:
-                return func(*args, **kwargs)
             bound = _MULTIHEAD.bind(*args, **kwargs)
             bound.apply_defaults()
             return self._multihead(state, **bound.arguments)
-        if func is attend:
-            return self._attend(state, *args, **kwargs)
         given = {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
-        if state is None and self.rule is None:
-            return func(*args, **kwargs)
         pattern = causal() if given["is_causal"] else None
         if self.dense:
             return self._dense(given, pattern)
@@ -156,30 +153,12 @@ class TokenAttention:
         split = k.size(2) == state.own.count
         keys = state.length if split else k.size(2)
         mask = None if mask is None else _own_rows(mask, state=state, keys=keys)
-        rules = self._rules(q, k, pattern, mask, given, lengths=(state.length, keys))
+        rules = ScoreRules.of(q, lengths=(state.length, keys), pattern=pattern, mask=mask, more=given)
         sinks = given.get("sinks")
         if not split:
             task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), sinks, self.world.progress)
             return attention_of((q, k, v), task=task)
         return self._exchanged(state, (q, k, v), rules, sinks)
-
-    def _rules(
-        self,
-        q: Tensor,
-        k: Tensor,
-        pattern: Pattern,
-        mask: Tensor | None,
-        given: dict[str, Any],
-        *,
-        lengths: tuple[int, int],
-    ) -> ScoreRules:
-        """Return the rules of the scores of all tokens."""
-        query, key = (
-            torch.empty(*x.shape[:2], length, x.size(3), device="meta")
-            for x, length in zip((q, k), lengths, strict=True)
-        )
-        scale, dropout = given.get("scale"), given.get("dropout", 0.0)
-        return score_rules(query, key=key, pattern=pattern, mask=mask, scale=scale, dropout=dropout, more=given)
 
     def _exchanged(
         self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules, sinks: Tensor | None
@@ -189,18 +168,17 @@ class TokenAttention:
         groups = [state.order[start : start + across.size] for start in range(0, len(state.order), across.size)]
         rounds = [TokenRanges.joined(group) for group in groups]
         q, k, v = qkv
-        heads = HeadExchange(self.world, HEADS, groups[ring.index])
-        sizes = [one.count for one in groups[ring.index]]
+        heads = HeadExchange(self.world, HEADS, [one.count for one in groups[ring.index]])
         if across.size > 1:
             own = heads.heads(q.size(1))
             k, v = (heads.whole_heads(x, queries=q.size(1)) for x in (k, v))
-            q, k, v = (heads.to_heads(x, tokens=sizes) for x in (q, k, v))
-            rules = _of_heads(rules, own, heads, sizes)
+            q, k, v = (heads.to_heads(x) for x in (q, k, v))
+            rules = _of_heads(rules, own, heads)
             sinks = None if sinks is None else sinks[own.start : own.stop]
         exchange = self._exchange(state, rounds, rules.pattern)
         task = AttentionTask(rules, rounds[ring.index], exchange, sinks, self.world.progress)
         out = attention_of((q, k, v), task=task)
-        return heads.to_tokens(out, tokens=sizes) if across.size > 1 else out
+        return heads.to_tokens(out) if across.size > 1 else out
 
     def _exchange(self, state: TokenState, rounds: list[TokenRanges], pattern: Pattern) -> KeyExchange:
         if len(rounds) == 1:
@@ -281,19 +259,14 @@ def _both(one: Tensor, other: Tensor) -> Tensor:
     return floats[0] + floats[1]
 
 
-def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange, sizes: list[int]) -> ScoreRules:
+def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange) -> ScoreRules:
     """Return the rules for the query heads `own` and the queries of all ranks that exchange heads."""
     mask, dropout = rules.mask, rules.dropout
-    if mask is not None:
-        mask = mask[:, own.start : own.stop] if mask.size(1) > 1 else mask
-        if mask.size(2) > 1:
-            mask = _gathered_rows(mask, heads, sizes)
-    if dropout is not None:
-        dropout = dropout.of_heads(own)
-    return ScoreRules(rules.pattern, rules.scale, rules.softcap, dropout, mask)
-
-
-def _gathered_rows(mask: Tensor, heads: HeadExchange, sizes: list[int]) -> Tensor:
-    source = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-    whole = gradient.all_gather(source, world=heads.world, axes=HEADS, dim=2, sizes=sizes).wait()
-    return whole.bool() if mask.dtype == torch.bool else whole
+    if mask is not None and mask.size(1) > 1:
+        mask = mask[:, own.start : own.stop]
+    if mask is not None and mask.size(2) > 1:
+        source = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        whole = gradient.all_gather(source, world=heads.world, axes=HEADS, dim=2, sizes=heads.tokens).wait()
+        mask = whole.bool() if mask.dtype == torch.bool else whole
+    dropout = None if dropout is None else dropout.of_heads(own)
+    return dataclasses.replace(rules, dropout=dropout, mask=mask)

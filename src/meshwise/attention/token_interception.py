@@ -33,8 +33,8 @@ _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZED = ("ones", "zeros", "full", "empty", "rand", "randn", "new_full", "new_ones", "new_zeros", "new_empty")
 _ATTENTION = (functional.scaled_dot_product_attention, attend, functional.multi_head_attention_forward)
 
-Attention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Function of (torch function, arguments, keyword arguments) that computes an attention over all tokens."""
+Attention = Callable[[TokenState | None, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Function of (tokens, torch function, arguments, keyword arguments) that computes an attention over all tokens."""
 
 
 class TokenCount(int):
@@ -115,21 +115,12 @@ class TokenInterception(ForwardAndBackwardMode):
                 self._states[place] = self.state
             self.state, self.active = None, False
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[TokenState | None]:
-        """Leave functions alone inside the block, in which tensors have all tokens; yield the state outside."""
-        state, self.state = self.state, None
-        try:
-            yield state
-        finally:
-            self.state = state
-
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `func` for a model that has all tokens."""
         if self._backward_runs and not torch.is_grad_enabled():  # backward of an operation, not a repeated forward
             return func(*args, **kwargs)
         if func in _ATTENTION:
-            return self._attention(func, args, kwargs)
+            return self._attention(self.state, func, args, kwargs)
         state = self.state
         if state is None or len(state.order) == 1:
             return func(*args, **kwargs)

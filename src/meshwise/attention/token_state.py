@@ -56,23 +56,19 @@ class TokenState:
         """Positions of this rank's tokens."""
         return self.order[self.index]
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of tokens of each rank."""
-        return tuple(one.count for one in self.order)
-
-    def take_batch(self, batch: Any) -> Any:
-        """Return the batch with this rank's tokens, and remember it."""
+    def take_batch(self, batch: Any) -> None:
+        """Cut the batch to this rank's tokens."""
 
         def take(x: Tensor) -> Tensor:
-            if x.dim() < 2 or x.size(1) != self.length or (x.dim() > 2 and x.size(2) == self.length and _masks(x)):
+            if x.dim() < 2 or x.size(1) != self.length:
+                return x
+            if x.dim() > 2 and x.size(2) == self.length and (x.dim() == 3 or not x.is_floating_point()):  # a mask
                 return x
             own = self.own.take(x, dim=1).contiguous()
             self.whole_of[id(own)] = (own, x)
             return own
 
         self.batch, self.cut = batch, map_tensors(take, batch)
-        return self.cut
 
     @cached_property
     def packed(self) -> Pattern | None:
@@ -85,10 +81,9 @@ class TokenState:
         if known is not None:
             return known[1]
         source = x.to(torch.uint8) if x.dtype == torch.bool else x
-        axes = (RING, HEADS)
-        parts = gradient.all_gather(source, world=self.world, axes=axes, dim=dim, sizes=self.sizes).wait()
-        places = TokenRanges.joined(self.order).positions(device=x.device)
-        whole = parts.index_select(dim, torch.empty_like(places).scatter_(0, places, _counted(places)))
+        sizes = [one.count for one in self.order]
+        parts = gradient.all_gather(source, world=self.world, axes=(RING, HEADS), dim=dim, sizes=sizes).wait()
+        whole = parts.index_select(dim, TokenRanges.joined(self.order).positions(device=x.device).argsort())
         whole = whole.bool() if x.dtype == torch.bool else whole
         if not x.requires_grad:
             self.gathered[id(x)] = (x, whole)
@@ -137,11 +132,3 @@ def token_dims(x: Tensor, *, count: int) -> Iterable[int]:
     if dims == 2:
         return (1,) if x.shape[1] == count and not x.is_floating_point() else ()
     return tuple(dim for dim in range(1, min(dims, 4) - 1) if x.shape[dim] == count)
-
-
-def _masks(x: Tensor) -> bool:
-    return not x.is_floating_point() or x.dim() == 3
-
-
-def _counted(places: Tensor) -> Tensor:
-    return torch.arange(places.numel(), device=places.device)

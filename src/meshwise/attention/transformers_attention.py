@@ -5,21 +5,14 @@ transformers finds the attention and the mask of a model by name, in two registr
 mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows the tokens.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.attention.mask_pattern import (
-    Combined,
-    Pattern,
-    Restarts,
-    causal,
-    full,
-    padding,
-    window,
-)
+from meshwise.attention.mask_pattern import Combined, Pattern, Restarts, causal, full, padding, window
 from meshwise.attention.split_attention import attend
 
 NAME = "meshwise"
@@ -31,36 +24,25 @@ def use_attend(module: nn.Module) -> Callable[[], None]:
 
     Raises ValueError for a model of transformers whose attention cannot be replaced.
     """
+    undo = contextlib.ExitStack()
     if "transformers" not in sys.modules:
-        return _nothing
+        return undo.close
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: PLC0415 - of the extra `hf`
 
-    outer: list[Any] = []
-    for name, one in module.named_modules():
-        if isinstance(one, PreTrainedModel) and not any(
-            name.startswith(f"{known}.") or not known for known, _ in outer
-        ):
-            outer.append((name, one))
-    if outer:
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
-    before = [(model, model.config._attn_implementation) for _, model in outer]
-    for model, _ in before:
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    inner: set[nn.Module] = set()
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or model in inner:
+            continue
+        inner.update(model.modules())
+        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
             raise ValueError(
                 f"{type(model).__name__} of transformers has an attention of its own that cannot be replaced; use cp=1"
             )
-
-    def undo() -> None:
-        for model, implementation in before:
-            model.set_attn_implementation(implementation)
-
-    return undo
-
-
-def _nothing() -> None:
-    return None
+    return undo.close
 
 
 def _attention(
@@ -118,10 +100,8 @@ def translated(function: Callable[..., Any]) -> Pattern:
             return causal()
         case "bidirectional_mask_function":
             return full()
-        case "and_masks":
-            return Combined(tuple(map(translated, inside["mask_functions"])), every=True)
-        case "or_masks":
-            return Combined(tuple(map(translated, inside["mask_functions"])), every=False)
+        case "and_masks" | "or_masks" as name:
+            return Combined(tuple(map(translated, inside["mask_functions"])), every=name == "and_masks")
         case "sliding_window_overlay":
             return window(inside["sliding_window"])  # transformers joins it with the causal mask
         case "sliding_window_bidirectional_overlay":

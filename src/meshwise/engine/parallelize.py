@@ -242,7 +242,7 @@ class ParallelSetting:
         if context is None:
             return self.task
         task = self.task  # `task.call` is left: in an open step every rank of cp computes all tokens
-        return MicrobatchTask(context.forward(task.forward), context.loss(task.loss), task.call)
+        return MicrobatchTask(context.on_own_tokens(task.forward), context.on_own_tokens(task.loss), task.call)
 
     def compile(self, module: nn.Module, *, draws: RandomDraws) -> None:
         """Compile the blocks of `module` that this rank runs as a whole, if the plan says so; never on meta."""
@@ -479,7 +479,7 @@ def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomD
         module, seed=setting.options.seed, before=before, after=after, local=local, tokens=setting.context
     )
     if setting.context is not None:
-        setting.context.use(draws)
+        setting.context.attention.draws = draws
     return draws
 
 

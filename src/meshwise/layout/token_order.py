@@ -18,9 +18,6 @@ from torch import Tensor
 
 from meshwise.base.mesh import even_split
 
-ORDERS = ("contiguous", "zigzag", "striped")
-"""Names of the token orders."""
-
 
 @dataclass(frozen=True)
 class TokenTile:
@@ -55,7 +52,7 @@ class TokenRanges:
     @classmethod
     def whole(cls, length: int) -> "TokenRanges":
         """Return the positions of all tokens of a sequence."""
-        return cls(((0, length, 1),) if length else ())
+        return cls(((0, length, 1),))
 
     @classmethod
     def joined(cls, parts: Sequence["TokenRanges"]) -> "TokenRanges":
@@ -69,39 +66,28 @@ class TokenRanges:
 
     def positions(self, *, device: torch.device | None = None) -> Tensor:
         """Return the positions as integers of shape (count,)."""
-        parts = [
-            torch.arange(first, first + count * step, step, device=device)
-            for first, count, step in self.ranges
-            if count
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+        parts = [torch.arange(first, first + count * step, step, device=device) for first, count, step in self.ranges]
+        return torch.cat(parts)
 
     def take(self, x: Tensor, *, dim: int) -> Tensor:
         """Return the elements of `x` at these positions along `dim`."""
         index: list[slice] = [slice(None)] * (dim % x.dim())
-        parts = [x[(*index, slice(first, first + (count - 1) * step + 1, step))] for first, count, step in self._filled]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+        parts = [x[(*index, slice(first, first + count * step, step))] for first, count, step in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def narrow(self, start: int, *, stop: int) -> "TokenRanges":
         """Return the positions of the local tokens `start` to `stop` (excluded)."""
         found, passed = [], 0
         for first, count, step in self.ranges:
             low, high = max(0, start - passed), min(count, stop - passed)
-            if low < high:
-                found.append((first + low * step, high - low, step))
+            found.append((first + low * step, max(0, high - low), step))
             passed += count
         return TokenRanges(tuple(found))
 
     def without(self, position: int) -> "TokenRanges":
         """Return the positions less than `position`."""
         return TokenRanges(
-            tuple(
-                (first, kept, step)
-                for first, count, step in self.ranges
-                if (kept := min(count, len(range(first, position, step)))) > 0
-            )
+            tuple((first, min(count, len(range(first, position, step))), step) for first, count, step in self.ranges)
         )
 
     def tiles(self, size: int) -> Iterator[TokenTile]:
@@ -113,16 +99,9 @@ class TokenRanges:
                 yield TokenTile(passed + low, passed + high, first + low * step, first + (high - 1) * step, step)
             passed += count
 
-    @property
-    def _filled(self) -> list[tuple[int, int, int]]:
-        return [one for one in self.ranges if one[1]]
-
 
 def token_order(order: str, *, length: int, parts: int) -> tuple[TokenRanges, ...]:
-    """Return the positions of each of `parts` ranks for a sequence of `length` tokens; some may have none.
-
-    Raises ValueError for an unknown order.
-    """
+    """Return the positions of each of `parts` ranks for a sequence of `length` tokens; some may have none."""
     if order == "contiguous":
         blocks = even_split(length, parts)
         return tuple(TokenRanges(((start, stop - start, 1),)) for start, stop in blocks)
@@ -130,6 +109,4 @@ def token_order(order: str, *, length: int, parts: int) -> tuple[TokenRanges, ..
         blocks = even_split(length, 2 * parts)
         pairs = ((blocks[index], blocks[2 * parts - 1 - index]) for index in range(parts))
         return tuple(TokenRanges(tuple((start, stop - start, 1) for start, stop in pair)) for pair in pairs)
-    if order == "striped":
-        return tuple(TokenRanges(((index, len(range(index, length, parts)), parts),)) for index in range(parts))
-    raise ValueError(f"order={order!r} is not one of {' '.join(ORDERS)}")
+    return tuple(TokenRanges(((index, len(range(index, length, parts)), parts),)) for index in range(parts))

@@ -1,4 +1,4 @@
-"""Wrap functions of torch's private modules: about modes, the running backward, and the backends of torch.compile."""
+"""Wrap private functions of torch: about modes, the running backward, attention, and the backends of torch.compile."""
 
 import contextlib
 import importlib
@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "LightDispatchMode",
     "TorchDispatchMode",
+    "attention_with_lse",
+    "attention_with_lse_backward",
     "compiler_backend",
     "dispatch_modes",
     "in_backward",
@@ -81,3 +84,22 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
     """Inside the block, hide operations from all dispatch modes, because they do not belong to the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden
+
+
+def attention_with_lse(
+    qkv: tuple[Tensor, Tensor, Tensor], *, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention and the log-sum-exp of its scores: no public function of torch returns the latter on the CPU."""
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, attn_mask=mask, scale=scale)
+    return o, lse
+
+
+def attention_with_lse_backward(
+    do: Tensor, *, qkv: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for the gradient `do` of the output. `merged`: output and log-sum-exp."""
+    no_dropout, causal = 0.0, False
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, *qkv, *merged, no_dropout, causal, attn_mask=mask, scale=scale
+    )
+    return dq, dk, dv

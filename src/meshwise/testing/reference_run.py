@@ -75,7 +75,7 @@ class ReferenceRun:
             tokens = ContextParallel(Plan(), world=one_rank, rules=rules, dense=True)
         self.draws = RandomDraws(self.model, seed=self._options.seed, tokens=tokens)
         if tokens is not None:
-            tokens.use(self.draws)
+            tokens.attention.draws = self.draws
             tokens.install(self.model)
         self._steps = 0
 
