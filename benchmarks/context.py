@@ -66,7 +66,7 @@ def measured(world: mw.World, tokens: int, contexts: list[str], rounds: int, hea
         found = {"whole": spent, "windowed": narrow}
         for name, context in splits.items():
             rows = SampleRows(0, 1)
-            with context.running(rows):
+            with context.mode.running(rows):
                 context.on_own_tokens(lambda _model, _batch: None)(torch.nn.Identity(), torch.zeros(1, tokens))
                 state = context.mode.state
                 assert state is not None

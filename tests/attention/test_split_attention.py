@@ -69,7 +69,7 @@ def expected(pattern: Pattern, kv_heads: int) -> list[Tensor]:
 
 def exchange_of(kind: str, world: World, order: Any, pattern: Pattern) -> KeyExchange:
     if kind == "direct":
-        return Direct(world, "ring", order, order, pattern)
+        return Direct(world, "ring", order, pattern)
     return (Gathered if kind == "gather" else Rotated)(world, "ring", order)
 
 
@@ -182,7 +182,7 @@ def test_a_window_sends_only_the_halo() -> None:
         q, k, v = (torch.randn(1, 1, length // ranks, 4) for _ in range(3))
         rules = ScoreRules(causal() & window(size), 0.5)
         with world.record() as calls:
-            exchange = Direct(world, "ring", shares, shares, rules.pattern)
+            exchange = Direct(world, "ring", shares, rules.pattern)
             split_attention((q, k, v), task=AttentionTask(rules, shares[world.rank], exchange))
         return sum(record.bytes for record in calls if record.kind == "recv")
 

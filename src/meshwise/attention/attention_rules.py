@@ -8,7 +8,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -19,6 +19,8 @@ from meshwise.attention.token_state import TokenState, token_dims
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.model.parameter_units import matches
 
+_Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+"""Functions before and after a module's forward; the module's copies in the stages of a pipeline share them."""
 _PATTERN, _WHOLE = "attention pattern=", "tokens whole"
 
 
@@ -51,64 +53,51 @@ def install_rules(
         if rule is not None:
             warnings.warn(f"{pattern} attends under the pattern {rule}: this is another model", stacklevel=3)
         for one in found:
-            hooks = _Attends(attention, rule) if rule is not None else _SeesAllTokens(mode)
-            for handle in (
-                one.register_forward_pre_hook(hooks.enter, with_kwargs=True),
-                one.register_forward_hook(hooks.leave, always_call=True),
-            ):
-                handles.callback(handle.remove)
+            enter, leave = _sees_all_tokens(mode) if rule is None else _attends(attention, rule)
+            handles.callback(one.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            handles.callback(one.register_forward_hook(leave, always_call=True).remove)
     return handles.close
 
 
-class _Attends:
-    """Hooks of a module whose attentions have a pattern; the module's copies in the stages of a pipeline share them."""
+def _attends(attention: TokenAttention, pattern: Pattern) -> _Hooks:
+    """Return the hooks of a module whose attentions have a pattern."""
+    before: list[Pattern | None] = []
 
-    def __init__(self, attention: TokenAttention, pattern: Pattern) -> None:
-        self._attention = attention
-        self._pattern = pattern
-        self._before: list[Pattern | None] = []
-
-    def __deepcopy__(self, _memo: Any) -> Self:
-        return self
-
-    def enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """Add the pattern to the one of the module around."""
-        outer = self._attention.rule
-        self._before.append(outer)
-        self._attention.rule = self._pattern if outer is None else outer & self._pattern
+        outer = attention.rule
+        before.append(outer)
+        attention.rule = pattern if outer is None else outer & pattern
 
-    def leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         """Restore the pattern of the module around."""
-        self._attention.rule = self._before.pop()
+        attention.rule = before.pop()
+
+    return enter, leave
 
 
-class _SeesAllTokens:
-    """Hooks of a module that gets all tokens, computes them on every rank, and returns this rank's."""
+def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
+    """Return the hooks of a module that gets all tokens, computes them on every rank, and returns this rank's."""
+    before: list[TokenState | None] = []
 
-    def __init__(self, mode: TokenInterception) -> None:
-        self._mode = mode
-        self._before: list[TokenState | None] = []
-
-    def __deepcopy__(self, _memo: Any) -> Self:
-        return self
-
-    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the tokens of the arguments, and end the interception."""
-        state = self._mode.state
-        given = (args, kwargs)
+        state, given = mode.state, (args, kwargs)
         if state is not None:
             given = map_tensors(
                 lambda x: state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x, given
             )
-        self._before.append(state)
-        self._mode.state = None
+        before.append(state)
+        mode.state = None
         return given
 
-    def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
         """Take this rank's tokens of the output, and begin the interception again."""
-        self._mode.state = state = self._before.pop()
+        mode.state = state = before.pop()
         if state is None:
             return output
         return map_tensors(
             lambda x: state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x, output
         )
+
+    return enter, leave

@@ -143,12 +143,6 @@ class TiledAttention:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def begin(self, q: Tensor, *, features: int) -> tuple[Tensor, Tensor]:
-        """Return the accumulators o (zeros, with `features` of the values) and lse (-inf)."""
-        dtype = accumulator(q.dtype)
-        o = torch.zeros(*q.shape[:-1], features, dtype=dtype, device=q.device)
-        return o, torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
-
     def add(self, q: Tensor, *, block: tuple[Tensor, Tensor], keys: TokenRanges, into: tuple[Tensor, Tensor]) -> None:
         """Merge the attention on a block (k, v) at the positions `keys` into the accumulators."""
         k, v = (x.to(into[0].dtype) for x in block)
@@ -158,7 +152,7 @@ class TiledAttention:
             o, lse = into[0][:, :, rows], into[1][:, :, rows]
             for run in runs:
                 new_o, new_lse = self._kernel(tile, run, part, k, v).forward()
-                _merge(o, lse, _unfold(new_o, o.shape), new_lse.reshape(lse.shape))
+                _merge(o, lse, new_o.reshape(o.shape), new_lse.reshape(lse.shape))
                 self._progress()
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -187,12 +181,12 @@ class TiledAttention:
             dq = into[0][:, :, rows]
             for run in runs:
                 own_q, own_k, own_v, own_mask = self._kernel(tile, run, part, k, v).backward(do, out, lse)
-                dq += _unfold(own_q, dq.shape)
+                dq += own_q.reshape(dq.shape)
                 dk[:, :, run.start : run.stop] += own_k
                 dv[:, :, run.start : run.stop] += own_v
                 if into[1] is not None and run.tile is not None and own_mask is not None:
                     target = _mask_part(into[1], tile, run.tile)
-                    target += _unfold(own_mask, (*q.shape[:2], *own_mask.shape[-2:])).sum_to_size(target.shape)
+                    target += own_mask.reshape(*dq.shape[:3], -1).sum_to_size(target.shape)
                 self._progress()
         return dk, dv
 
@@ -219,11 +213,11 @@ class TiledAttention:
             fill = pattern.fill(TilePair(tile, other))
             if fill is Fill.EMPTY:
                 continue
-            full = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
-            if full and runs and runs[-1].tile is None and runs[-1].stop == other.start:
+            unmasked = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
+            if unmasked and runs and runs[-1].tile is None and runs[-1].stop == other.start:
                 runs[-1] = KeyRun(runs[-1].start, other.stop, None)
             else:
-                runs.append(KeyRun(other.start, other.stop, None if full else other))
+                runs.append(KeyRun(other.start, other.stop, None if unmasked else other))
             touched.append(other)
         return self._joined(runs, touched, most=_JOINED * size)
 
@@ -259,8 +253,11 @@ class TiledAttention:
             return known
         allowed = rules.pattern.mask(TilePair(queries, keys), device=part.device)
         given = None if rules.mask is None else _mask_part(rules.mask, queries, keys)
-        mask = _grouped(_added(allowed, given, part.dtype), groups, heads)
-        if rules.pattern.relative and given is None:
+        if given is not None and given.dtype == torch.bool:
+            allowed, given = allowed & given, None
+        added = part.new_zeros(()) if given is None else given.to(part.dtype)
+        mask = _grouped(torch.where(allowed, added, -math.inf), groups, heads)
+        if rules.pattern.relative and rules.mask is None:
             self._masks[place] = mask
         return mask
 
@@ -352,10 +349,6 @@ def _fold(x: Tensor, heads: int) -> Tensor:
     return x if x.size(1) == heads else x.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _unfold(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    return x.reshape(*shape[:2], -1, x.size(-1))
-
-
 def _grouped(mask: Tensor, groups: int, heads: int) -> Tensor:
     """Return a mask (…, queries, keys) for folded queries: (samples or 1, kv heads or 1, groups · queries, keys)."""
     mask = mask[(None,) * (4 - mask.dim())]
@@ -372,11 +365,3 @@ def _mask_part(mask: Tensor, queries: TokenTile, keys: TokenTile) -> Tensor:
     rows = slice(queries.start, queries.stop) if mask.size(-2) > 1 else slice(None)
     part: Tensor = mask[..., rows, keys.positions if mask.size(-1) > 1 else slice(None)]
     return part
-
-
-def _added(allowed: Tensor, given: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the float to add to the scores where a pattern allows the pairs `allowed` and the user gave a mask."""
-    if given is not None and given.dtype == torch.bool:
-        allowed, given = allowed & given, None
-    added = torch.zeros((), dtype=dtype, device=allowed.device) if given is None else given.to(dtype)
-    return torch.where(allowed, added, -math.inf)

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwise.attention.attention_rules import install_rules, token_rules
 from meshwise.attention.mask_pattern import Pattern
@@ -18,7 +18,6 @@ from meshwise.attention.token_interception import TokenInterception
 from meshwise.attention.token_state import HEADS, RING, TokenState, packed_documents, rank_order, sequence_length
 from meshwise.attention.transformers_attention import use_attend
 from meshwise.comm.api.world import World
-from meshwise.model.random_draws import SampleRows
 from meshwise.plan import Plan
 
 
@@ -34,7 +33,7 @@ class ContextParallel:
         """
         self._world = context_world(world, plan=plan)
         self._splits = plan.cp > 1
-        self._order = ORDER_OF[plan.context]
+        self._order = ORDER_OF.get(plan.context, "zigzag")
         self._rules = rules or {}
         self._names: dict[nn.Module, str] = {}
         self.attention = TokenAttention(self._world, plan.context, dense)
@@ -60,17 +59,6 @@ class ContextParallel:
     def on_own_tokens(self, function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return a forward of (model, batch), or a loss of (output, batch), that gets this rank's tokens."""
         return lambda subject, batch: function(subject, self._cut(batch))
-
-    # ---- as `random_draws.TokenPositions` ------------------------------------------------------------------------
-
-    def positions(self) -> Tensor | None:
-        """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
-        state = self.mode.state
-        return None if state is None or len(state.order) == 1 else state.own.positions()
-
-    def running(self, rows: SampleRows, *, again: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a forward of the samples `rows` runs, or with `again` its backward."""
-        return self.mode.running(rows, again=again)
 
     def _cut(self, batch: Any) -> Any:
         """Return the batch with this rank's tokens; the batch itself outside of a training or evaluation step."""

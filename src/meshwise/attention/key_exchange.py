@@ -61,9 +61,9 @@ class _Exchange:
         """Index of this rank along the axis."""
         return self.world.group(self.axis).index
 
-    def empty(self, like: Tensor, tokens: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    def empty(self, like: Tensor, tokens: int) -> Tensor:
         """Return memory for a block with so many tokens."""
-        return like.new_empty((*like.shape[:TOKENS], tokens, like.size(-1)), dtype=dtype)
+        return like.new_empty((*like.shape[:TOKENS], tokens, like.size(-1)))
 
 
 class Gathered(_Exchange):
@@ -129,8 +129,6 @@ class Rotated(_Exchange):
 class Direct(_Exchange):
     """Each rank sends to each other rank the keys that its queries need: the halo of a window, non-empty blocks."""
 
-    queries: Sequence[TokenRanges]
-    """Positions of the queries of each rank."""
     pattern: Pattern
 
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
@@ -179,7 +177,7 @@ class Direct(_Exchange):
 
     def _needs(self) -> list[list[list[tuple[int, int]]]]:
         """Return for each rank of queries and each rank of keys the local keys [start, stop) that are needed."""
-        return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.queries]
+        return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.order]
 
 
 KeyExchange: TypeAlias = NoExchange | Gathered | Rotated | Direct

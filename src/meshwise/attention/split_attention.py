@@ -101,7 +101,9 @@ class _SplitAttention(torch.autograd.Function):
         ctx.width = k.size(-1)
         own = torch.cat((k, v), -1)
         engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
-        o, lse = engine.begin(q, features=v.size(-1))
+        dtype = accumulator(q.dtype)
+        o = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=dtype)
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
         with _plain_torch(q.device):
             for keys, block in task.exchange.blocks(own):
                 engine.add(q, block=(block[..., : ctx.width], block[..., ctx.width :]), keys=keys, into=(o, lse))

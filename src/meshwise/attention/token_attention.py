@@ -44,17 +44,8 @@ _SDPA: Mapping[str, Any] = {
 }
 """Arguments of torch's scaled_dot_product_attention in order, with their defaults."""
 _MULTIHEAD = inspect.signature(functional.multi_head_attention_forward)
-ORDER_OF: Mapping[str, str] = {
-    "auto": "zigzag",
-    "gather": "zigzag",
-    "ring": "contiguous",
-    "zigzag": "zigzag",
-    "striped": "striped",
-    "ulysses": "zigzag",
-    "usp": "zigzag",
-    "window": "contiguous",
-}
-"""Token order of each value of the plan's key `context`."""
+ORDER_OF: Mapping[str, str] = {"ring": "contiguous", "striped": "striped", "window": "contiguous"}
+"""Token order by value of the plan's key `context`, where it is not `zigzag`."""
 
 
 def head_ranks(plan: Plan) -> int:
@@ -189,7 +180,7 @@ class TokenAttention:
                 state.shares[pattern] = needed_share(pattern, order=rounds)
             direct = state.shares[pattern] < 0.5
         if direct:
-            return Direct(self.world, RING, rounds, rounds, pattern)
+            return Direct(self.world, RING, rounds, pattern)
         return (Gathered if self.context == "gather" else Rotated)(self.world, RING, rounds)
 
     def _multihead(self, state: TokenState | None, **given: Any) -> tuple[Tensor, None]:
@@ -214,8 +205,11 @@ class TokenAttention:
             mask = mask.unflatten(0, (-1, given["num_heads"]))
         if padded is not None:
             keys = _as_allowed(padded)[:, None, None, :]
-            keys = keys if state is None else state.gather(keys, dim=3)
-            mask = keys if mask is None else _both(_full_rows(mask, state, k), keys)
+            if state is not None and keys.size(3) == state.own.count:
+                keys = state.gather(keys, dim=3)
+            if state is not None and mask is not None:
+                mask = _own_rows(mask, state=state, keys=keys.size(3))
+            mask = keys if mask is None else _both(mask, keys)
         dropped = given["dropout_p"] if given["training"] else 0.0
         out = self._attend(state, q, k, v, pattern=pattern, mask=mask, dropout=dropped)
         mixed = out.permute(2, 0, 1, 3).flatten(2)
@@ -238,13 +232,6 @@ def _own_rows(mask: Tensor, *, state: TokenState, keys: int) -> Tensor:
     if columns == own != keys:
         mask = state.gather(mask, dim=3)
     return state.own.take(mask, dim=2) if rows == state.length != own else mask
-
-
-def _full_rows(mask: Tensor, state: TokenState | None, k: Tensor) -> Tensor:
-    if state is None:
-        return mask
-    keys = state.length if k.size(2) == state.own.count else k.size(2)
-    return _own_rows(mask, state=state, keys=keys)
 
 
 def _as_allowed(mask: Tensor) -> Tensor:

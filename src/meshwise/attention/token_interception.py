@@ -115,6 +115,11 @@ class TokenInterception(ForwardAndBackwardMode):
                 self._states[place] = self.state
             self.state, self.active = None, False
 
+    def positions(self) -> Tensor | None:
+        """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
+        state = self.state
+        return None if state is None or len(state.order) == 1 else state.own.positions()
+
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `func` for a model that has all tokens."""
         if self._backward_runs and not torch.is_grad_enabled():  # backward of an operation, not a repeated forward

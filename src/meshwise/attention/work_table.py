@@ -44,7 +44,7 @@ class WorkTable:
 def work_table(plan: Plan, *, pattern: Pattern, length: int) -> WorkTable:
     """Return the pairs that each rank of a plan's ring computes for sequences of `length` tokens."""
     heads = head_ranks(plan)
-    order = rank_order(ORDER_OF[plan.context], length=length, ring=plan.cp // heads, heads=heads)
+    order = rank_order(ORDER_OF.get(plan.context, "zigzag"), length=length, ring=plan.cp // heads, heads=heads)
     rounds = [TokenRanges.joined(order[start : start + heads]) for start in range(0, plan.cp, heads)]
     ranks = len(rounds)
     return WorkTable(

@@ -475,9 +475,8 @@ def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomD
     if local and parts and isinstance(shared.world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
-    draws = RandomDraws(
-        module, seed=setting.options.seed, before=before, after=after, local=local, tokens=setting.context
-    )
+    tokens = None if setting.context is None else setting.context.mode
+    draws = RandomDraws(module, seed=setting.options.seed, before=before, after=after, local=local, tokens=tokens)
     if setting.context is not None:
         setting.context.attention.draws = draws
     return draws

@@ -73,7 +73,7 @@ class ReferenceRun:
         if rules:
             one_rank = TraceWorld(rank=0, mesh=Plan().mesh(), device=self._device)
             tokens = ContextParallel(Plan(), world=one_rank, rules=rules, dense=True)
-        self.draws = RandomDraws(self.model, seed=self._options.seed, tokens=tokens)
+        self.draws = RandomDraws(self.model, seed=self._options.seed, tokens=None if tokens is None else tokens.mode)
         if tokens is not None:
             tokens.attention.draws = self.draws
             tokens.install(self.model)
