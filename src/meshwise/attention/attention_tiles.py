@@ -90,6 +90,7 @@ class ScoreRules:
     | dropout    dropout of the probabilities; None: none
     | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys), with this
     |            rank's queries in their order, and all keys in the order of their positions
+    | sinks      score per head without a value, (heads,); None: none
     """
 
     pattern: Pattern
@@ -97,27 +98,20 @@ class ScoreRules:
     softcap: float | None = None
     dropout: ScoreDropout | None = None
     mask: Tensor | None = None
+    sinks: Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        *,
-        lengths: tuple[int, int],
-        pattern: Pattern | None,
-        mask: Tensor | None,
-        more: Mapping[str, Any],
-    ) -> "ScoreRules":
-        """Return the rules for the query, pattern, mask and other arguments of `attend`.
+    def of(cls, q: Tensor, *, lengths: tuple[int, int], given: Mapping[str, Any]) -> "ScoreRules":
+        """Return the rules for the query and the other arguments of `attend`.
 
         `lengths`: number of queries and of keys on all ranks.
         """
-        scale, dropout = more.get("scale"), more.get("dropout")
-        drops = None
-        if dropout:
-            drops = ScoreDropout.of(dropout, draws=more.get("draws"), shape=(*q.shape[:-2], *lengths))
+        drops, scale = None, given.get("scale")
+        if dropout := given.get("dropout"):
+            drops = ScoreDropout.of(dropout, draws=given.get("draws"), shape=(*q.shape[:-2], *lengths))
         factor = 1 / math.sqrt(q.size(-1)) if scale is None else scale
-        return cls(pattern or full(), factor, more.get("softcap"), drops, mask)
+        pattern = given.get("pattern") or full()
+        return cls(pattern, factor, given.get("softcap"), drops, given.get("mask"), given.get("sinks"))
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,12 @@ class AttentionTask:
 
     | queries    positions of this rank's queries
     | exchange   how the keys come
-    | sinks      score per head without a value, (heads,); None: none
+    | progress   called between tiles for pending collectives
     """
 
     rules: ScoreRules
     queries: TokenRanges
     exchange: KeyExchange
-    sinks: Tensor | None = None
     progress: Callable[[], None] = lambda: None
 
 
@@ -87,7 +86,7 @@ def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) 
     kind = qkv[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as torch's own attention
         qkv = tuple(x.to(torch.get_autocast_dtype(kind)) for x in qkv)  # type: ignore[assignment]
-    result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.sinks, task)
+    result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
     return result
 
 
@@ -172,12 +171,12 @@ def attend(
 
     Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern.
     """
-    given = {"scale": scale, "dropout": dropout, **more}
+    given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value
-        result: Tensor = handle_torch_function(attend, qkv, *qkv, pattern=pattern, mask=mask, **given)
+        result: Tensor = handle_torch_function(attend, qkv, *qkv, **given)
         return result
     lengths = query.size(-2), key.size(-2)
-    rules = ScoreRules.of(query, lengths=lengths, pattern=pattern, mask=mask, more=given)
     queries, keys = map(TokenRanges.whole, lengths)
-    return split_attention((query, key, value), task=AttentionTask(rules, queries, NoExchange(keys), more.get("sinks")))
+    task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, NoExchange(keys))
+    return split_attention((query, key, value), task=task)

@@ -144,16 +144,14 @@ class TokenAttention:
         split = k.size(2) == state.own.count
         keys = state.length if split else k.size(2)
         mask = None if mask is None else _own_rows(mask, state=state, keys=keys)
-        rules = ScoreRules.of(q, lengths=(state.length, keys), pattern=pattern, mask=mask, more=given)
-        sinks = given.get("sinks")
+        given |= {"pattern": pattern, "mask": mask}
+        rules = ScoreRules.of(q, lengths=(state.length, keys), given=given)
         if not split:
-            task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), sinks, self.world.progress)
+            task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), self.world.progress)
             return attention_of((q, k, v), task=task)
-        return self._exchanged(state, (q, k, v), rules, sinks)
+        return self._exchanged(state, (q, k, v), rules)
 
-    def _exchanged(
-        self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules, sinks: Tensor | None
-    ) -> Tensor:
+    def _exchanged(self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules) -> Tensor:
         """Return the attention with keys of all ranks; each rank's keys are at the positions of its queries."""
         ring, across = self.world.group(RING), self.world.group(HEADS)
         groups = [state.order[start : start + across.size] for start in range(0, len(state.order), across.size)]
@@ -165,9 +163,8 @@ class TokenAttention:
             k, v = (heads.whole_heads(x, queries=q.size(1)) for x in (k, v))
             q, k, v = (heads.to_heads(x) for x in (q, k, v))
             rules = _of_heads(rules, own, heads)
-            sinks = None if sinks is None else sinks[own.start : own.stop]
         exchange = self._exchange(state, rounds, rules.pattern)
-        task = AttentionTask(rules, rounds[ring.index], exchange, sinks, self.world.progress)
+        task = AttentionTask(rules, rounds[ring.index], exchange, self.world.progress)
         out = attention_of((q, k, v), task=task)
         return heads.to_tokens(out) if across.size > 1 else out
 
@@ -256,4 +253,5 @@ def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange) -> ScoreRules:
         whole = gradient.all_gather(source, world=heads.world, axes=HEADS, dim=2, sizes=heads.tokens).wait()
         mask = whole.bool() if mask.dtype == torch.bool else whole
     dropout = None if dropout is None else dropout.of_heads(own)
-    return dataclasses.replace(rules, dropout=dropout, mask=mask)
+    sinks = None if rules.sinks is None else rules.sinks[own.start : own.stop]
+    return dataclasses.replace(rules, dropout=dropout, mask=mask, sinks=sinks)
