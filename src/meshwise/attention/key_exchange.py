@@ -90,19 +90,14 @@ class Rotated(_Exchange):
         """Yield this rank's block, then the block of the rank before, and so on."""
         ranks, block = len(self.order), own
         for step in range(ranks):
-            keys = self.order[(self.index - step) % ranks]
-            coming, works = block, list[Work]()
-            if step + 1 < ranks:
-                coming = self.empty(own, self.order[(self.index - step - 1) % ranks].count)
-                works = self._pass_on(block, coming)
-            yield keys, block
+            coming, works = self._pass_on(block, step) if step + 1 < ranks else (block, [])
+            yield self.order[(self.index - step) % ranks], block
             for work in works:
                 work.wait()
             block = coming
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Compute the gradient of each block when it is here, add it to the block's gradient, and pass that on."""
-        ranks = len(self.order)
         works: list[Work] = []
         sum_here = None
         for step, (keys, block) in enumerate(self.blocks(own)):
@@ -111,18 +106,19 @@ class Rotated(_Exchange):
                 work.wait()
             if sum_here is not None:
                 mine += sum_here
-            arriving = self.empty(mine, self.order[(self.index - step - 1) % ranks].count)
-            works, sum_here = self._pass_on(mine, arriving), arriving
+            sum_here, works = self._pass_on(mine, step)
         for work in works:
             work.wait()
         assert sum_here is not None
         return sum_here
 
-    def _pass_on(self, here: Tensor, coming: Tensor) -> list[Work]:
+    def _pass_on(self, here: Tensor, step: int) -> tuple[Tensor, list[Work]]:
+        """Start to send a block of step `step` to the next rank; return the block that comes, and the transfers."""
         ranks = len(self.order)
         after, before = (self.index + 1) % ranks, (self.index - 1) % ranks
+        coming = self.empty(here, self.order[(self.index - step - 1) % ranks].count)
         works = [self.world.send(here, axis=self.axis, to=after)] if here.numel() else []
-        return works + ([self.world.recv(coming, axis=self.axis, source=before)] if coming.numel() else [])
+        return coming, works + ([self.world.recv(coming, axis=self.axis, source=before)] if coming.numel() else [])
 
 
 @dataclass(frozen=True)
