@@ -216,7 +216,7 @@ class DataParallel:
             none = torch.zeros((), dtype=torch.float64, device=self.world.device)
             squares = torch.stack([none, *(bucket.squared_norm() for bucket in self.buckets)])
         self.tiers.settle()
-        return squares.cumsum(0)[-1]  # cumsum adds one after the other, in the order of the buckets
+        return squares.cumsum(0)[-1].clone()  # cumsum adds in the order of the buckets; the others are freed
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients that this rank owns by `factor`; those on disk are multiplied when read."""

@@ -26,6 +26,7 @@ from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.engine.cut_agreement import finest_cut
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
+from meshwise.model.parameter_units import partition
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
 from meshwise.pipeline.cut.partition import CutError
@@ -266,13 +267,16 @@ def profile_layers(
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
     steps = [rehearsal.step(index) for index in range(plan.pp)]
+    names = _names(pieces.cut)
+    joined = {module.module for unit in partition(pieces.model) for module in unit[1:]}
     many, copies = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
     found: list[ModelPiece] = []
     known: dict[int, ModelPiece] = {}
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
         own = id(tape)
         if own not in known:
-            reader = _StepReader(cost_model, glue=_glue(steps, index), alone=copies[own] == many[index] == 1)
+            alone = copies[own] == many[index] == 1
+            reader = _StepReader(cost_model, glue=_glue(steps, index), alone=alone, joined=names[index] in joined)
             piece = reader.piece(step, rest=memory[index].rest)
             known[own] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
         found.append(known[own])
@@ -303,11 +307,13 @@ class _StepReader:
     glue     number of operations at the start of a forward that belong to no piece; every stage runs them once, so they
              do not count
     alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
+    joined   True if the piece is in the unit of an earlier one, whose gradients are copied by the same operation
     """
 
     cost_model: CostModel
     glue: int
     alone: bool
+    joined: bool
 
     def piece(self, step: Iterable[TapeSegment], *, rest: Mapping[Category, int]) -> ModelPiece:
         """Return the costs of a piece from its recorded step; `rest`: bytes of the rank between steps, by category."""
@@ -338,7 +344,7 @@ class _StepReader:
             if isinstance(entry, TapeCall):
                 continue
             now = stop
-            kernels += _is_operation(entry)
+            kernels += _is_operation(entry) and not (self.joined and entry.name.startswith("_foreach"))
             if isinstance(entry, TapeWait):
                 waits += stop - start
             elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
