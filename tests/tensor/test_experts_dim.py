@@ -11,7 +11,6 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.layout import Layout
 from meshwise.tensor.core.linear import Projection
-from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import Scheme
 from meshwise.tensor.core.split_context import SplitContext
@@ -39,15 +38,12 @@ def part_of(full: Tensor, splits: Sequence[Sequence[str]], world: World) -> Tens
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["(out, in)", "(in, out)"])
-@pytest.mark.parametrize("panels", [1, 3])
 @pytest.mark.parametrize(
     "mesh, scheme, role",
     [(FLAT, one_d(sequence=False), "colwise"), (FLAT, one_d(sequence=False), "rowwise"), (GRID, two_d(), "colwise")],
     ids=["1d colwise", "1d rowwise", "2d"],
 )
-def test_each_expert_multiplies_its_own_rows(
-    mesh: Mesh, scheme: Scheme, role: str, panels: int, transposed: bool
-) -> None:
+def test_each_expert_multiplies_its_own_rows(mesh: Mesh, scheme: Scheme, role: str, transposed: bool) -> None:
     weight, bias, x = (tensor.requires_grad_() for tensor in whole(transposed=transposed))
     y = torch.baddbmm(bias[:, None], x, weight if transposed else weight.mT)
     y.square().sum().backward()
@@ -55,7 +51,7 @@ def test_each_expert_multiplies_its_own_rows(
     def main(joined: World) -> None:
         world = joined.over(mesh)
         split = dataclasses.replace(scheme, experts=("ep",))
-        context = SplitContext(world, split, streaming=Streaming(panels=panels))
+        context = SplitContext(world, split)
         projection = Projection(context, part=Part(role, transposed=transposed), shape=weight.shape)
         assert projection.layout.splits[0] == ("ep",)
         own_weight = part_of(weight.detach(), projection.layout.splits, world).requires_grad_()

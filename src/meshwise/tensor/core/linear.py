@@ -31,7 +31,7 @@ class Projection(BoundToRank):
         self.context = context
         self.product = product
         self.part = part
-        self._shares = part.readers > 1 and not part.gathered and context.streaming.panels == 1
+        self._shares = part.readers > 1 and not part.gathered
         stored = ((product.within, in_cut), (product.out, out_cut))
         experts = ((context.scheme.experts, ANYWHERE),) if len(shape) == 3 else ()
         axes, cuts = zip(*experts, *(stored if part.transposed else reversed(stored)), strict=True)
@@ -42,7 +42,7 @@ class Projection(BoundToRank):
         self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), size=shape[within], axes=product.x.axes)
         self._stream = context.stream_sizes(shape[within])
         self._within = within
-        self._w, self._features = self._weight_moves(tuple(shape))
+        self._w = self._weight_move(tuple(shape))
 
     @property
     def weight_placement(self) -> Placement:
@@ -70,7 +70,6 @@ class Projection(BoundToRank):
             x=OperandMove() if self._shares else context.moved(product.x, features=self._x),
             w=self._w,
             y=context.moved(product.y),
-            features=self._features,
             within=self._within,
             streaming=context.streaming,
             recall=context.recall,
@@ -97,16 +96,15 @@ class Projection(BoundToRank):
         moved = context.moved(self.product.x, features=self._x)
         return context.gather_shared(x, moved=moved, readers=self.part.readers - 1)
 
-    def _weight_moves(self, shape: tuple[int, ...]) -> tuple[OperandMove, int]:
-        """Return the gather of the weight, and the number of input features of the gathered weight."""
+    def _weight_move(self, shape: tuple[int, ...]) -> OperandMove:
+        """Return the gather of the weight."""
         move, world = self.product.w, self.context.world
-        own = self.layout.local_shape(shape, mesh=world.mesh, rank=world.rank)
         if self.context.degree(move.axes) == 1:
-            return OperandMove(), own[self._within]
+            return OperandMove()
         dim = self._within if move.dim == "in" else -3 - self._within
         ranks = world.group(move.axes).ranks
         sizes = tuple(self.layout.local_shape(shape, mesh=world.mesh, rank=rank)[dim] for rank in ranks)
-        return OperandMove(move.axes, dim, sizes), sum(sizes) if dim == self._within else own[self._within]
+        return OperandMove(move.axes, dim, sizes)
 
 
 class ShardedLinear(nn.Module):

@@ -5,14 +5,6 @@
         dY ── gather, if Y was scattered ─┬─ dX = dY · Wᵀ ── reduce, if X was gathered      starts first, and runs
                                           └─ dW = Xᵀ · dY ── reduce, if W was gathered      while dW is computed
 
-Operands may be gathered by panels of the inner dim K (SUMMA). Matching panels of X and W are gathered while the
-previous panels are multiplied, so no rank ever holds a whole gathered operand. Panels do not change the layout of the
-result; so they are an option (`Streaming`), not a scheme.
-
-        X  ┌──┬──┬──┐     W ├────┤ panel 0          Y += X[:, panel] · W[panel, :]        gather panel p+1
-           │ 0│ 1│ 2│       ├────┤ panel 1
-           └──┴──┴──┘       ├────┤ panel 2
-
 If ranks sum a product, it is written into a tensor of `World.empty_for_reduce`, which the all-reduce reads fastest.
 
 W may have a leading dim of experts. Then X has this dim too, and each expert multiplies its own rows: (experts, rows,
@@ -27,8 +19,7 @@ for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps it
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,7 +28,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from meshwise.base.mesh import even_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.model.forward_replay import ForwardReplay, same_memory
@@ -45,20 +35,16 @@ from meshwise.model.torch_private import needed_gradients
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Function that waits for a collective and returns its result."""
-Panel: TypeAlias = tuple[int, int]
-"""Start and stop of a range of K."""
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Options of the gathers of a product.
+    """Option of the gathers of a product.
 
     | keep     keep gathered operands for the backward: saves the second gather, needs memory for whole operands
-    | panels   number of panels of K; 1 gathers whole operands before the product
     """
 
     keep: bool = False
-    panels: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,6 @@ class MatmulCollectives:
     """Collectives and options of one product Y = X·W on this rank.
 
     | x, w, y    the gather of X, the gather of W, the reduction of Y
-    | features   size of K in the product on this rank
     | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
     | recall     keeps the result for a forward that is repeated
     """
@@ -88,23 +73,9 @@ class MatmulCollectives:
     x: OperandMove
     w: OperandMove
     y: OperandMove
-    features: int
     within: int = -1
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
-
-    @property
-    def panels(self) -> list[Panel]:
-        """Panels of K, in order: at most `streaming.panels`."""
-        return even_split(self.features, max(1, min(self.streaming.panels, self.features)))
-
-    def x_panel(self, panel: Panel) -> "_Slice":
-        """Return the slice of a panel of X that this rank stores."""
-        return _Slice.along(self.world, self.x, panel, dim=-1)
-
-    def w_panel(self, panel: Panel) -> "_Slice":
-        """Return the slice of a panel of W that this rank stores."""
-        return _Slice.along(self.world, self.w, panel, dim=self.within)
 
     @property
     def adds_bias(self) -> bool:
@@ -152,32 +123,6 @@ class MatmulInput:
     gathering: InputGather | None = None
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """Range of a stored operand that is this rank's part of a panel, and the gather of the panel."""
-
-    start: int
-    size: int
-    moved: OperandMove
-
-    @classmethod
-    def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> "_Slice":
-        """Return this rank's slice of `panel` along `dim`; `moved` is the collective of the operand."""
-        start, stop = panel
-        if not moved.axes or moved.dim != dim:
-            return cls(start, stop - start, moved)
-        assert moved.sizes is not None
-        bounds = itertools.pairwise([0, *itertools.accumulate(moved.sizes)])
-        shares = [(max(low, start), max(low, start, min(high, stop)), low) for low, high in bounds]
-        low, high, first = shares[world.group(moved.axes).index]
-        sizes = tuple(end - begin for begin, end, _ in shares)
-        return cls(low - first if high > low else 0, high - low, OperandMove(moved.axes, moved.dim, sizes))
-
-    def of(self, stored: Tensor, *, dim: int) -> Tensor:
-        """Return this slice of the `stored` operand along `dim`, as a view."""
-        return stored if self.size == stored.size(dim) else stored.narrow(dim, self.start, self.size)
-
-
 def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operation: MatmulCollectives) -> Tensor:
     """Return this rank's part of X·W plus the bias: (…, local K) times (local out, local K) to (…, local out).
 
@@ -214,15 +159,10 @@ class _Multiply(torch.autograd.Function):
         kept: list[Tensor] = []
 
         def multiply() -> Tensor:
-            y: Tensor | None = None
-            for x_coming, w_coming in _operands(_there(x), weight, operation):
-                x_part, w_part = x_coming(), w_coming()
-                if y is None:
-                    y = _product(x_part, w_part, bias=added, summed=operation.y, world=operation.world)
-                else:
-                    _add_product(y, x_part, w_part)
-                kept.extend([x_part, w_part] if operation.streaming.keep else [])
-            assert y is not None
+            x_coming, w_coming = _operands(_there(x), weight, operation)
+            x_whole, w_whole = x_coming(), w_coming()
+            kept.extend([x_whole, w_whole] if operation.streaming.keep else [])
+            y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
             return _reduce(y, operation.y, world=operation.world)()
 
         # The result is no view, so that the model may write to it in place.
@@ -242,46 +182,30 @@ class _Multiply(torch.autograd.Function):
         for_x, for_w, for_bias = needed_gradients(ctx)[:3]
         arriving = _gather(_there(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.regather(x())
-        wanted = whole if for_w else None, weight() if for_x else None
-        operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(*wanted, operation)
         own, d_bias, experts = dy, None, weight().dim() == 3
         if for_bias and operation.y.dim is not None:  # while dy arrives
             d_bias = _rows_of(own, experts=experts).sum(-2)
         dy = arriving()
-        dxs: list[Finish] = []
-        dws: list[Finish] = []
-        for panel, (x_coming, w_coming) in zip(operation.panels, operands, strict=True):
-            if for_x:
-                moved = operation.x_panel(panel).moved
-                dx = _product(dy, w_coming().mT.conj(), summed=moved, world=operation.world)
-                dxs.append(_reduce(dx, moved, world=operation.world))
-            if for_bias and d_bias is None:
-                d_bias = _rows_of(own, experts=experts).sum(-2)
-            operation.world.progress()  # other ranks have sent their dx by now, so this does not wait
-            if for_w:
-                dw = _outer(x_coming().conj(), dy, within=operation.within, experts=experts)
-                dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
-        return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
+        wanted = whole if for_w else None, weight() if for_x else None
+        x_coming, w_coming = kept or _operands(*wanted, operation)
+        dx = dw = None
+        if for_x:
+            partial = _product(dy, w_coming().mT.conj(), summed=operation.x, world=operation.world)
+            dx = _reduce(partial, operation.x, world=operation.world)
+        if for_bias and d_bias is None:
+            d_bias = _rows_of(own, experts=experts).sum(-2)
+        operation.world.progress()  # other ranks have sent their dx by now, so this does not wait
+        if for_w:
+            partial = _outer(x_coming().conj(), dy, within=operation.within, experts=experts)
+            dw = _reduce(partial, operation.w, world=operation.world)
+        return dx and dx(), dw and dw(), d_bias, None, None
 
 
-def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
-    """Yield functions that return X and W (out, in) of a panel, while the next one is gathered. None: not needed."""
-    world, within = operation.world, operation.within
-
-    def start(panel: Panel) -> tuple[Finish, Finish]:
-        x_part = w_part = _nothing
-        if x is not None:
-            x_panel = operation.x_panel(panel)
-            x_part = _gather(lambda: x_panel.of(x(), dim=-1), x_panel.moved, world=world)
-        if weight is not None:
-            w_panel = operation.w_panel(panel)
-            w_part = _gather(lambda: w_panel.of(weight, dim=within), w_panel.moved, world=world)
-        return x_part, w_part if within == -1 else lambda: w_part().mT
-
-    coming = start(operation.panels[0])
-    for following in [*operation.panels[1:], None]:
-        here, coming = coming, start(following) if following is not None else coming
-        yield here
+def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> tuple[Finish, Finish]:
+    """Start to gather X and W, and return functions that wait for X and for W (out, in). None: not needed."""
+    x_coming = _nothing if x is None else _gather(x, operation.x, world=operation.world)
+    w_coming = _nothing if weight is None else _gather(_there(weight), operation.w, world=operation.world)
+    return x_coming, w_coming if operation.within == -1 else lambda: w_coming().mT
 
 
 def _nothing() -> Tensor:
@@ -319,14 +243,6 @@ def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Operan
     return y
 
 
-def _add_product(y: Tensor, x: Tensor, w: Tensor) -> None:
-    """Add X·W to `y`, in place."""
-    if w.dim() == 3:
-        y.baddbmm_(x, w.mT)
-    else:
-        y.view(-1, y.size(-1)).addmm_(x.flatten(0, -2), w.mT)
-
-
 def _rows_of(x: Tensor, *, experts: bool) -> Tensor:
     """Return (…, features) as (rows, features), and (experts, rows, features) as it is."""
     return x if experts else x.flatten(0, -2)
@@ -352,11 +268,3 @@ def _outer(x: Tensor, dy: Tensor, *, within: int, experts: bool) -> Tensor:
     """Return Xᵀ · dY, with the dims in the order of the stored weight."""
     one, other = (dy, x) if within == -1 else (x, dy)
     return _rows_of(one, experts=experts).mT @ _rows_of(other, experts=experts)
-
-
-def _together(parts: list[Finish], *, dim: int) -> Tensor | None:
-    """Wait for the panels of a gradient and return the whole gradient, or None if there are no panels."""
-    arrived = [finish() for finish in parts]
-    if len(arrived) < 2:
-        return arrived[0] if arrived else None
-    return torch.cat(arrived, dim)
