@@ -103,7 +103,7 @@ def test_wandb_itself_takes_the_numbers(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_unknown_logger_and_a_missing_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(JobError, match=r"'wand' is none of wandb, mlflow, aim, nor a 'module:Class'"):
+    with pytest.raises(JobError, match=r"'wand' is none of tensorboard, wandb, mlflow, aim, nor a 'module:Class'"):
         logger_maker("wand")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(JobError, match=r"needs the extra `mlflow`: pip install 'meshwise\[mlflow\]'"):

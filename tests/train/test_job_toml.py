@@ -36,7 +36,7 @@ FULL = Job(
     ),
     data=DataJob(files=("a b.txt", "c/*.py"), context=7, validation=0.0, cache="/tmp/x"),
     optimizer=OptimizerJob("SGD", lr=3e-4, weight_decay=0.0, betas=(0.5, 0.75), arguments={"momentum": 0.9}),
-    train=TrainJob(steps=3, seed=-1, clip_norm=0.5, nonfinite="skip:2", dtype="float64", tensorboard=True),
+    train=TrainJob(steps=3, seed=-1, clip_norm=0.5, nonfinite="skip:2", dtype="float64", noise=True),
     sample=SampleJob(length=4, prompt="-def \n\"f'"),
     plan=Plan(dp=2, zero=3, microbatches=2),
     loss="mse",
@@ -113,7 +113,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
             ["--train.steps=3", "job.toml"],
             "'job.toml' comes after a flag; name one job file, before all flags",
         ),
-        (["--train.tensorboard", "yes"], "unexpected 'yes'"),
+        (["--train.noise", "yes"], "unexpected 'yes'"),
         (["--train.steps", "0"], "train.steps = 0 has to be at least 1"),
         (["--train.clip-norm", "0"], "train.clip_norm = 0.0 has to be above 0"),
         (["--train.nonfinite", "skip"], "nonfinite='skip'; write 'raise', 'end', or 'skip:3'"),
@@ -230,12 +230,12 @@ def test_ranks_that_are_threads_leave_stderr_as_it_was() -> None:
 
 
 def test_a_switch_of_a_file_may_be_on_or_off(tmp_path: Path) -> None:
-    path = write(tmp_path, "[train]\ntensorboard = true\n")
-    assert job_of(path).train.tensorboard
-    assert not job_of(path, "--train.no-tensorboard").train.tensorboard
-    assert not job_of(write(tmp_path, "[train]\ntensorboard = false\n"), "--train.steps=2").train.tensorboard
-    with pytest.raises(JobError, match="tensorboard"):
-        job_of(write(tmp_path, '[train]\ntensorboard = "yes"\n'))
+    path = write(tmp_path, "[train]\nnoise = true\n")
+    assert job_of(path).train.noise
+    assert not job_of(path, "--train.no-noise").train.noise
+    assert not job_of(write(tmp_path, "[train]\nnoise = false\n"), "--train.steps=2").train.noise
+    with pytest.raises(JobError, match="noise"):
+        job_of(write(tmp_path, '[train]\nnoise = "yes"\n'))
 
 
 def test_python_writes_true_and_false_too() -> None:

@@ -75,7 +75,7 @@ def test_tensorboard_that_is_not_installed_names_the_extra(job: Job, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
     with pytest.raises(JobError, match=r"pip install 'meshwise\[tensorboard\]'"):
-        prepare(dataclasses.replace(job, train=TrainJob(batch=3, tensorboard=True)), ranks=1)
+        prepare(dataclasses.replace(job, train=TrainJob(batch=3, loggers=("tensorboard",))), ranks=1)
 
 
 def test_a_plan_for_other_ranks_is_refused(job: Job) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.train.metrics_files import JsonLines, TensorBoard
+from meshwise.train.experiment_loggers import logger_maker
+from meshwise.train.job import Job
+from meshwise.train.metrics_files import JsonLines
 from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.run_events import (
     End,
@@ -176,12 +178,12 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="the extra `tensorboard` is not installed"
     )
-    sink = TensorBoard(tmp_path)
+    sink = logger_maker("tensorboard")(tmp_path, Job())
     for event in RUN:
         sink.write(event)
     sink.close()
 
-    read = accumulator.EventAccumulator(str(tmp_path))
+    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [(point.step, point.value) for point in read.Scalars("train/grad_norm")] == [(n, 1.25) for n in (1, 2, 3, 4)]
     assert [(point.step, point.value) for point in read.Scalars("validation/loss")] == [(3, 1.5)]

@@ -76,7 +76,7 @@ class DataParallel:
             unit.load(source, place=self._install if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
         trained = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
-        self._order = [UnitGradients(unit, on_complete=self._arrived, progress=self._progress) for unit in trained]
+        self._order = [UnitGradients(unit, on_complete=self._arrived, progress=world.progress) for unit in trained]
         self._started = 0
         self._in_flight: list[LiveUnit] = []
         self._reducing = False
@@ -197,9 +197,7 @@ class DataParallel:
 
     def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
         """Run the backward of `loss`, and pass every gradient of this rank to `on_gradient`; keep and reduce none."""
-        self._on_gradient = on_gradient
-        self._reducing = False
-        self._expect(None)
+        self.accumulate(on_gradient)
         self.gatherer.begin_pass(backward=True)
         with self.gatherer.explained_errors():
             loss.backward()
@@ -262,9 +260,6 @@ class DataParallel:
         gradients.take(self._on_gradient)
         if self._reducing:
             self._start(all_of_them=False)
-        self._progress()
-
-    def _progress(self) -> None:
         self.world.progress()  # other ranks may wait for this rank's part of the last reduction
 
     def _expect(self, leaves: set[int] | None) -> bool:

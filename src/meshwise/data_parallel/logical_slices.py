@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.parameter_owners import ParameterOwners
-from meshwise.data_parallel.stored_slices import optimizer_slices
+from meshwise.data_parallel.stored_slices import slice_pieces
 from meshwise.model.full_parameter_access import Groups, SlicePart, WholeFunction
 
 
@@ -24,20 +23,16 @@ class LogicalSlices:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._names = [row.name for row in engine.table.rows if row.trainable]
-        self._parts: dict[nn.Parameter, tuple[SlicePart, ...]] = {}
+        self._parts: dict[nn.Parameter, list[SlicePart]] = {}
         self._owners: dict[frozenset[str], ParameterOwners] = {}
         for bucket in engine.buckets:
-            for part, parameter in optimizer_slices(bucket):
-                inside = [(piece, _overlap(piece, part.start, part.stop)) for piece in bucket.place.pieces]
-                self._parts[parameter] = tuple(
-                    SlicePart(piece.row.name, low - part.start, high - part.start, piece.row.shape)
-                    for piece, (low, high) in inside
-                    if low < high
-                )
+            for parameter, piece, here, _ in slice_pieces(bucket):
+                part = SlicePart(piece.row.name, here.start, here.stop, piece.row.shape)
+                self._parts.setdefault(parameter, []).append(part)
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return the parts of an optimizer's slice, one for each model parameter in it, in order."""
-        return self._parts[parameter]
+        return self._parts.get(parameter, ())  # a slice may be padding alone
 
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
@@ -49,14 +44,10 @@ class LogicalSlices:
         index = {name: number for number, name in enumerate(self._names)}
         for bucket in self._engine.buckets:
             if bucket.counts:
-                for part, parameter in optimizer_slices(bucket):
-                    if parameter not in values:
-                        continue
-                    for piece in bucket.place.pieces:
-                        low, high = _overlap(piece, max(part.start, bucket.shard[0]), min(part.stop, bucket.shard[1]))
-                        if low < high:
-                            own = values[parameter][low - part.start : high - part.start]
-                            totals[index[piece.row.name]] += torch.linalg.vector_norm(own).double().square()
+                for parameter, piece, here, _ in slice_pieces(bucket, within=bucket.shard):
+                    if parameter in values:
+                        norm = torch.linalg.vector_norm(values[parameter][here])
+                        totals[index[piece.row.name]] += norm.double().square()
         world.all_reduce(totals, axes=world.mesh.names).wait()
         return dict(zip(self._names, totals, strict=True))
 
@@ -90,13 +81,5 @@ def whole_tensors(values: Mapping[nn.Parameter, Tensor], *, engine: DataParallel
         yield row.name, full
         bucket, piece = places[row.name]
         stored = row.part(full, mesh=engine.world.mesh, rank=engine.world.rank).reshape(-1)
-        for part, parameter in optimizer_slices(bucket):
-            low, high = _overlap(piece, part.start, part.stop)
-            if low < high:
-                changed = stored[low - piece.start : high - piece.start]
-                values[parameter][low - part.start : high - part.start] = changed
-
-
-def _overlap(piece: BucketPiece, start: int, stop: int) -> tuple[int, int]:
-    """Return (low, high) of the elements of a piece in [start, stop) of its bucket; none if low >= high."""
-    return max(piece.start, start), min(piece.stop, stop)
+        for parameter, _, here, there in slice_pieces(bucket, within=(piece.start, piece.stop)):
+            values[parameter][here] = stored[there]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPlace
-from meshwise.data_parallel.stored_slices import optimizer_slices
+from meshwise.data_parallel.stored_slices import slice_pieces
 from meshwise.model.full_parameter_access import WholeFunction
 from meshwise.model.parameter_table import ParameterRow
 
@@ -161,9 +161,5 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
         high = max(low, min(there.stop, last) - there.start)
         near = all(mesh.coordinate(rank)[axis] == mesh.coordinate(ranks[owner])[axis] for axis in copies)
         parts.append(RankPart(rank, low, high, near * (high - low)))
-    slices = []
-    for part, parameter in optimizer_slices(bucket):
-        low, high = max(part.start, piece.start), min(part.stop, piece.stop)
-        if low < high:
-            slices.append((parameter, slice(low - part.start, high - part.start)))
-    return OwnedParameter(piece.row, owner, tuple(parts), tuple(slices))
+    own = slice_pieces(bucket, within=(piece.start, piece.stop))
+    return OwnedParameter(piece.row, owner, tuple(parts), tuple((parameter, here) for parameter, _, here, _ in own))

@@ -158,6 +158,22 @@ def optimizer_slices(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter
         start += parameter.numel()
 
 
+def slice_pieces(
+    bucket: Bucket, *, within: tuple[int, int] | None = None
+) -> Iterator[tuple[nn.Parameter, BucketPiece, slice, slice]]:
+    """Yield (optimizer's parameter, piece, elements of the parameter, elements of the piece) where the two overlap.
+
+    within: (start, stop) of the elements of the bucket to look at; None: all.
+    """
+    start, stop = within or (0, bucket.place.size)
+    for part, parameter in optimizer_slices(bucket):
+        for piece in bucket.place.pieces:
+            low, high = max(part.start, piece.start, start), min(part.stop, piece.stop, stop)
+            if low < high:
+                here = slice(low - part.start, high - part.start)
+                yield parameter, piece, here, slice(low - piece.start, high - piece.start)
+
+
 def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
     """Yield the slices of one parameter and of its optimizer state that this rank saves."""
     if not piece.row.numel and bucket.shard_group.index == 0:

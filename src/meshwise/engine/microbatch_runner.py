@@ -204,9 +204,7 @@ class WholeModelRunner:
         self.counts = micro_batch.counts
         with (
             self._draws.running(micro_batch.samples, again=again),
-            self._statistics.running(counts=micro_batch.counts, again=again)
-            if self._statistics.active
-            else contextlib.nullcontext(),
+            self._statistics.running(counts=micro_batch.counts, again=again),
         ):
             yield
 

@@ -32,7 +32,7 @@ from meshwise.engine.staged_engine import StagedEngine
 from meshwise.engine.staged_runner import StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
-from meshwise.expert.expert_parallel import expert_parallel, joins_rows
+from meshwise.expert.expert_parallel import expert_parallel
 from meshwise.memory.activation_offload import activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.memory_error import memory_errors_explained
@@ -339,7 +339,7 @@ class _Shared:
     @property
     def shares_rows(self) -> bool:
         """True if ranks split the rows of one matmul or exchange tokens; then all run every micro-batch."""
-        return _splits_rows(self.setting.plan, self.world) or joins_rows(self.mixtures, world=self.world)
+        return _splits_rows(self.setting.plan, self.world) or bool(self.mixtures and self.setting.plan.ep > 1)
 
 
 @contextlib.contextmanager

@@ -21,11 +21,10 @@ from meshwise.plan import Plan
 
 @dataclass(frozen=True)
 class SplitMixture:
-    """A mixture on this rank: its exchange, and the numbers [start, stop) of its experts. Deep copies share it."""
+    """A mixture on this rank, and its exchange. Deep copies share it."""
 
     mixture: Mixture
     exchange: ExpertExchange
-    span: tuple[int, int]
     inner: InnerSplit | None = None
     """Split of the experts' matrices over `etp`; None without `etp`."""
 
@@ -46,7 +45,7 @@ class SplitExperts(nn.Module):
         given = (*rest, *named.values())
         index = next(each for each in given if isinstance(each, Tensor) and not each.is_floating_point())
         weights = next(each for each in given if isinstance(each, Tensor) and each.is_floating_point())
-        experts, (first, _) = self.sharding.mixture.experts, self.sharding.span
+        experts, (first, _) = self.sharding.mixture.experts, self.sharding.exchange.span
         one_hot = index.dim() == 3
         numbers = index.argmax(-1).masked_fill(index.sum(-1) == 0, experts) if one_hot else index
 
@@ -64,7 +63,7 @@ class SplitExperts(nn.Module):
 
         Rows of zeros stay here: their result is 0, because experts in this form have no biases.
         """
-        experts, (start, stop) = self.sharding.mixture.experts, self.sharding.span
+        experts, (start, stop) = self.sharding.mixture.experts, self.sharding.exchange.span
         number = torch.arange(experts, device=hidden.device).repeat_interleave(len(hidden) // experts)
         index = number.masked_fill((hidden == 0).all(-1), experts)
 
@@ -106,7 +105,7 @@ def _local(experts: nn.Module, split: SplitMixture) -> Iterator[list[nn.Paramete
     if split.mixture.form != "modules":
         yield list(experts.parameters())
         return
-    for child in list(_children(experts))[slice(*split.span)]:
+    for child in list(_children(experts))[slice(*split.exchange.span)]:
         yield list(child[1].parameters())
 
 
@@ -137,14 +136,14 @@ def expert_parallel(
             continue
         exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall)
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
-        split = SplitMixture(mixture, exchange, exchange.span, inner)
+        split = SplitMixture(mixture, exchange, inner)
         set_sharded_class(experts, front=SplitExperts, sharding=split)
         if mixture.form == "modules":
             placed |= _modules_placed(experts, name, exchange=exchange, axes=axes)
             continue
         placed |= _stacked_placed(experts, name, inner=inner, axes=axes)
         for key in mixture.counts:
-            setattr(experts, key, split.span[1] - split.span[0])
+            setattr(experts, key, exchange.shares[world.group(axes.experts).index])
         if inner is not None:
             layout, rank = Layout((axes.inner,)), world.rank
             [size] = layout.local_shape((inner.inner,), mesh=world.mesh, rank=rank)
@@ -209,8 +208,3 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
     for stage in world.exchange(factors, axes="pp"):
         everywhere |= stage
     return everywhere
-
-
-def joins_rows(mixtures: Mapping[str, Mixture], *, world: World) -> bool:
-    """Return whether ranks exchange tokens in every forward, so that also ranks without rows have to run it."""
-    return bool(mixtures) and world.group(world.mesh.expand(["ep"])).size > 1

@@ -135,16 +135,14 @@ class ParameterTable:
 
     def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
         """Return the table with these placements, by the parameters' first names; other rows stay as they are."""
-        return self._with_rows(lambda row: [row.at(placements[row.name]) if row.name in placements else row])
+        return self._with_rows(lambda row: row.at(placements[row.name]) if row.name in placements else row)
 
     def held_at(self, *where: tuple[str, int], counted_elsewhere: Collection[str] = ()) -> "ParameterTable":
         """Return the table of a part of the model (a stage); only ranks with all these (axis, coordinate) hold it.
 
         `counted_elsewhere`: names of parameters that an earlier stage holds too.
         """
-        return self._with_rows(
-            lambda row: [replace(row, held_at=where, counted_elsewhere=row.name in counted_elsewhere)]
-        )
+        return self._with_rows(lambda row: replace(row, held_at=where, counted_elsewhere=row.name in counted_elsewhere))
 
     def on(self, mesh: Mesh, *, rank: int) -> "ParameterTable":
         """Return the table of the parameters that `rank` holds; modules with all parameters elsewhere are left out."""
@@ -159,10 +157,9 @@ class ParameterTable:
                 units.append(replace(unit, rows=here, modules=tuple(name for name in unit.modules if name not in lost)))
         return ParameterTable(tuple(units))
 
-    def _with_rows(self, rows_for: Callable[[ParameterRow], Sequence[ParameterRow]]) -> "ParameterTable":
-        """Replace each row by the rows of `rows_for(row)`; units without rows are left out."""
-        units = [replace(unit, rows=tuple(new for row in unit.rows for new in rows_for(row))) for unit in self.units]
-        return ParameterTable(tuple(unit for unit in units if unit.rows))
+    def _with_rows(self, change: Callable[[ParameterRow], ParameterRow]) -> "ParameterTable":
+        """Return the table with `change(row)` in place of each row."""
+        return ParameterTable(tuple(replace(unit, rows=tuple(map(change, unit.rows))) for unit in self.units))
 
     def row(self, name: str) -> ParameterRow:
         """Return the row of a parameter by any of its names. Raises ValueError, with similar names, if unknown."""

@@ -3,24 +3,12 @@
 import difflib
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from meshwise.model.parameter_table import matrices_decay
+from meshwise.model.parameter_table import ParameterOptions, matrices_decay
 from meshwise.model.parameter_units import partition
-
-
-@dataclass(frozen=True)
-class ParameterRule:
-    """Options of each parameter by name, as `Options.parameter_options` takes them: `rule(name, parameter)`."""
-
-    options: Mapping[str, Mapping[str, Any]]
-
-    def __call__(self, name: str, _parameter: Tensor) -> Mapping[str, Any]:
-        """Return the options of a parameter."""
-        return self.options[name]
 
 
 def parameter_rule(
@@ -30,8 +18,8 @@ def parameter_rule(
     several: bool = False,
     lr: Mapping[str, float] | None = None,
     layer_decay: float = 1.0,
-) -> ParameterRule:
-    """Return the rule for a model. Vectors get no weight decay, unless a pattern says otherwise.
+) -> ParameterOptions:
+    """Return a rule for `Options.parameter_options`. Vectors get no weight decay, unless a pattern says otherwise.
 
     | groups        options by pattern: {"blocks.*.bias": {"lr": 1e-4}}. `*` matches any text, and later patterns win
     | several       True: for `Several`. Each parameter has an `optimizer`: `hidden` for `hidden_matrices`, else `rest`
@@ -61,7 +49,7 @@ def parameter_rule(
             base = options["lr"] if "lr" in options else (lr or {})[options.get("optimizer", "")]
             options["lr"] = base * layer_decay ** powers[own[0]]
         found |= dict.fromkeys(own, options)
-    return ParameterRule(found)
+    return lambda name, _: found[name]
 
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:

@@ -1,6 +1,5 @@
 """The table of plans that are refused: combinations of keys, each with the reason and the nearest plan that works."""
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ class Refusal:
 
     | when      conditions: a plan that meets all of them is refused, as in `pp>1 zero>=2` or `offload.params!=device`
     | reason    why such a plan cannot work
-    | instead   changes that lead to the nearest plan that works: words, or products of numbers and keys, such as
-    |           `tp_mode=1d` or `tp=1 dp=dp*tp`
+    | instead   the change that leads to the nearest plan that works, such as `tp_mode=1d`
     """
 
     when: str
@@ -35,18 +33,10 @@ class Refusal:
                 return False
         return True
 
-    def changes(self, plan: object) -> dict[str, int | str | None]:
-        """Return the values of the keys that `instead` changes, computed from `plan`; None for `auto`."""
-        keys = keys_of(plan)
-        changed: dict[str, int | str | None] = {}
-        for change in self.instead.split():
-            key, product = change.split("=")
-            if keys[key].words:
-                changed[key] = product
-                continue
-            factors = [int(name) if name.isdigit() else getattr(plan, name) for name in product.split("*")]
-            changed[key] = None if None in factors else math.prod(factors)
-        return changed
+    def changes(self, plan: object) -> dict[str, int | str]:
+        """Return the key that `instead` changes, with its new value."""
+        key, value = self.instead.split("=")
+        return {key: value if keys_of(plan)[key].words else int(value)}
 
 
 @cache

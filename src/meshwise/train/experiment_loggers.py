@@ -1,6 +1,7 @@
 """Pass a run's numbers to experiment trackers (`train.loggers`), or its events to a class of the user (callbacks).
 
     | train.loggers         what rank 0 calls
+    | "tensorboard"         SummaryWriter(folder/tensorboard)       extra `tensorboard`
     | "wandb"               wandb.init, run.log, run.finish        extra `wandb`
     | "mlflow"              mlflow.start_run, log_metrics, end_run  extra `mlflow`
     | "aim"                 aim.Run(repo=folder), track, close      extra `aim`
@@ -43,11 +44,6 @@ class TrackedNumbers:
         self._close()
 
 
-def open_loggers(job: Job, *, folder: Path) -> list[EventSink]:
-    """Return the sinks of `train.loggers`. `folder`: of the run. Raises JobError as `logger_maker`."""
-    return [logger_maker(name)(folder, job) for name in job.train.loggers]
-
-
 def logger_maker(name: str) -> Callable[[Path, Job], EventSink]:
     """Return the function that opens a logger. Raises JobError for an unknown name and for a missing extra."""
     if ":" in name:
@@ -56,11 +52,21 @@ def logger_maker(name: str) -> Callable[[Path, Job], EventSink]:
         known = ", ".join(_TRACKERS)
         raise JobError(f"train.loggers: {name!r} is none of {known}, nor a 'module:Class' of your own")
     try:
-        library = importlib.import_module(name)
+        library = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as error:
         need = f"train.loggers = ['{name}'] needs the extra `{name}`: pip install 'meshwise[{name}]'"
         raise JobError(need) from error
     return lambda folder, job: TrackedNumbers(_TRACKERS[name](library, folder, to_toml(job)))
+
+
+def _tensorboard(tensorboard: Any, folder: Path, _job: str) -> Tracker:
+    writer = tensorboard.SummaryWriter(str(folder / "tensorboard"))
+
+    def log(numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
 
 
 def _wandb(wandb: Any, folder: Path, job: str) -> Tracker:
@@ -86,5 +92,5 @@ def _aim(aim: Any, folder: Path, job: str) -> Tracker:
 
 
 _TRACKERS: Mapping[str, Callable[[Any, Path, str], Tracker]] = MappingProxyType(
-    {"wandb": _wandb, "mlflow": _mlflow, "aim": _aim}
+    {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "aim": _aim}
 )

@@ -120,10 +120,8 @@ def _explain_unknown(word: str, keys: Collection[str]) -> str:
         return f"unexpected {word!r}; flags begin with --, and a value with blanks is quoted, as in {example}"
     name = word.removeprefix("--").partition("=")[0].replace("-", "_")
     section, _, last = name.rpartition(".")
-    # A word of a section with free arguments is rather one of these than a key of another section.
-    free = f"{section}.arguments" in keys or section in keys
-    by_last_word = {key.rpartition(".")[-1]: key for key in keys if not free or key.startswith(f"{section}.")}
-    if near := difflib.get_close_matches(last, by_last_word, n=1):
+    by_last_word = {key.rpartition(".")[-1]: key for key in keys}
+    if near := difflib.get_close_matches(last, by_last_word, n=1, cutoff=0.65):
         hint = f"did you mean {by_last_word[near[0]]}?"
     elif f"{section}.arguments" in keys:
         hint = f"give an argument of your own function as --{section}.arguments {last}=…"

@@ -251,11 +251,10 @@ class TrainJob:
     timeline: int = 0
     """Number of steps to measure action by action, after two steps of warm-up. The times are printed and written to
     `timeline.json` in the run's folder, for `meshwise draw timeline`. 0: no measurement."""
-    tensorboard: bool = False
-    """Write TensorBoard files too; needs the extra `tensorboard`."""
     loggers: tuple[str, ...] = ()
-    """Trackers that get the numbers of the run: `wandb`, `mlflow`, `aim` (each an extra), or a class of your own that
-    gets every event, as `my_module:Callback`: made with (folder, job), then write(event) and close() are called."""
+    """Trackers that get the numbers of the run: `tensorboard`, `wandb`, `mlflow`, `aim` (each an extra), or a class of
+    your own that gets every event, as `my_module:Callback`: made with (folder, job), then write(event) and close() are
+    called."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch", "log_every", "keep_last"):

@@ -42,10 +42,12 @@ from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.dataset import length, read_batches
-from meshwise.train.experiment_loggers import open_loggers
+from meshwise.train.experiment_loggers import logger_maker
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job, SampleJob, ScheduleJob
+from meshwise.train.metrics_files import JsonLines
 from meshwise.train.prepare_job import Prepared, prepare
+from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
 from meshwise.train.run_checkpoints import RunCheckpoints
 from meshwise.train.run_events import (
@@ -54,6 +56,7 @@ from meshwise.train.run_events import (
     End,
     Event,
     EventDispatcher,
+    EventSink,
     ExpertLoad,
     Measured,
     Noise,
@@ -103,8 +106,11 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         **prepared.optimizer_arguments,
     )
     folder = on_first_rank(lambda: RunFolder.claim(job, path=start.folder, attempt=attempt), world=world)
-    sinks = [] if world.rank else folder.sinks(console or OutputConsole(), every=job.train.log_every)
-    sinks += [] if world.rank else open_loggers(job, folder=folder.path)
+    sinks: list[EventSink] = []
+    if world.rank == 0:
+        lines = ProgressLines(console or OutputConsole(), every=job.train.log_every)
+        loggers = (logger_maker(name)(folder.path, job) for name in job.train.loggers)
+        sinks += [lines, JsonLines(folder.metrics), *loggers]
     try:
         with EventDispatcher(sinks) as events:
             return _Run(trainer, prepared, folder, events, memory_before=memory_before).run(start)
@@ -182,8 +188,9 @@ class _Run:
         job, trainer, progress = self._job.train, self._trainer, self._progress
         pace, busy_timer = RankPace(trainer.world), BusyTimer(trainer.world)
         before = progress.step
-        timelines = StepTimelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
-        timelines.choose_steps(before + 1, last=job.steps)
+        first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
+        measured = range(first, min(first + job.timeline, job.steps + 1))
+        timelines = StepTimelines(trainer, steps=measured, path=self._folder.timeline, emit=self._emit)
         began = last = time.monotonic()
         budgeted = False
         for step in range(before + 1, job.steps + 1):
@@ -372,18 +379,12 @@ _WARM_UP_STEPS = 2
 
 
 class StepTimelines:
-    """Measures `count` steps after the warm-up; writes the step of median time to `path` and emits `Measured`."""
+    """Measures the given steps; writes the step of median time to `path` and emits `Measured`."""
 
-    def __init__(self, trainer: Trainer, *, count: int, path: Path, emit: Callable[[Event], None]) -> None:
-        self._trainer, self._count, self._path, self._emit = trainer, count, path, emit
+    def __init__(self, trainer: Trainer, *, steps: range, path: Path, emit: Callable[[Event], None]) -> None:
+        self._trainer, self._steps, self._path, self._emit = trainer, steps, path, emit
         self._block = contextlib.ExitStack()
         self._measuring: StepMeasurement | None = None
-        self._steps = range(0)
-
-    def choose_steps(self, first: int, *, last: int) -> None:
-        """Choose the steps to measure between the run's first and last step."""
-        begin = max(first, min(first + _WARM_UP_STEPS, last - self._count + 1))
-        self._steps = range(begin, min(begin + self._count, last + 1))
 
     def before(self, step: int) -> None:
         """Begin the measurement if `step`, which runs next, is the first step to measure."""

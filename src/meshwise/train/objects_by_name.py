@@ -48,15 +48,18 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}
 """Losses that a job can name without a module."""
 
+_MODELS: Mapping[str, tuple[Callable[[Any], nn.Module], type]] = {
+    "gpt": (GPT, GPTConfig),
+    "mixture": (MixtureGPT, MixtureConfig),
+    "mlp": (MLP, MLPConfig),
+}
+"""Models that a job can name without a module: class, and class of the configuration."""
+
 
 def model_function(job: Job) -> Callable[[], nn.Module]:
     """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
-    if job.model.name == "gpt":
-        build: Callable[[], nn.Module] = partial(GPT, _configure(job, GPTConfig(context=job.data.context)))
-    elif job.model.name == "mixture":
-        build = partial(MixtureGPT, _configure(job, MixtureConfig(context=job.data.context)))
-    elif job.model.name == "mlp":
-        build = partial(MLP, _configure(job, MLPConfig()))
+    if job.model.name in _MODELS:
+        build: Callable[[], nn.Module] = partial(_MODELS[job.model.name][0], _configuration(job))
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
@@ -70,8 +73,7 @@ def check_text(job: Job) -> None:
     """Raise JobError when the model is a reference GPT with too small a vocabulary or context for the text."""
     if job.model.name not in ("gpt", "mixture"):
         return
-    kind = GPTConfig if job.model.name == "gpt" else MixtureConfig
-    shape = _configure(job, kind(context=job.data.context))
+    shape = _configuration(job)
     if shape.vocabulary < BYTE_VALUES:
         raise JobError(
             f"model.arguments of {job.model.name}: vocabulary={shape.vocabulary} is less than {BYTE_VALUES}, the "
@@ -208,8 +210,10 @@ def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str
     return partial(function, **arguments)
 
 
-def _configure(job: Job, default: Any) -> Any:
-    """Return `default`, the configuration of a reference model, changed by `model.arguments` of the job."""
+def _configuration(job: Job) -> Any:
+    """Return the configuration of a reference model: its defaults, changed by `model.arguments` of the job."""
+    kind = _MODELS[job.model.name][1]
+    default = kind() if kind is MLPConfig else kind(context=job.data.context)
     words = [word for _, flag in flags_of(job.model.arguments, leaves=()) for word in flag]
     try:
         return parse_flags(words, prog="model", default=default)

@@ -28,7 +28,6 @@ from meshwise.train.console_output import counted
 from meshwise.train.dataset import RunData, length, load_data, read_batches
 from meshwise.train.experiment_loggers import logger_maker
 from meshwise.train.job import Job, JobError
-from meshwise.train.metrics_files import summary_writer
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import STDLIB
@@ -118,8 +117,6 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
             f"{sizes.key} = {counted(sizes.most, of='sample')}, but the training data has only {size:,}: a step would "
             f"read samples twice; use {size} or less, or more data"
         )
-    if job.train.tensorboard:
-        summary_writer()
     for logger in job.train.loggers:
         logger_maker(logger)
     if job.sample.length and not data.text:
@@ -148,20 +145,27 @@ def check_plan(prepared: Prepared) -> None:
 
 def _absolute(job: Job) -> Job:
     """Return the job with absolute paths in place of relative paths."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).absolute())
+
+    schedule, resume = job.plan.schedule, job.train.resume
     data = dataclasses.replace(
         job.data,
-        files=tuple(name if name == STDLIB else str(Path(name).absolute()) for name in job.data.files),
-        dataset=None if job.data.dataset is None else _absolute_name(job.data.dataset),
-        cache=None if job.data.cache is None else str(Path(job.data.cache).absolute()),
+        files=tuple(name if name == STDLIB else absolute(name) for name in job.data.files),
+        dataset=job.data.dataset and _absolute_name(job.data.dataset),
+        cache=job.data.cache and absolute(job.data.cache),
     )
     return dataclasses.replace(
         job,
-        plan=dataclasses.replace(job.plan, schedule=_absolute_path(job.plan.schedule)),
+        plan=dataclasses.replace(job.plan, schedule=absolute(schedule) if is_path(schedule) else schedule),
         model=dataclasses.replace(job.model, name=_absolute_name(job.model.name)),
         loss=_absolute_name(job.loss),
         data=data,
         train=dataclasses.replace(
-            job.train, output=str(Path(job.train.output).absolute()), resume=_absolute_resume(job.train.resume)
+            job.train,
+            output=absolute(job.train.output),
+            resume=resume if resume in (None, "auto") else absolute(resume),
         ),
     )
 
@@ -170,11 +174,3 @@ def _absolute_name(name: str) -> str:
     """Return `path/to/file.py:function` with an absolute path; any other name unchanged."""
     where, _, what = name.rpartition(":")
     return f"{Path(where).absolute()}:{what}" if where.endswith(".py") else name
-
-
-def _absolute_path(schedule: str) -> str:
-    return str(Path(schedule).absolute()) if is_path(schedule) else schedule
-
-
-def _absolute_resume(resume: str | None) -> str | None:
-    return resume if resume in (None, "auto") else str(Path(resume).absolute())

@@ -4,10 +4,10 @@ The training loop emits events through an `EventDispatcher`. Its sinks print the
 to files (`metrics_files`). Only rank 0 has sinks. In metrics.jsonl an event has the lower-case name of its class.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 
@@ -252,25 +252,19 @@ class EventSink(Protocol):
         """Close the sink; no events follow."""
 
 
-class EventDispatcher:
+class EventDispatcher(contextlib.ExitStack):
     """Passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
 
     def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
+        super().__init__()
         self._sinks = tuple(sinks)
+        for sink in reversed(self._sinks):
+            self.callback(sink.close)
 
     def emit(self, event: Event) -> None:
         """Pass an event to every sink."""
         for sink in self._sinks:
             sink.write(event)
-
-    def __enter__(self) -> "EventDispatcher":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for sink in self._sinks:
-            sink.close()
 
 
 def event_record(event: Event) -> dict[str, Any]:

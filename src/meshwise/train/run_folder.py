@@ -4,7 +4,7 @@
     runs/demo/metrics.jsonl             every event, one JSON object a line
     runs/demo/checkpoints/              with train.save_every
     runs/demo/launch                    torchrun's name for the job (run ID), if torchrun may start the ranks again
-    runs/demo/tensorboard/              with train.tensorboard
+    runs/demo/tensorboard/              with train.loggers = ["tensorboard"]
     runs/demo/timeline.json             with train.timeline
     runs/demo/parameters.safetensors    the full parameters and buffers at the end
     runs/demo/failure-rank-1.txt        the traceback of a rank that failed
@@ -23,17 +23,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from meshwise.checkpoint.checkpoint_folder import newest_valid
 from meshwise.checkpoint.checkpoint_index import INDEX
 from meshwise.checkpoint.hugging_face import is_pretrained
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_toml import to_toml
-from meshwise.train.metrics_files import JsonLines, TensorBoard
-from meshwise.train.progress_lines import ProgressLines
-from meshwise.train.run_events import EventSink
 
 TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
@@ -44,10 +39,9 @@ LAUNCH = "launch"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and the paths of its files. `tensorboard`: True if TensorBoard files are written too."""
+    """The folder of a run, and the paths of its files."""
 
     path: Path
-    tensorboard: bool = False
 
     @classmethod
     def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> "RunFolder":
@@ -56,7 +50,7 @@ class RunFolder:
         If the name of a new folder exists, `-2`, `-3` … is appended. Raises JobError when the folder cannot be written.
         """
         try:
-            folder = cls(_new_folder(Path(job.train.output)) if path is None else path, job.train.tensorboard)
+            folder = cls(_new_folder(Path(job.train.output)) if path is None else path)
             if attempt is not None and attempt.max_restarts:
                 (folder.path / LAUNCH).write_text(attempt.job_name, encoding="utf-8")
             folder.job.write_text(to_toml(job), encoding="utf-8")
@@ -84,16 +78,14 @@ class RunFolder:
         """The file with a measured step, action by action."""
         return self.path / TIMELINE
 
-    def sinks(self, console: Console, *, every: int) -> list[EventSink]:
-        """Open the event sinks of rank 0. `every`: steps between progress lines on a console that is no terminal."""
-        sinks: list[EventSink] = [ProgressLines(console, every=every), JsonLines(self.path / "metrics.jsonl")]
-        if self.tensorboard:
-            sinks.append(TensorBoard(self.path / "tensorboard"))
-        return sinks
+    @property
+    def metrics(self) -> Path:
+        """The file with every event."""
+        return self.path / "metrics.jsonl"
 
     def outputs(self) -> dict[str, str]:
         """Return the paths of the output files and folders that exist, by name, such as `parameters`."""
-        names = {"job": self.job.name, "metrics": "metrics.jsonl", "parameters": self.parameters.name}
+        names = {"job": self.job.name, "metrics": self.metrics.name, "parameters": self.parameters.name}
         names |= {name: name for name in (CHECKPOINTS, "tensorboard")} | {"timeline": TIMELINE}
         return {name: str(self.path / file) for name, file in names.items() if (self.path / file).exists()}
 
