@@ -314,7 +314,7 @@ def test_a_function_that_returns_no_module_is_refused() -> None:
 def test_install_replaces_a_parameter_under_all_its_names() -> None:
     source = build_with_values(gpt, seed=7)
     source.module.get_parameter("embedding.weight").requires_grad_(False).label = "mine"  # type: ignore[attr-defined]
-    row = parameter_table(source.module).row("embedding.weight")
+    row = next(one for one in parameter_table(source.module).rows if one.name == "embedding.weight")
     data = source.full(row.name)
     new = install(source.module, row=row, tensor=data)
     assert new is source.module.get_parameter("embedding.weight")

@@ -69,25 +69,22 @@ class Bucket:
     def __init__(self, rows: Sequence[ParameterRow], *, shard_group: ShardGroup) -> None:
         self.shard_group = shard_group
         self.storage = shard_group.storage
-        world = shard_group.world
+        world, reduction, tiers = shard_group.world, self.storage.reduction, self.storage.tiers
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
         self.place = BucketPlace.of(rows, shapes=shapes, parts=shard_group.size)
         self.dtype = rows[0].dtype
-        self._wire = shard_group.storage.precision.reduction_of(self.dtype)
+        self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
-        self.is_offloaded = shard_group.storage.tiers.is_offloaded("params")
-        self.is_sharded = shard_group.storage.reduction.shards_parameters and (
-            shard_group.size > 1 or self.is_offloaded
-        )
+        self.is_offloaded = tiers.is_offloaded("params")
+        self.is_sharded = reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)
         self.shard = self.place.shard(shard_group.index)
-        self.owned = self.shard if shard_group.storage.reduction.shards_updates else (0, self.place.size)
+        self.owned = self.shard if reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
-        empty = shard_group.world.empty
         common = None
-        if shard_group.storage.reduction.shards_updates and not self.is_offloaded:
+        if reduction.shards_updates and not self.is_offloaded:
             common = world.shared_empty(self.place.size, dtype=self.dtype, axes=shard_group.axes)
         self.shared = common is not None
         if common is not None:
@@ -95,14 +92,12 @@ class Bucket:
         elif self.is_sharded:
             self.whole = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
             size = self.shard[1] - self.shard[0]
-            away = self.is_offloaded
-            self.kept = (
-                shard_group.storage.tiers.empty("params", numel=size, dtype=self.dtype)
-                if away
-                else empty(size, dtype=self.dtype)
-            )
-        elif shard_group.storage.reduction.shards_updates:
-            self.whole = self.kept = empty(self.place.size, dtype=self.dtype)
+            if self.is_offloaded:
+                self.kept = tiers.empty("params", numel=size, dtype=self.dtype)
+            else:
+                self.kept = world.empty(size, dtype=self.dtype)
+        elif reduction.shards_updates:
+            self.whole = self.kept = world.empty(self.place.size, dtype=self.dtype)
         else:
             self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
         self.kept_from = self.shard[0] if self.shared or self.is_sharded else 0
@@ -470,5 +465,5 @@ def _square(values: Tensor) -> Tensor:
     return norm.double().square()
 
 
-def _within(view: Tensor | None, buffer: Tensor) -> bool:
-    return view is None or view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+def _within(view: Tensor, buffer: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece, Options
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import BucketSlice, StoredSlice, buffers, optimizer_slices, values_to_load
@@ -80,7 +79,7 @@ class CheckpointRefill:
 
         Sets the reduction's state to zero. Optimizer tensors of the right shape and dtype are filled in place.
         """
-        for bucket in self._buckets():
+        for bucket in (bucket for unit in self._engine.units for bucket in unit.buckets):
             here = values_to_load(bucket)
             for piece in bucket.place.pieces:
                 yield from here.slices_of(piece, slot="parameter", within=(here.start, here.stop))
@@ -110,16 +109,13 @@ class CheckpointRefill:
                 self._optimizer.state[parameter] = state
         self._numbers, self._states = [], []
 
-    def _buckets(self) -> Iterator[Bucket]:
-        for unit in self._engine.units:
-            yield from unit.buckets
-
     def _common_keys(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the slots of the optimizer's state of parameters. Raises ValueError if they differ between these.
 
         Some plans update several parameters as one slice, so a single parameter cannot start with new state.
         """
-        found = [(name, tuple(sorted(filter(_is_optimizer_slot, self._slots[name])))) for name in names]
+        kinds = tuple(f"{kind}/" for kind in OPTIMIZER_KINDS)
+        found = [(name, tuple(sorted(slot for slot in self._slots[name] if slot.startswith(kinds)))) for name in names]
         for name, keys in found[1:]:
             if keys != found[0][1]:
                 raise ValueError(
@@ -147,9 +143,8 @@ class CheckpointRefill:
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
         pieces = _inside(part)
-        names = [piece.row.name for piece in pieces] or self._trained.get(options, [])[
-            :1
-        ]  # padding alone: as any parameter
+        # A slice of padding alone has the state of any parameter with its options.
+        names = [piece.row.name for piece in pieces] or self._trained.get(options, [])[:1]
         for slot in self._keys.get(options, ()):
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
@@ -182,10 +177,6 @@ class CheckpointRefill:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         raise AssertionError("the optimizer does not have the slice")
-
-
-def _is_optimizer_slot(slot: str) -> bool:
-    return slot.partition("/")[0] in OPTIMIZER_KINDS
 
 
 def _inside(part: BucketSlice) -> list[BucketPiece]:

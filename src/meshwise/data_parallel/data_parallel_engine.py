@@ -89,11 +89,6 @@ class DataParallel:
         return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
 
     @property
-    def _awaited(self) -> bool:
-        """True if a bucket has an `on_reduced` callback, which updates it during the backward."""
-        return any(bucket.on_reduced is not None for bucket in self.buckets)
-
-    @property
     def modules(self) -> list[nn.Module]:
         """The module of this engine as a list of one; a pipeline's engine has several."""
         return [self.module]
@@ -280,7 +275,8 @@ class DataParallel:
             gradients = self._order[self._started]
             if not all_of_them and not gradients.complete:
                 return
-            if self.reduction.each_microbatch or self._awaited:
+            updated_early = any(bucket.on_reduced is not None for bucket in self.buckets)
+            if self.reduction.each_microbatch or updated_early:
                 self._settle(IN_FLIGHT - 1)
             self._started += 1
             self._in_flight.append(gradients.unit)

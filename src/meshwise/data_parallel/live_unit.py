@@ -269,10 +269,9 @@ class UnitGradients:
         rest = [parameter for parameter in self._parameters if parameter.grad is not None]
         missing, self.complete = not self.complete, False
         if rest and reducing and not missing:
-            row = next(r for r, p in zip(self._rows(), self._parameters, strict=True) if p is rest[0])
             raise RuntimeError(
-                f"{row.name} received a gradient, but the graph of the loss does not lead to it, and its reduction "
-                "may have begun. An autograd function of the model calls backward() itself: let it return "
+                f"{self._name(rest[0])} received a gradient, but the graph of the loss does not lead to it, and its "
+                "reduction may have begun. An autograd function of the model calls backward() itself: let it return "
                 "gradients instead"
             )
         if rest:
@@ -284,8 +283,8 @@ class UnitGradients:
         for handle in self._handles.values():
             handle.remove()
 
-    def _rows(self) -> list[ParameterRow]:
-        return [piece.row for bucket, _ in self._by_bucket for piece in bucket.place.pieces]
+    def _name(self, parameter: Tensor) -> str:
+        return next(bucket.place.pieces[at].row.name for bucket, at, p in self.unit.trainable() if p is parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Register the hook on a parameter, or move it behind hooks that the user has registered later."""
@@ -308,10 +307,9 @@ class UnitGradients:
         if not self._active or self.complete:
             return
         if parameter.grad is None:
-            row = next(r for r, p in zip(self._rows(), self._parameters, strict=True) if p is parameter)
             raise ValueError(
-                f"a hook on {row.name} has set its .grad to None, as a hook that updates in the backward does. The "
-                "plan accumulates and applies the gradients itself; let the hook leave .grad"
+                f"a hook on {self._name(parameter)} has set its .grad to None, as a hook that updates in the backward "
+                "does. The plan accumulates and applies the gradients itself; let the hook leave .grad"
             )
         missing = [each for each in self._expected if each.grad is None]
         if not missing:

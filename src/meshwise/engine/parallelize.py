@@ -114,8 +114,7 @@ class Options:
     swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
     """With `offload=…:disk`, the folder of the swap file and its buffers: `SwapConfig(folder=Path("/nvme"))`."""
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
-    """With tp, how the operands of matmuls are gathered. `Streaming(keep=True)` keeps gathered operands for the
-    backward; with `Streaming(panels=4)` a rank gathers an operand in four panels and never holds all of it."""
+    """With tp, how the operands of matmuls are gathered. `Streaming(keep=True)` keeps them for the backward."""
 
 
 def parallelize(
@@ -150,7 +149,7 @@ def parallelize(
     plan = plan.resolve(world.size)
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
-    SkipPolicy.parse(options.nonfinite)
+    nonfinite = SkipPolicy.parse(options.nonfinite)
 
     source = model if isinstance(model, ParameterSource) else build_with_values(model, seed=options.seed)
     check_trains(source.module)
@@ -167,9 +166,9 @@ def parallelize(
         with memory_errors_explained(plan):
             engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
-        trainer = Trainer(
-            engine, runner=runner, plan=plan, recipe=_recipe(options, precision), optimizer=update, policy=policy
-        )
+        scale = options.loss_scale if precision.needs_loss_scale else None
+        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise)
+        trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
         on_error.pop_all()
     return trainer
 
@@ -192,11 +191,6 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context)
-
-
-def _recipe(options: Options, precision: Precision) -> UpdateRecipe:
-    scale = options.loss_scale if precision.needs_loss_scale else None
-    return UpdateRecipe(options.clip_norm, SkipPolicy.parse(options.nonfinite), precision, scale, options.noise)
 
 
 def _optimizer(

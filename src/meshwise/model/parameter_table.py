@@ -5,7 +5,6 @@ table and never walks the module itself. So a parameter has one name everywhere.
 several names, but is one parameter: gathered once, counted once in the norm, updated once, saved once.
 """
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,15 +123,6 @@ class ParameterTable:
         """All rows, unit by unit."""
         return tuple(row for unit in self.units for row in unit.rows)
 
-    @cached_property
-    def _by_name(self) -> dict[str, ParameterRow]:
-        return {name: row for row in self.rows for name in (row.name, *row.aliases)}
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of all parameters; a tied parameter counts once."""
-        return sum(row.numel for row in self.rows)
-
     def placed(self, placements: Mapping[str, Placement]) -> "ParameterTable":
         """Return the table with these placements, by the parameters' first names; other rows stay as they are."""
         return self._with_rows(lambda row: row.at(placements[row.name]) if row.name in placements else row)
@@ -160,13 +150,6 @@ class ParameterTable:
     def _with_rows(self, change: Callable[[ParameterRow], ParameterRow]) -> "ParameterTable":
         """Return the table with `change(row)` in place of each row."""
         return ParameterTable(tuple(replace(unit, rows=tuple(map(change, unit.rows))) for unit in self.units))
-
-    def row(self, name: str) -> ParameterRow:
-        """Return the row of a parameter by any of its names. Raises ValueError, with similar names, if unknown."""
-        if name not in self._by_name:
-            near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
-            raise ValueError(f"no parameter {name!r}; near names: {near or list(self._by_name)[:3]}")
-        return self._by_name[name]
 
 
 def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: ARG001 (the signature of all such rules)

@@ -271,9 +271,6 @@ class TrainJob:
                 "precision=bf16 or precision=fp16"
             )
         SkipPolicy.parse(self.nonfinite)
-        self._check_batch()
-
-    def _check_batch(self) -> None:
         if self.ramp is not None:
             start, step, samples = self.ramp
             if not (1 <= start < self.batch and step > 0 and samples > 0) or (self.batch - start) % step:

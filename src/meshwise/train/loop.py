@@ -39,6 +39,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.plan import Plan
 from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.train import run_events
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.dataset import length, read_batches
@@ -50,22 +51,7 @@ from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
 from meshwise.train.run_checkpoints import RunCheckpoints
-from meshwise.train.run_events import (
-    Budgeted,
-    Compared,
-    End,
-    Event,
-    EventDispatcher,
-    EventSink,
-    ExpertLoad,
-    Measured,
-    Noise,
-    NonFinite,
-    Sample,
-    Start,
-    Step,
-    Validation,
-)
+from meshwise.train.run_events import Event, EventDispatcher, EventSink
 from meshwise.train.run_folder import RunFolder, RunStart
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.slow_ranks import BusyTimer, RankPace
@@ -163,14 +149,16 @@ class _Run:
         self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
-            self._emit(Sample(self._progress.step, job.sample.prompt, text))
-        self._end(time.monotonic() - started)
-        where = None if trainer.world.rank else str(self._folder.path)
+            self._emit(run_events.Sample(self._progress.step, job.sample.prompt, text))
+        seconds, folder = time.monotonic() - started, self._folder
+        following = shlex.join(["meshwise", "verify", str(folder.job)])
+        self._emit(run_events.End(self._progress.step, seconds, self._progress.loss, folder.outputs(), following))
+        where = None if trainer.world.rank else str(folder.path)
         return RunSummary(self._progress.loss, self._validation, where)
 
-    def _start_event(self) -> Start:
+    def _start_event(self) -> run_events.Start:
         job, trainer = self._job, self._trainer
-        return Start(
+        return run_events.Start(
             plan=str(job.plan),
             mesh=trainer.world.mesh.picture(),
             stages="" if trainer.cut is None else str(trainer.cut),
@@ -204,7 +192,7 @@ class _Run:
             self._seconds.append(result.seconds)
             now = time.monotonic()
             self._emit(
-                Step(
+                run_events.Step(
                     step=step,
                     steps=job.steps,
                     loss=result.loss,
@@ -221,14 +209,14 @@ class _Run:
             self._note_noise(step, result)
             if not budgeted and trainer.blocks.costs:
                 budgeted = True
-                self._emit(Budgeted(step, trainer.blocks.table()))
+                self._emit(run_events.Budgeted(step, trainer.blocks.table()))
             if result.problem is not None:
-                self._emit(NonFinite(step, result.problem))
+                self._emit(run_events.NonFinite(step, result.problem))
             for slow in pace.note(step, seconds=busy):
                 self._emit(slow)
             if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
                 busiest = max(loads, key=loads.__getitem__)
-                self._emit(ExpertLoad(step, busiest, loads[busiest], statistics.mean(loads.values())))
+                self._emit(run_events.ExpertLoad(step, busiest, loads[busiest], statistics.mean(loads.values())))
             timelines.after(step)
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)
@@ -244,13 +232,13 @@ class _Run:
         if len(self._seconds) > 1 and predicted.seconds and Plan.parse(predicted.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
             own = max(0, memory - self._memory_before)
-            self._emit(Compared(predicted.on, predicted.seconds, predicted.memory, seconds, own))
+            self._emit(run_events.Compared(predicted.on, predicted.seconds, predicted.memory, seconds, own))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:
             return self._trainer.step(batch, local=True, total=self._size)
         except NonFiniteError as error:
-            self._emit(NonFinite(step, str(error)))
+            self._emit(run_events.NonFinite(step, str(error)))
             # Every rank raises here, but no rank may end before rank 0 has printed the reason.
             self._trainer.world.barrier()
             raise
@@ -291,7 +279,7 @@ class _Run:
         if step % job.log_every == 0 or step == job.steps:
             found = {name: scale if (scale := noise.critical(name)) < math.inf else None for name in noise.layers}
             trace, square = noise.layers[""]
-            self._emit(Noise(step, found.pop(""), trace, square, found))
+            self._emit(run_events.Noise(step, found.pop(""), trace, square, found))
 
     def _validate(self, step: int) -> None:
         if self._data.validation is None:
@@ -302,7 +290,7 @@ class _Run:
         batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
         result = self._trainer.evaluate(batches, local=True)
         self._validation = result.loss
-        self._emit(Validation(step, result.loss, result.tokens))
+        self._emit(run_events.Validation(step, result.loss, result.tokens))
 
     def _read(self, dataset: Dataset[Any], numbers: range, order: SampleOrder) -> Iterator[Any]:
         rows = read_batches(
@@ -319,11 +307,6 @@ class _Run:
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
         write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
         self._checkpoints.finish()
-
-    def _end(self, seconds: float) -> None:
-        folder = self._folder
-        following = shlex.join(["meshwise", "verify", str(folder.job)])
-        self._emit(End(self._progress.step, seconds, self._progress.loss, folder.outputs(), following))
 
 
 def _device(world: World) -> str:
@@ -401,7 +384,7 @@ class StepTimelines:
         assert typical is not None
         if self._trainer.world.rank == 0:
             typical.write(self._path)
-        self._emit(Measured(step, len(self._steps), str(typical), str(self._path)))
+        self._emit(run_events.Measured(step, len(self._steps), str(typical), str(self._path)))
 
 
 def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:

@@ -66,7 +66,8 @@ def model_function(job: Job) -> Callable[[], nn.Module]:
         raise JobError(
             f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' of your own"
         )
-    return build if job.train.dtype is None else partial(_build_as, build, getattr(torch, job.train.dtype))
+    dtype = job.train.dtype
+    return build if dtype is None else lambda: build().to(getattr(torch, dtype))
 
 
 def check_text(job: Job) -> None:
@@ -219,10 +220,6 @@ def _configuration(job: Job) -> Any:
         return parse_flags(words, prog="model", default=default)
     except ValueError as error:
         raise JobError(f"model.arguments of {job.model.name}: {str(error).lstrip('-')}") from error
-
-
-def _build_as(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    return build().to(dtype)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

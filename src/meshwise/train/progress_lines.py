@@ -10,30 +10,20 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from meshwise.precision.dtype_policy import NO_DTYPE
+from meshwise.train import run_events
 from meshwise.train.console_output import counted
-from meshwise.train.run_events import (
-    Budgeted,
-    Compared,
-    End,
-    Event,
-    ExpertLoad,
-    Measured,
-    Noise,
-    NonFinite,
-    Resume,
-    Sample,
-    Saved,
-    SaveFailed,
-    Slow,
-    Start,
-    Step,
-    Validation,
-)
+from meshwise.train.run_events import Event, Step
 
 _MOST_STEPS = 5
 """Largest number of slow steps that a line names."""
 _STYLES = MappingProxyType(
-    {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
+    {
+        run_events.NonFinite: "bold red",
+        run_events.SaveFailed: "bold red",
+        run_events.Slow: "yellow",
+        run_events.Validation: "green",
+        run_events.Saved: "dim",
+    }
 )
 
 _RECENT_STEPS = 20
@@ -71,7 +61,7 @@ class ProgressLines:
                 return
             if event.step % self._every and event.step not in (1, event.steps):
                 return
-        if isinstance(event, Sample | End):
+        if isinstance(event, run_events.Sample | run_events.End):
             self._progress.stop()
         text = Text(_text(event, of=self._unit), style=_STYLES.get(type(event), ""))
         self._console.print(text, soft_wrap=True)
@@ -98,7 +88,7 @@ class ProgressLines:
 def _text(event: Event, *, of: str) -> str:
     """Return the event as text; `of`: the unit that the loss counts, `token` or `sample`."""
     match event:
-        case Start():
+        case run_events.Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
             return "\n".join(
                 [
@@ -113,49 +103,49 @@ def _text(event: Event, *, of: str) -> str:
             )
         case Step():
             return f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
-        case Budgeted():
+        case run_events.Budgeted():
             return "\n".join(f"budget   {line}" for line in event.table.splitlines())
-        case Noise():
+        case run_events.Noise():
             found = "is hidden by noise" if event.critical is None else f"is about {event.critical:.0f} samples"
             return f"noise    after step {event.step}: the critical batch {found}"
-        case NonFinite():
+        case run_events.NonFinite():
             return f"NOT FINITE at step {event.step}: {event.problem}"
-        case Resume():
+        case run_events.Resume():
             return "\n".join(_resumed(event))
-        case Slow():
+        case run_events.Slow():
             steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
             return (
                 f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
                 f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
             )
-        case ExpertLoad():
+        case run_events.ExpertLoad():
             return (
                 f"experts  the busiest one got {event.factor:.2f} times its even share, in {event.name}; "
                 f"{event.mean:.2f} times on average over the mixtures"
             )
-        case Measured():
+        case run_events.Measured():
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
             return "\n".join([head, *_indented(event.table)])
-        case Saved():
+        case run_events.Saved():
             return (
                 f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, {event.held:.2f} s of it blocking)"
             )
-        case SaveFailed():
+        case run_events.SaveFailed():
             return f"NOT SAVED at step {event.step}: {event.problem}"
-        case Validation():
+        case run_events.Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
-        case Sample():
+        case run_events.Sample():
             lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
-        case Compared():
+        case run_events.Compared():
             return _compared(event)
-        case End():
+        case run_events.End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
 
 
-def _compared(event: Compared) -> str:
+def _compared(event: run_events.Compared) -> str:
     return (
         f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
         f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "
@@ -163,7 +153,7 @@ def _compared(event: Compared) -> str:
     )
 
 
-def _resumed(event: Resume) -> list[str]:
+def _resumed(event: run_events.Resume) -> list[str]:
     if not event.path:
         return ["resume   no checkpoint yet: from the start"]
     return [

@@ -116,7 +116,9 @@ def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: 
     changed = job_changes(found.extra, job=prepared.job, content=prepared.data.content)
     progress = RunProgress.from_json(found.extra["progress"])
     if (found.extra["plan"], found.extra["ranks"]) != (str(prepared.job.plan), trainer.world.size):
-        _seed_anew(trainer, seed=prepared.job.train.seed, samples=progress.samples)
+        # The generators in the checkpoint belong to ranks of another plan.
+        place = f"{prepared.job.train.seed} {progress.samples} {trainer.world.rank} of {trainer.world.size}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))
     emit(Resume(progress.step, progress.samples, str(found.path), changed, [str(damage) for damage in found.damaged]))
     return progress
 
@@ -143,12 +145,6 @@ def _restored(trainer: Trainer, start: RunStart, *, own: frozenset[str]) -> Rest
     for group, values in zip(groups, wanted, strict=True):
         group.update(values)
     return found
-
-
-def _seed_anew(trainer: Trainer, *, seed: int, samples: int) -> None:
-    """Seed this rank's generator anew, because the checkpoint's generators belong to ranks of another plan."""
-    place = f"{seed} {samples} {trainer.world.rank} of {trainer.world.size}"
-    torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))
 
 
 def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
