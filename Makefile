@@ -55,7 +55,7 @@ format: install  ## mend what check would complain about, where that is mechanic
 	$(BIN)/ruff format
 
 docs: install  ## make the generated pages of docs/ again
-	$(BIN)/python -c 'from meshwise.plan.plans_page import plans_page; print(plans_page(), end="")' > docs/plans.md
+	PYTHONPATH=tests $(BIN)/python -m plans_page
 	PYTHONPATH=tests $(BIN)/python -m life_of_a_step
 	PYTHONPATH=tests $(BIN)/python -m api_page
 

@@ -16,7 +16,7 @@ from meshwise import Mesh, Plan, PlanError, parallelize
 from meshwise.plan import AXES, plan
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
 from meshwise.plan.plan_keys import OFFLOADABLE, TIERS, Offload
-from meshwise.plan.plans_page import plans_page
+from plans_page import plans_page
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -56,7 +56,10 @@ def test_neither_run_nor_connect_guess(told: dict[str, str]) -> None:
     with mock.patch.dict(os.environ, rest | told, clear=True):
         with pytest.raises(ValueError, match="set, but not"):
             run(2, nothing)
-        with mock.patch("meshwise.comm.launch.connect._worlds", lambda _pid: {}), pytest.raises(ValueError, match="set, but not"):
+        with (
+            mock.patch("meshwise.comm.launch.connect._worlds", lambda _pid: {}),
+            pytest.raises(ValueError, match="set, but not"),
+        ):
             connect(device="cpu")
 
 

@@ -104,11 +104,7 @@ class TrainingState:
         generators = self._generators()
 
         def needed(index: CheckpointIndex) -> Iterator[StoredSlice]:
-            own, saved = type(self._optimizer).__name__, index.extra.get("optimizer")
-            if saved not in (own, None):
-                raise ValueError(
-                    f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}"
-                )
+            self._check_optimizer(index)
             refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
             self._saved_groups(index)
             refills.append(refill)

@@ -1,4 +1,6 @@
-"""Make docs/plans.md from the keys and the compatibility table."""
+"""Make docs/plans.md from the keys and the compatibility table: `make docs`."""
+
+from pathlib import Path
 
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.plan import Plan
@@ -46,3 +48,7 @@ These combinations are refused when a plan is made, with the reason and the near
 
 | a plan with | cannot work, because | nearest plan |
 |---|---|---|"""
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent.parent / "docs" / "plans.md").write_text(plans_page(), encoding="utf-8")
