@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece, Options
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import BucketSlice, StoredSlice, buffers, optimizer_slices, values_to_load

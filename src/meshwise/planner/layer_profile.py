@@ -275,8 +275,8 @@ def profile_layers(
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
         own = id(tape)
         if own not in known:
-            alone = copies[own] == many[index] == 1
-            reader = _StepReader(cost_model, glue=_glue(steps, index), alone=alone, joined=names[index] in joined)
+            single = copies[own] == many[index] == 1
+            reader = _StepReader(cost_model, glue=_glue(steps, index), alone=single, joined=names[index] in joined)
             piece = reader.piece(step, rest=memory[index].rest)
             known[own] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
         found.append(known[own])
