@@ -61,20 +61,21 @@ class BatchStatistics(ForwardAndBackwardMode):
         self._world, self._axes = world, axes
         self._norms = list(running_norms(module).values())
         self.joined = joined
-        self._active = joined and bool(self._norms)
+        self.active = joined and bool(self._norms)
+        """True if this module has such norms; if False, `running` is not needed."""
         self._counts = True
         self._again = False
         self._counter: Tensor | None = None
 
     @contextlib.contextmanager
     def running(self, *, counts: bool, again: bool = False) -> Iterator[None]:
-        """Intercept the norms of the forward or backward that runs in the block; do nothing if there are none.
+        """Intercept the norms of the forward or backward that runs in the block.
 
         counts: False if the rows must not enter the statistics, as the spare row of a rank without rows.
         again: True if parts of a forward are repeated, so running statistics must not be updated.
         """
         self._counts, self._again, self._counter = counts, again, None
-        with self if self._active else contextlib.nullcontext():
+        with self:
             yield
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

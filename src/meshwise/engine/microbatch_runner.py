@@ -204,7 +204,9 @@ class WholeModelRunner:
         self.counts = micro_batch.counts
         with (
             self._draws.running(micro_batch.samples, again=again),
-            self._statistics.running(counts=micro_batch.counts, again=again),
+            self._statistics.running(counts=micro_batch.counts, again=again)
+            if self._statistics.active
+            else contextlib.nullcontext(),
         ):
             yield
 
