@@ -97,6 +97,27 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
+_Part: TypeAlias = tuple[PendingCollective, _GuardedTensors, Callable[[], None]]
+
+
+class _ThreadWork(Work):
+    """Call of one rank of a pending collective; `wait` copies the results when all ranks have called."""
+
+    def __init__(self, world: "ThreadWorld", record: CallRecord, part: _Part) -> None:
+        super().__init__(world, record=record)
+        self._rendezvous = world.rendezvous
+        self._rank = world.rank
+        self._part: _Part | None = part
+
+    def _finish(self) -> None:
+        assert self._part is not None
+        pending, guarded, take = self._part
+        guarded.check(self._new_record)
+        self._rendezvous.wait(pending, rank=self._rank)
+        take()
+        self._part = None
+
+
 class ThreadWorld(World):
     """World of one rank that is a thread; `run_threads` makes it."""
 
@@ -158,11 +179,4 @@ class ThreadWorld(World):
         guarded = _GuardedTensors(inputs=list(copies.items()), outputs=fill)
         deposit = {part: copies[x] for part, x in give.items()}
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=deposit)
-        collect = keep_inference_mode(partial(take, pending))
-
-        def finish() -> None:
-            guarded.check(record)
-            self.rendezvous.wait(pending, rank=self.rank)
-            collect()
-
-        return Work(self, record=record, finish=finish)
+        return _ThreadWork(self, record, (pending, guarded, keep_inference_mode(partial(take, pending))))

@@ -12,7 +12,6 @@ only this rank's part. Received, broadcast and scattered values are zero. `excha
 # ruff: noqa: ARG002 — most methods here do not need all their arguments
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,15 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.world import Axes, Group, Work, World
+
+
+class _Waited(Work):
+    """Work that calls `TraceWorld.waited` at its first `wait`."""
+
+    def _finish(self) -> None:
+        assert isinstance(self._world, TraceWorld)
+        assert self._new_record is not None
+        self._world.waited(self._new_record)
 
 
 class TraceWorld(World):
@@ -60,20 +68,20 @@ class TraceWorld(World):
                 x.copy_(give[index])
             else:
                 x.zero_()
-        return Work(self, record=record, finish=partial(self.waited, record))
+        return _Waited(self, record=record)
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         return self._all_reduce(record, group, x, how[1])
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         _with_zeros(x, op)
-        return Work(self, record=record, finish=partial(self.waited, record))
+        return _Waited(self, record=record)
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         into.copy_(parts[group.index])
         _with_zeros(into, op)
-        return Work(self, record=record, finish=partial(self.waited, record))
+        return _Waited(self, record=record)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         return
