@@ -57,7 +57,7 @@ def test_neither_run_nor_connect_guess(told: dict[str, str]) -> None:
         with pytest.raises(ValueError, match="set, but not"):
             run(2, nothing)
         with (
-            mock.patch("meshwise.comm.launch.connect._worlds", lambda _pid: {}),
+            mock.patch("meshwise.comm.launch.connect._worlds", return_value={}),
             pytest.raises(ValueError, match="set, but not"),
         ):
             connect(device="cpu")

@@ -26,7 +26,9 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 
-Passing = type("Passing", (World,), {name: _passed_on(name) for name in (*World.__abstractmethods__, "_move") if name != "over"})
+Passing = type(
+    "Passing", (World,), {name: _passed_on(name) for name in (*World.__abstractmethods__, "_move") if name != "over"}
+)
 
 
 class Faulty(Passing):  # type: ignore[misc, valid-type]

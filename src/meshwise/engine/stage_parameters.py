@@ -68,7 +68,9 @@ class StageParameters:
     def _inside(self, micro_batch: MicroBatch, *, again: bool) -> Iterator[None]:
         with (
             self._draws.running(micro_batch.samples, again=again),
-            self._statistics.running(counts=micro_batch.counts, again=again),
+            self._statistics.running(counts=micro_batch.counts, again=again)
+            if self._statistics.active
+            else contextlib.nullcontext(),
         ):
             yield
         if again:
