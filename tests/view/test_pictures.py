@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -179,11 +180,12 @@ def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:
     assert [row[:11] for row in rows] == ["ranks 0–3 │", "ranks 4–7 │"]
     assert all("░" in row and "F" in row for row in rows)
     assert max(map(len, lines)) <= 92
-    entries = lines[lines.index(rows[-1]) + 1].strip().split("  ")
+    below = list(itertools.takewhile(lambda line: line.startswith("  "), lines[lines.index(rows[-1]) + 1 :]))
+    entries = "  ".join(line.strip() for line in below).split("  ")
     assert {entry[0] for entry in entries} == {letter for row in rows for letter in row.partition("│")[2]} & set(SHADES)
     legend = next(line for line in lines if "p parameters" in line)
     assert "a activations" in legend
-    columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 3 :][:8]]
+    columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 2 + len(below) :][:8]]
     assert columns[-1][0] == "p"  # at the bottom, between steps as well
     assert "a" in columns[0]
 
