@@ -183,7 +183,8 @@ class TokenInterception(ForwardAndBackwardMode):
         dims = _dims_of(items, x.dim())
         if dims is None:
             return func(x, index)
-        counted = [number for number, item in enumerate(items) if _counts(item)]
+        slices = [(number, item) for number, item in enumerate(items) if isinstance(item, slice)]
+        counted = [n for n, item in slices if isinstance(item.stop, TokenCount) and item.start in (None, 0)]
         tables = [number for number in counted if x.shape[dims[number]] != state.own.count]
         for number in counted:
             items[number] = slice(None)
@@ -218,10 +219,6 @@ class TokenInterception(ForwardAndBackwardMode):
             elif (isinstance(item, slice) and _bounds(item) != (0, None, 1)) or type(item) is int:
                 refuse(f"the index [{_text(item)}] of dim {dim}", x=x, state=state)
         return func(x, tuple(items))
-
-
-def _counts(item: Any) -> bool:
-    return isinstance(item, slice) and isinstance(item.stop, TokenCount) and item.start in (None, 0)
 
 
 def _bounds(item: slice) -> tuple[int, int | None, int]:

@@ -6,7 +6,7 @@ A command first calls `check_outputs` or `check_drawings`, which refuse a path t
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -167,9 +167,12 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
     """Return an HTML page about some plans: a comparison of them, then pictures of each plan in one time scale."""
-    return html_document(
-        "".join((f"<h1>{escape(title)}</h1>", *_overview(accounts), *_sections(accounts))), title=title
-    )
+    body = f'<h1>{escape(title)}</h1><section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
+    body += f'<div class="wide">{html_table(comparison_table(accounts))}</div></section>'
+    for number, (account, drawn) in enumerate(zip(accounts, pictures(accounts), strict=True), start=1):
+        figures = "".join(f"<figure>{svg(picture)}</figure>" for picture in drawn)
+        body += f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'
+    return html_document(body, title=title)
 
 
 def html_document(body: str, *, title: str) -> str:
@@ -183,17 +186,6 @@ def html_document(body: str, *, title: str) -> str:
     )
     script = f"<script>{files.joinpath('page.js').read_text(encoding='utf-8')}</script>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
-
-
-def _overview(accounts: Sequence[PlanAccount]) -> Iterator[str]:
-    yield f'<section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
-    yield f'<div class="wide">{html_table(comparison_table(accounts))}</div></section>'
-
-
-def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
-    for number, (account, drawn) in enumerate(zip(accounts, pictures(accounts), strict=True), start=1):
-        figures = "".join(f"<figure>{svg(picture)}</figure>" for picture in drawn)
-        yield f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'
 
 
 def html_table(rows: Sequence[Row]) -> str:

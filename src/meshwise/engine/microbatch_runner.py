@@ -200,14 +200,9 @@ class WholeModelRunner:
 
     @contextlib.contextmanager
     def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> Iterator[None]:
-        """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
+        """Run a micro-batch's forward inside the block, or with `again` its backward; see `prepared`."""
         self.counts = micro_batch.counts
-        with (
-            self._draws.running(micro_batch.samples, again=again),
-            self._statistics.running(counts=micro_batch.counts, again=again)
-            if self._statistics.active
-            else contextlib.nullcontext(),
-        ):
+        with prepared(micro_batch, draws=self._draws, statistics=self._statistics, again=again):
             yield
 
     def _run(self, rows: Any) -> Sums:
@@ -225,6 +220,18 @@ class WholeModelRunner:
 def whole_output(output: Any) -> Any:
     """Return an output whose split logits are gathered, so that one rank alone may read it (a collective under tp)."""
     return tree.map_tensors(lambda x: x.whole() if isinstance(x, SplitLogits) else x, output)
+
+
+@contextlib.contextmanager
+def prepared(
+    micro_batch: MicroBatch, *, draws: RandomDraws, statistics: BatchStatistics, again: bool
+) -> Iterator[None]:
+    """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
+    norms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if statistics.active:
+        norms = statistics.running(counts=micro_batch.counts, again=again)
+    with draws.running(micro_batch.samples, again=again), norms:
+        yield
 
 
 def scaled(loss: Tensor, *, by: float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.engine.batch_sharding import MicroBatch
-from meshwise.engine.microbatch_runner import OnGradient
+from meshwise.engine.microbatch_runner import OnGradient, prepared
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.run.stage import Stage
@@ -66,12 +66,7 @@ class StageParameters:
 
     @contextlib.contextmanager
     def _inside(self, micro_batch: MicroBatch, *, again: bool) -> Iterator[None]:
-        with (
-            self._draws.running(micro_batch.samples, again=again),
-            self._statistics.running(counts=micro_batch.counts, again=again)
-            if self._statistics.active
-            else contextlib.nullcontext(),
-        ):
+        with prepared(micro_batch, draws=self._draws, statistics=self._statistics, again=again):
             yield
         if again:
             self._engine.collect()

@@ -8,6 +8,7 @@ the class is tried on a matrix and a vector of 17 elements in all, and on two fl
     slices    | slice of 7       | slice of 10             |
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def slice_difference(optimizer: type[torch.optim.Optimizer], *, arguments: Mappi
     start = torch.linspace(-1.0, 1.5, sum(_CUTS))
     with torch.random.fork_rng(devices=[]):
         try:
-            whole = _trained(optimizer, [part.view(shape) for part, shape in _parts(start)], arguments)
+            parts = zip(start.split([math.prod(shape) for shape in _SHAPES]), _SHAPES, strict=True)
+            whole = _trained(optimizer, [part.view(shape) for part, shape in parts], arguments)
         except Exception:  # noqa: BLE001 - a user's class may fail in any way
             return ""
     with torch.random.fork_rng(devices=[]):
@@ -44,11 +46,6 @@ def slice_difference(optimizer: type[torch.optim.Optimizer], *, arguments: Mappi
     if not bool(whole.isfinite().all()) or apart <= _BOUND * moved:
         return ""
     return f"in a trial its updates of slices were off by up to {apart / max(moved, 1e-30):.0%}"
-
-
-def _parts(values: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    sizes = [torch.Size(shape).numel() for shape in _SHAPES]
-    return list(zip(values.split(sizes), _SHAPES, strict=True))
 
 
 def _trained(kind: type[torch.optim.Optimizer], values: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:

@@ -46,7 +46,8 @@ def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
         return memory.free()
     if not _OWN_GROUPS.exists():  # a system without /proc reports its total memory only
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    shared = min([_left_by_the_machine(), *cgroup_bytes_left(_OWN_GROUPS.read_text(), root=_GROUPS)])
+    machine = kernel_counts(Path("/proc/meminfo"))["MemAvailable"]
+    shared = min([machine, *cgroup_bytes_left(_OWN_GROUPS.read_text(), root=_GROUPS)])
     return min([(shared + (ranks - 1) * used) // ranks, *_left_by_limits()])
 
 
@@ -73,10 +74,6 @@ def _used_bytes(folder: Path, version: _Version) -> int:
     now = int((folder / version.now).read_text())
     rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return now - next((int(size) for name, size in rows if name == version.idle), 0)
-
-
-def _left_by_the_machine() -> int:
-    return kernel_counts(Path("/proc/meminfo"))["MemAvailable"]
 
 
 def _left_by_limits() -> Iterator[int]:

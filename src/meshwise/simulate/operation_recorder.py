@@ -198,14 +198,11 @@ class OperationRecorder(TorchDispatchMode):
         cost = None if moves_nothing(func) else count_operation(func, args=args, kwargs=kwargs, output=output)
         self._recorder.record_operation(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
-        if key and isinstance(outputs, list | tuple) and all(t is None or _is_meta(t) for t in outputs):
+        tensors = isinstance(outputs, list | tuple) and all(t is None or isinstance(t, Tensor) for t in outputs)
+        if key and tensors and all(t is None or (t.is_meta and not t.is_sparse) for t in outputs):
             described = tuple(None if t is None else (t.size(), t.stride(), t.dtype) for t in outputs)
             self._memo[key] = _Known(cost, described, isinstance(output, Tensor))
         return output
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta and not value.is_sparse
 
 
 def _described(value: Any) -> Any:

@@ -8,7 +8,7 @@ messages, gathers and reductions.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,7 +105,8 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Return the prediction for a rehearsed plan on a cluster."""
     cost_model, step = CostModel(cluster), cluster.device.step
     places = _places(rehearsal, cluster)
-    ranks = {place: _Rank(rehearsal, index, cost_model) for place, index in _first(places).items()}
+    # one rank for each place: the first along pp
+    ranks = {place: _Rank(rehearsal, places.index(place), cost_model) for place in dict.fromkeys(places)}
     each = [rank.sent() for rank in ranks.values()]
     sent = {link: max(one[link] for one in each) for link in each[0]}
     if rehearsal.plan.pp == 1:
@@ -172,11 +173,6 @@ def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
     """Return the place of each rank along pp."""
     each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
     return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
-
-
-def _first(places: Sequence[_Place]) -> dict[_Place, int]:
-    """Return the first rank along pp that has each place."""
-    return {place: index for index, place in reversed(list(enumerate(places)))}
 
 
 class _Rank:

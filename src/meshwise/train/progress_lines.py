@@ -90,12 +90,13 @@ def _text(event: Event, *, of: str) -> str:
     match event:
         case run_events.Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
+            held = ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in event.memory.items() if size)
             return "\n".join(
                 [
                     f"plan     {event.plan}   (on {event.device})",
                     *_indented(event.mesh),
                     *_indented(event.stages),
-                    f"model    {counted(event.parameters, of='parameter')}; on rank 0: {_memory(event.memory)}",
+                    f"model    {counted(event.parameters, of='parameter')}; on rank 0: {held}",
                     f"dtypes   {_dtypes(event.precision)}",
                     f"data     {event.data}",
                     f"run      {steps}, into {event.output}",
@@ -184,10 +185,6 @@ def _apart(predicted: float, measured: float) -> str:
 
 def _indented(picture: str) -> list[str]:
     return [f"         {line}" for line in picture.splitlines()]
-
-
-def _memory(memory: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in memory.items() if size)
 
 
 def _dtypes(precision: Mapping[str, str]) -> str:

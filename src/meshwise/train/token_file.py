@@ -102,7 +102,8 @@ def _files(name: str) -> Iterator[Path]:
         folder = Path(sysconfig.get_path("stdlib"))
         found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
     elif Path(name).is_dir():
-        found = [path for path in Path(name).rglob("*") if path.is_file() and not _hidden(path.relative_to(name))]
+        files = [path for path in Path(name).rglob("*") if path.is_file()]
+        found = [path for path in files if not any(part.startswith(".") for part in path.relative_to(name).parts)]
     elif Path(name).exists():
         found = [Path(name)]
     else:
@@ -111,7 +112,3 @@ def _files(name: str) -> Iterator[Path]:
     if not found:
         raise JobError(f"data.files: {name!r} is neither a file, a folder with files nor a glob that matches files")
     yield from sorted(found)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

@@ -28,7 +28,8 @@ def memory_pictures(
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
     categories = [category for category in Category if any(each.holds(category) for each in histories)]
     lines: list[Shape] = []
-    for size in _round_sizes(top):
+    unit = 1024 ** int(math.log(top, 1024))
+    for size in (number * unit for number in ticks(top / unit, most=_STEPS)):
         y = _TITLE + _HEIGHT * (1 - size / top)
         lines.append(PicturePath("grid", ((LEFT - 4, y), (WIDTH - RIGHT, y))))
         lines.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
@@ -74,8 +75,3 @@ def _hover_bars(history: MemoryHistory, plot: Plot, *, row: str) -> Bars:
 def _sizes(level: MemoryLevel) -> str:
     parts = (f"{category} {size_text(size)}" for category, size in level.device.items() if size)
     return f"{size_text(level.bytes)}{level.during and f' during {level.during}'}: {', '.join(parts)}"
-
-
-def _round_sizes(top: float) -> Iterator[float]:
-    unit = 1024 ** int(math.log(top, 1024))
-    yield from (number * unit for number in ticks(top / unit, most=_STEPS))

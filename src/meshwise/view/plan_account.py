@@ -67,6 +67,7 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along
     peak, room = fullest(memory).peak, max(0.0, cluster.device.memory - cluster.device.own)
+    parts = [range(index * each, (index + 1) * each) for index in range(along)]
     shown = sorted({0, fullest(memory).index, along - 1}) if along > _MOST_HISTORIES else range(along)
     facts = {
         "tokens/s": f"{prediction.tokens_per_second:,.0f}",
@@ -78,7 +79,7 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
     return PlanAccount(
         title or str(plan),
         replay.timeline,
-        rows=tuple(_ranks(index * each, (index + 1) * each - 1) for index in range(along)),
+        rows=tuple(f"ranks {one[0]}–{one[-1]}" if each > 1 else f"rank {one[0]}" for one in parts),
         plan=plan,
         room=room,
         ranks_per_node=cluster.ranks_per_node,
@@ -92,7 +93,3 @@ def measured_accounts(run: MeasuredStep) -> tuple[PlanAccount, ...]:
     """Return three accounts of a schedule: as measured, by the clock with mean times, and with equal stages."""
     timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
     return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())
-
-
-def _ranks(first: int, last: int) -> str:
-    return f"rank {first}" if first == last else f"ranks {first}–{last}"

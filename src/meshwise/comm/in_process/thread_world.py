@@ -89,12 +89,9 @@ class _GuardedTensors:
     def check(self, record: CallRecord | None) -> None:
         """Raise RuntimeError when the caller has written to one of the tensors."""
         intact = all(bool(x.min() == filling) for x, filling in self._outputs)
-        if not intact or not all(_same_bits(x, copy) for x, copy in self._inputs):
+        kept = (torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in self._inputs)
+        if not (intact and all(kept)):
             raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {record}")
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 _Part: TypeAlias = tuple[PendingCollective, _GuardedTensors, Callable[[], None]]

@@ -96,7 +96,7 @@ class Board:
 
     def add_queue(self, key: int, *, words: int) -> int:
         """Reserve `words` words for the queue `key` on this rank's board, and return the index of the first word."""
-        count, start = self.words[_NUM_QUEUES], _round(self._end)
+        count, start = self.words[_NUM_QUEUES], -(-self._end // PAYLOAD_WORDS) * PAYLOAD_WORDS
         assert count < _MOST_QUEUES, "the board is full of queues"
         assert start + words <= len(self.words), "the board is full of queues"
         self._end = start + words
@@ -157,7 +157,3 @@ class Board:
 
 def _view(memory: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
     return memory[offset : offset + size].view(dtype)
-
-
-def _round(words: int) -> int:
-    return -(-words // PAYLOAD_WORDS) * PAYLOAD_WORDS

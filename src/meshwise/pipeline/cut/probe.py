@@ -137,7 +137,8 @@ def _run(
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = has_no_values(model)
     watched = copy_modules(model, tensors={parameter: parameter for parameter in model.parameters()})
-    shadow = copy_modules(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
+    values = [*model.parameters(), *model.buffers()]
+    shadow = copy_modules(model, tensors={t: without_values(t) for t in values}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
@@ -157,10 +158,6 @@ def _run(
     finally:
         for module in pieces.values():  # else it would keep this run's tensors alive until the next garbage collection
             del module.forward
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str]) -> None:

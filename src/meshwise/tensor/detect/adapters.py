@@ -9,7 +9,7 @@ An adapted linear computes W x + B A x. The parts of W are found in the model wi
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -42,7 +42,7 @@ def with_adapters(parts: Mapping[str, Part], *, module: nn.Module, plan: Plan) -
     Raises PlanError for adapters that tensor parallelism does not know, with the plan or setting that works.
     """
     found = dict(parts)
-    for name, layer in _adapted_layers(module):
+    for name, layer in [(name, one) for name, one in module.named_modules() if _is_adapted(one)]:
         part = found.pop(name, Part("whole"))
         found[f"{name}.base_layer"] = part
         _refuse_unknown(name, layer, part, plan)
@@ -56,10 +56,6 @@ def with_adapters(parts: Mapping[str, Part], *, module: nn.Module, plan: Plan) -
 
 def _is_adapted(module: nn.Module) -> bool:
     return any(full_name(kind) == _ADAPTED for kind in type(module).__mro__)
-
-
-def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, layer) for name, layer in module.named_modules() if _is_adapted(layer))
 
 
 def _refuse_unknown(name: str, layer: nn.Module, part: Part, plan: Plan) -> None:
