@@ -210,7 +210,7 @@ def test_nested_cgroups_limit_a_process_and_idle_page_cache_does_not_count(
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_left_by_the_machine", lambda: 100)
+    monkeypatch.setattr(room, "kernel_counts", lambda _: {"MemAvailable": 100})
     monkeypatch.setattr(room, "_left_by_limits", lambda: iter(()))
     cpu = torch.device("cpu")
     assert room.room_left(cpu) == 100

@@ -154,6 +154,14 @@ class Watchdog:
         world = self._world
         self._declare(world.rank, f"meshwise: rank {world.rank} of {world.size} ({self._process}) failed:\n{trace}")
 
+    def end_if_declared(self) -> None:
+        """End this rank if the end of the job was declared, or if the store is gone because its rank ended early."""
+        try:
+            if self._store.check(["end"]):
+                self._end()
+        except RuntimeError:
+            self._leave(f"meshwise: rank {self._world.rank} ends: the job's store is gone")
+
     def _excepthook(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             self._previous_hook(kind, error, at)

@@ -97,15 +97,16 @@ def leave_undone() -> None:
 
 
 def _close(world: World, watch: Watchdog | None) -> None:
-    """Close the world at exit. The loss of a rank is ignored, because it was reported or does not matter any more. A
-    disagreement is reported here, with exit status 1; an exception at exit would give exit status 0.
+    """Close the world at exit. A disagreement is reported here, with exit status 1: an exception at exit would give 0.
+    The loss of a rank is ignored, unless the end of the job was declared: that gives exit status 1 too.
     """
     try:
-        with contextlib.suppress(RankLostError):
-            world.close()
-    except RanksDisagree as error:
-        assert watch is not None, "ranks can only disagree in a world of several"
-        watch.failed(error)
+        world.close()
+    except (RankLostError, RanksDisagree) as error:
+        assert watch is not None, "other ranks are in a world of several only"
+        if isinstance(error, RanksDisagree):
+            watch.failed(error)
+        watch.end_if_declared()
 
 
 def asked_comm() -> Comm:
