@@ -36,7 +36,7 @@ def gpt() -> GPT:
     return GPT(GPTConfig(vocabulary=WORDS, context=16, layers=2, heads=4, width=WIDTH, dropout=0.1)).double()
 
 
-@pytest.mark.filterwarnings("ignore:.*this is another model")
+@pytest.mark.filterwarnings("ignore:.*this changes the model")
 @pytest.mark.parametrize("plan", ["dp=2", "cp=2", "cp=2 context=window", "cp=2 recompute=full", "tp=2", "cp=2 pp=2"])
 def test_a_pattern_by_rule_equals_dense_attention_under_the_same_mask(plan: str) -> None:
     rules = {"blocks.*.attention": "attention pattern=window:3+global:2"}
@@ -46,7 +46,7 @@ def test_a_pattern_by_rule_equals_dense_attention_under_the_same_mask(plan: str)
 
 def test_a_pattern_by_rule_warns_that_the_model_is_another() -> None:
     rules = {"blocks.*.attention": "attention pattern=window:3"}
-    with pytest.warns(UserWarning, match="this is another model"):
+    with pytest.warns(UserWarning, match="this changes the model"):
         run(
             1,
             lambda world: parallelize(

@@ -1,14 +1,15 @@
 """Attention of one block of queries on one block of keys, tile by tile, and the merge of such results.
 
 Each pair of a query tile and a run of keys gives an output o and the log-sum-exp (lse) of its scores. Results are
-merged by lse, which is associative, so the blocks of keys may come in any order from any rank:
+merged by lse, in any order, so the blocks of keys may come in any order from any rank:
 
     lse = logaddexp(lse1, lse2)      o = o1 exp(lse1 - lse) + o2 exp(lse2 - lse)
 
 The backward of a tile needs only q, k, v, the merged o and lse, and the gradient of o (FlashAttention, arXiv
 2205.14135). A tile that the pattern leaves empty costs nothing. Full tiles next to each other are one run without a
-mask. On the CPU a run is torch's fused kernel, which returns lse. Dropout, soft caps, biases that need gradients, and
-other devices take the plain formulas. Accumulators are fp32 for narrower dtypes.
+mask, unless a masked run next to them takes them in. On the CPU a run is torch's fused kernel, which returns lse.
+Dropout, soft caps, biases that need gradients, values of another width than the queries, and other devices take the
+plain formulas. Accumulators are fp32 for narrower dtypes.
 
 Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
 kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads.
@@ -30,9 +31,9 @@ from meshwise.model.random_interception import DrawContext
 from meshwise.model.torch_private import attention_with_lse, attention_with_lse_backward
 
 CPU_TILE = 256
-"""Queries, and keys of a masked tile, that are computed at once on the CPU."""
+"""Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
-"""Queries, and keys of a masked tile, that are computed at once on other devices."""
+"""Tokens in one tile of queries or of keys on other devices."""
 
 _JOINED = 8
 """Tiles of keys that one masked run may have."""
@@ -40,9 +41,9 @@ _JOINED = 8
 
 @dataclass(frozen=True)
 class ScoreDropout:
-    """Dropout of attention scores by a hash of key, sample, head and the two positions.
+    """Dropout of attention scores by a hash of a random number (`key`), sample, head, query and key position.
 
-    `lead`: sizes of the dims before (queries, keys) of the full draw, and the starts of this rank's slice in them.
+    `lead`: for each dim before (queries, keys), its size on this rank, and its start in the full draw.
     `shape`: sizes of (samples, heads).
     """
 
@@ -88,9 +89,9 @@ class ScoreRules:
     | scale      factor of the products of queries and keys
     | softcap    cap * tanh(score / cap) replaces each score (Gemma 2); None: scores as they are
     | dropout    dropout of the probabilities; None: none
-    | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys), with this
-    |            rank's queries in their order, and all keys in the order of their positions
-    | sinks      score per head without a value, (heads,); None: none
+    | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys or 1), with
+    |            this rank's queries in their order, and all keys in the order of their positions
+    | sinks      score per head that has no row in v, (heads,); None: no such scores
     """
 
     pattern: Pattern
@@ -116,7 +117,7 @@ class ScoreRules:
 
 @dataclass(frozen=True)
 class KeyRun:
-    """Neighbouring local keys; `tile`: their positions if they need a mask, None if every pair counts."""
+    """Neighbouring local keys; `tile`: their positions; None if every pair counts as it is, without mask or dropout."""
 
     start: int
     stop: int
@@ -132,7 +133,7 @@ class TiledAttention:
         self._queries = queries
         self._progress = progress
         self._masks: dict[tuple[int, ...], Tensor] = {}
-        """Masks of a relative pattern by the place of the keys from the queries."""
+        """Masks of a relative pattern, by the offset of the keys from the queries, the steps and the sizes."""
         self._plans: dict[TokenRanges, list[tuple[TokenTile, list[KeyRun]]]] = {}
 
     # ---- forward -----------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class TiledAttention:
         return self._joined(runs, touched, most=_JOINED * size)
 
     def _joined(self, runs: list[KeyRun], touched: list[TokenTile], *, most: int) -> list[KeyRun]:
-        """Return one masked run in place of several next to each other, if its mask serves other tiles too."""
+        """Return one masked run over all runs, if they are near each other and other tiles can use its mask too."""
         if len(runs) < 2:
             return runs
         first, last = touched[0], touched[-1]
@@ -270,7 +271,7 @@ def _merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
 
 
 def join_sinks(sinks: Tensor, *, o: Tensor, lse: Tensor) -> None:
-    """Add one score per head without a value to the softmax, in place (attention sinks). `sinks`: (heads,)."""
+    """Add one score per head, which has no row in v, to the softmax, in place (attention sinks). `sinks`: (heads,)."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
     o.mul_((lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)

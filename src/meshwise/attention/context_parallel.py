@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.attention.attention_rules import install_rules, token_rules
 from meshwise.attention.mask_pattern import Pattern
 from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
 from meshwise.attention.token_interception import TokenInterception
+from meshwise.attention.token_rules import install_rules, token_rules
 from meshwise.attention.token_state import HEADS, RING, TokenState, packed_documents, rank_order, sequence_length
 from meshwise.attention.transformers_attention import use_attend
 from meshwise.comm.api.world import World

@@ -3,8 +3,8 @@
     | round     one sample of every collective at every size, from the smallest size to the largest. So a slow moment
     |           of the machine affects all collectives. Every second round reverses the order of the kinds of memory
     | sample    one barrier, then calls back to back, as in nccl-tests: 64 MiB in all, at most 100 calls
-    | untimed   one call for every ten timed calls runs before a sample of several calls. Otherwise the threads and
-    |           the cached code of the library measured before would disturb the sample
+    | untimed   one call for every ten timed calls runs before a sample of several calls. Otherwise threads and
+    |           caches of the library measured before would disturb the sample
     | result    the time of the slowest rank: median and minimum over the rounds
 
 Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
@@ -128,7 +128,7 @@ _CALLS: Mapping[str, Call] = MappingProxyType(
     }
 )
 
-# In memory that other ranks can read, each rank's part lies in the full tensor already, as a shard lies in its unit.
+# In memory that other ranks can read, an all-gather works in place: each rank's part is in the result already.
 _IN_PLACE: Mapping[str, Call] = MappingProxyType(
     {"all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]}
 )
@@ -149,7 +149,7 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
         if world.rank < n:
             measurements += _measure_group(group, sweep, gloo)
         else:
-            for _ in range(sweep.warmup + sweep.rounds):  # the watchdog takes a rank that calls nothing for lost
+            for _ in range(sweep.warmup + sweep.rounds):  # to the watchdog, a rank that calls nothing is lost
                 group.barrier()
     return measurements
 

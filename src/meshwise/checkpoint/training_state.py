@@ -1,6 +1,7 @@
 """Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
-parameter, optimizer, scalar, number, reduction, buffer     slots of logical tensors (data_parallel.stored_slices)
+parameter, optimizer, scalar, number,            first words of tensors' names (data_parallel.stored_slices)
+reduction, buffer
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
                                                  on the same number of ranks
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
@@ -91,7 +92,7 @@ class TrainingState:
         """Load the state of a checkpoint and return its `extra`. Every rank calls it.
 
         For a Hugging Face folder, load the parameters and reset the optimizer's state. The result then has 0 steps and
-        skips, and at `["user"]["unused"]` the names of unused tensors. Raises ValueError, before any change, for a
+        skips, and at `["user"]["unused"]` the names of unused tensors. Raises ValueError, before tensors change, for a
         checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
         may then be partly overwritten, until another load succeeds.
         """
@@ -215,7 +216,9 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
-    """Return the slots to load, by this model's parameter names. The file may store a tied one under another name."""
+    """Return the slots to load, by this model's parameter names, under which the file may not have them: tied ones may
+    have another name there. Slots of parameters that the model lacks keep their names in the file.
+    """
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")

@@ -85,7 +85,7 @@ class TokenRanges:
         return TokenRanges(tuple(found))
 
     def without(self, position: int) -> "TokenRanges":
-        """Return the positions less than `position`."""
+        """Return the positions below `position`."""
         return TokenRanges(
             tuple((first, min(count, len(range(first, position, step))), step) for first, count, step in self.ranges)
         )

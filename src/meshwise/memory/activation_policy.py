@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.base.align_columns import align_columns
+from meshwise.base.text_format import align_columns
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.base.align_columns import align_columns
+from meshwise.base.text_format import align_columns
 from meshwise.comm.api.streams import gpu_count
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss

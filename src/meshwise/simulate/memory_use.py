@@ -23,7 +23,7 @@ class ActionMemory:
     before: tuple[Mapping[Category, int], Mapping[Category, int]]
     """Bytes by category when the action begins: on the device, and in the host's memory."""
     more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
-    """Bytes by category that the action adds until its peak: on the device, and in the host's memory."""
+    """Bytes by category that the action adds: until its peak on the device, and at most in the host's memory."""
 
     @cached_property
     def device(self) -> Mapping[Category, int]:
@@ -78,7 +78,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> Rank
     level.play(tape.build)
     built = level.device
     first = tuple(map(level.play, rehearsal.step(index, first=True)))
-    # Recorded segments are exact, but segments that represent other micro-batches may leave memory until a step ends.
+    # Recorded segments are exact, but repeats of them for other micro-batches may keep memory until a step ends.
     exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
         exact.play(segment)

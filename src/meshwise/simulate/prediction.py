@@ -2,8 +2,8 @@
 
 First each segment of a tape is played alone. A rank computes on one stream; on a GPU, an operation starts after the
 host has launched it. Collectives along the same axes run one after the other on their own stream. The rank stops only
-where its tape waits for a collective. Then the pipeline's clock (`schedule_clock.py`) combines the stages with their
-messages, gathers and reductions.
+where its tape waits for a collective. With pp, the pipeline's clock (`schedule_clock.py`) then combines the stages with
+their messages, gathers and reductions.
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ def _flops(part: TapeSegment, *, repeated: bool) -> int:
 
 
 _Place = tuple[int, int]
-"""(index along pp of the rehearsed rank, number of the actual rank in its node). Equal pairs have equal times."""
+"""(index along pp of the rank whose tape it shares, its own number in its node). Equal pairs have equal times."""
 
 
 def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:

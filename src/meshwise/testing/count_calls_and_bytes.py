@@ -21,7 +21,7 @@ from types import TracebackType
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.base.align_columns import align_columns
+from meshwise.base.text_format import align_columns
 from meshwise.comm.api.flight_recorder import CallRecord
 
 

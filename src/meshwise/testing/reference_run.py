@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.attention.attention_rules import token_rules
 from meshwise.attention.context_parallel import ContextParallel
+from meshwise.attention.token_rules import token_rules
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.engine.parallelize import Options

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwise.base.align_columns import align_columns
+from meshwise.base.text_format import align_columns
 from meshwise.verify.rounding_bounds import BoundedDifference
 
 Row = tuple[str, ...]

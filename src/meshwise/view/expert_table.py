@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from meshwise.base.align_columns import align_columns
 from meshwise.base.mesh import Mesh, even_split
+from meshwise.base.text_format import align_columns
 from meshwise.plan import Plan
 
 MOST_RANKS = 32

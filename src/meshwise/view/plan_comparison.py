@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from meshwise.base.text_format import time_text
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.shapes import Bars, Picture, PicturePath, PictureText, Shape, legend, text_width
-from meshwise.view.time_text import time_text
 
 Row = tuple[str, ...]
 """Texts of the cells of a table's row."""

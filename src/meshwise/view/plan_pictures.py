@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+from meshwise.base.text_format import time_text
 from meshwise.view.memory_picture import memory_pictures
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.plan_comparison import comparison_picture
 from meshwise.view.shapes import Picture, PictureText, stacked
-from meshwise.view.time_text import time_text
 from meshwise.view.timeline_picture import WIDTH, timeline_picture
 
 

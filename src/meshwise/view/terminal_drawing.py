@@ -5,12 +5,12 @@ from itertools import pairwise
 
 from rich.text import Text
 
+from meshwise.base.text_format import time_text
 from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.schedule_text import draw_to_scale
-from meshwise.view.time_text import time_text
 
 LETTERS: Mapping[Category, tuple[str, str]] = {
     Category.PARAMETERS: ("p", "black on bright_blue"),

@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwise.base.text_format import time_text
 from meshwise.base.timeline import EDGE_KINDS, Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.view.palette import UNSEEN
 from meshwise.view.schedule_text import label
 from meshwise.view.shapes import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape, legend, text_width, ticks
-from meshwise.view.time_text import time_text
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""

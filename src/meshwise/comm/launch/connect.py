@@ -1,6 +1,6 @@
 """Connect this process, a rank that torchrun or `run` has started, with the other ranks: `connect` returns its World.
 
-A process has one world for each device. Each world has a watchdog, and is closed when the process exits.
+A process has one world for each device, closed when the process exits. A world of several ranks has a watchdog.
 """
 
 import atexit
@@ -70,7 +70,7 @@ def _worlds(pid: int) -> dict[torch.device, World]:  # noqa: ARG001 - the key of
 
 
 def has_world() -> bool:
-    """Return whether this process has joined a world, as a notebook in which a trainer was made."""
+    """Return whether this process has joined a world, such as a notebook that has made a trainer."""
     return bool(_worlds(os.getpid()))
 
 
@@ -92,7 +92,7 @@ def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -
 
 
 def leave_undone() -> None:
-    """Do not close the worlds at exit. The rank then ends at once, and the launcher ends the other ranks."""
+    """Do not close the worlds at exit, where this rank would wait for others. The launcher ends the other ranks."""
     atexit.unregister(_close)
 
 
@@ -103,7 +103,7 @@ def _close(world: World, watch: Watchdog | None) -> None:
     try:
         world.close()
     except (RankLostError, RanksDisagree) as error:
-        assert watch is not None, "other ranks are in a world of several only"
+        assert watch is not None, "only a world of several ranks can fail so"
         if isinstance(error, RanksDisagree):
             watch.failed(error)
         watch.end_if_declared()
@@ -139,7 +139,7 @@ def comm_setting(comm: Comm | None) -> Iterator[None]:
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Wait on rank 0, which has opened the store, until all ranks exit: other ranks use the store until then."""
+    """Let rank 0, which has opened the store, wait until all ranks exit, because they use the store; at most 5 s."""
     with contextlib.suppress(RuntimeError):
         if store.add("left", 1) == size:
             store.set("all left", "")

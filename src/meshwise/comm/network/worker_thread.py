@@ -1,7 +1,7 @@
 """A thread that runs jobs one after the other, in the order in which they were given.
 
-`close` joins the thread before the interpreter exits. A daemon thread that is still inside torch then would end the
-process with "terminate called without an active exception" and a wrong exit status.
+Call `close` before the interpreter exits: it joins the thread. A daemon thread still inside torch would end the process
+with "terminate called without an active exception" and a wrong exit status.
 """
 
 import threading

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from meshwise.base.align_columns import align_columns
+from meshwise.base.text_format import align_columns
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.pipeline.cut.backward_hooks import refuse_hooks
 from meshwise.pipeline.cut.balance import StageBounds, balance, bounds_by_name, loads_of

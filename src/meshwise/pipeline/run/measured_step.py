@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 import torch
 
-from meshwise.base.align_columns import align_columns
 from meshwise.base.mesh import Mesh
+from meshwise.base.text_format import align_columns
 from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World

@@ -3,8 +3,7 @@
 Every known scheme computes `Y[T,N] = X[T,K] · W[K,N]` with three sets of axes: X is gathered over A, W is gathered over
 B, and Y is reduced over C. In the backward, a gather becomes a reduce-scatter, and the reverse. So a `SchemeProduct`
 has A, B, C and the layout of W, and a `Scheme` has the products of all roles. One function, `core/matmul.py`, computes
-every
-product; each file in `schemes/` is one `Scheme`.
+every product; each file in `schemes/` is one `Scheme`.
 """
 
 from collections.abc import Mapping
@@ -78,7 +77,7 @@ class Scheme:
 
     | head               the product of roles `head` and `single`
     | stream, inner      the axes that split the features of the hidden states, and the inner features of a pair
-    | rows, inner_rows   the axes, besides `replicas`, that split rows: of the hidden states, and inside a pair
+    | rows, inner_rows   the axes that split rows of the hidden states, and rows inside a pair, besides `replicas`
     | tokens             the axes that split the tokens of the hidden states
     | kv_replicas        the axes of `inner` whose ranks hold the same keys and values; see `schemes/kv_replicas.py`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme

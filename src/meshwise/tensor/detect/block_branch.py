@@ -138,7 +138,7 @@ class BranchFinder:
 
 @dataclass(frozen=True)
 class _Item:
-    """Matrix with its role ("" if its sizes leave it open), and whether the module that holds it counts heads."""
+    """Matrix with its role ("" if its sizes leave it open), and whether an attention holds it."""
 
     matrix: MatrixModule
     role: str

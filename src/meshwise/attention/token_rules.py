@@ -1,4 +1,4 @@
-"""Rules for modules under split tokens or patterns, stated with the rules of tensor parallelism.
+"""Rules that give a module a pattern or all tokens, stated with the rules of tensor parallelism.
 
 | "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
 |                               the model: "attention pattern=window:1024+global:64"
@@ -25,7 +25,7 @@ _PATTERN, _WHOLE = "attention pattern=", "tokens whole"
 
 
 def token_rules(rules: Mapping[str, str] | None) -> dict[str, Pattern | None]:
-    """Return the rules that concern tokens, by pattern of module names: the attention's pattern; None: tokens whole.
+    """Return the rules about tokens, by pattern of module names: a pattern of attention, or None for tokens whole.
 
     Raises ValueError for a text that is no pattern.
     """
@@ -51,7 +51,7 @@ def install_rules(
         if not found:
             raise ValueError(f"rule {pattern!r} matches no module; name one as in named_modules()")
         if rule is not None:
-            warnings.warn(f"{pattern} attends under the pattern {rule}: this is another model", stacklevel=3)
+            warnings.warn(f"{pattern} attends only to pairs of {rule}: this changes the model", stacklevel=3)
         for one in found:
             enter, leave = _sees_all_tokens(mode) if rule is None else _attends(attention, rule)
             handles.callback(one.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -64,7 +64,7 @@ def _attends(attention: TokenAttention, pattern: Pattern) -> _Hooks:
     before: list[Pattern | None] = []
 
     def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Add the pattern to the one of the module around."""
+        """Restrict the pattern of the module around by this one."""
         outer = attention.rule
         before.append(outer)
         attention.rule = pattern if outer is None else outer & pattern
