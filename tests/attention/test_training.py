@@ -99,6 +99,7 @@ def test_a_gpt_trains_as_on_one_process(
         },
         exists=lambda cell: cell["tp"] == 2 or not cell["sequence_parallel"],
         cost=lambda cell: cell["tp"] * cell["pp"],
+        strength=1,
     )
 )
 def test_cp_with_tensor_and_pipeline_parallelism(

@@ -10,6 +10,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
 
 from expert.mixtures_of_transformers import FAMILIES, build, check, settings
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.model.find_mixtures import Mixture, find_mixtures, planned_mixtures
@@ -19,11 +20,14 @@ from meshwise.testing import run
 PLANS = ("dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1", "tp=2", "dp=2 tp=2 ep=4 zero=2", "dp=2 tp=2 ep=2 etp=2")
 
 
-# Each family under two of the plans. etp refuses experts that are modules, as those of Switch.
-CASES = [(family, PLANS[(number + step) % 5]) for number, family in enumerate(FAMILIES) for step in (0, 2)]
+FAMILY = Grid(
+    {"family": tuple(FAMILIES), "plan": PLANS},
+    exists=lambda cell: cell["family"] != "Switch" or "etp" not in cell["plan"],  # etp refuses experts that are modules
+    strength=1,
+)
 
 
-@pytest.mark.parametrize("family, plan", [case for case in CASES if case[0] != "Switch" or "etp" not in case[1]])
+@pytest.mark.grid(FAMILY)
 def test_three_steps_are_those_of_one_process(family: str, plan: str) -> None:
     check(build(family), plan)
 
