@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from meshwise.comm.api.streams import Streams
 from meshwise.memory.swap_file import BLOCK, aligned, whole_blocks
 
 
@@ -44,16 +44,16 @@ class StagingBuffers:
         *,
         count: int,
         size: int,
-        device: torch.device,
+        streams: Streams,
         on_new_buffer: Callable[[Tensor], None] = lambda _: None,
         is_disk_slow: bool = False,
     ) -> None:
-        """`device`: where computations run; for a GPU the buffers are pinned. `on_new_buffer`: gets each new buffer.
+        """`streams`: of the device that computes; for a GPU the buffers are pinned. `on_new_buffer` gets new buffers.
 
         `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so.
         """
         self.size = whole_blocks(size)
-        self._device = device
+        self._streams = streams
         self._left = count
         self._on_new_buffer = on_new_buffer
         self._is_disk_slow = is_disk_slow
@@ -68,7 +68,7 @@ class StagingBuffers:
             if self._left and (self._is_disk_slow or not self._free):
                 self._left -= 1
                 self.bytes += self.size
-                buffer = aligned(self.size, device=self._device)
+                buffer = aligned(self.size, streams=self._streams)
                 self._on_new_buffer(buffer)
                 return buffer
             while not self._free:

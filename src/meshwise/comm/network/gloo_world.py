@@ -29,7 +29,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put, reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.private_buffers import PrivateBuffers
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
 from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
@@ -220,7 +220,12 @@ class GlooWorld(World):
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
-            return _Started(self, call.record, transport, _staged(program, reads, writes, transport.worker(queue)))
+            return _Started(
+                self,
+                call.record,
+                transport,
+                _staged(self.streams, program, reads, writes, worker=transport.worker(queue)),
+            )
         steps = program(reads, writes)
         rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried:
@@ -289,9 +294,10 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
     return do
 
 
-def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker: WorkerThread) -> Callable[[], None]:
+def _staged(
+    streams: Streams, program: Program, reads: list[Tensor], writes: list[Tensor], *, worker: WorkerThread
+) -> Callable[[], None]:
     """Run `program` in a thread on pinned copies of CUDA tensors. The returned function copies the results back."""
-    streams = streams_of(next(x.device for x in (*reads, *writes)))
     copies = [streams.host_empty(x.shape, dtype=x.dtype) for x in (*reads, *writes)]
     for copy, x in zip(copies, reads, strict=False):
         copy.copy_(x, non_blocking=True)
@@ -305,8 +311,6 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker:
 
     def finish() -> None:
         ticket.wait()
-        # Kernels of another stream, queued before the call, may still read the tensors that are overwritten here.
-        streams.current().wait_event(copied)
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)
 
