@@ -20,10 +20,10 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.network import nccl_world, process_world
 from meshwise.engine.step_result import StateBeforeUpdate
-from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.staging_buffers import SLAB, SwapConfig
 from meshwise.memory.storage_movers import HostMover
-from meshwise.memory.swap_file import SwapTransfer
-from meshwise.memory.tiers import SLAB, Tiers
+from meshwise.memory.swap_file import BLOCK, SwapTransfer, aligned
+from meshwise.memory.tiers import Tiers
 from meshwise.plan.plan_keys import Offload
 from meshwise.testing import agree, run
 
@@ -180,8 +180,31 @@ def test_pinned_memory_is_cut_from_slabs() -> None:
         for number, part in enumerate(parts):
             part.fill_(number)
         assert [part.mean().item() for part in parts] == list(range(10))
+        mover = HostMover(world.streams)
+        saved = [mover.park(torch.ones(100, device=world.device), before=None) for _ in range(10)]
+        assert asked == [SLAB, SLAB]
+        del saved
 
     run(1, main, on=SimulatedAccelerators())
+
+
+def test_pinned_staging_buffers_have_no_room_that_doubles_them() -> None:
+    """A staging buffer had a block more than its size, a power of two, and so took twice its size."""
+    asked: list[int] = []
+
+    class Pages:
+        """Pinned memory begins at a page, as that of CUDA."""
+
+        device = torch.device("cuda", 0)
+
+        def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+            asked.append(shape[0])
+            raw = torch.empty(shape[0] + BLOCK, dtype=dtype)
+            return raw[-raw.data_ptr() % BLOCK :][: shape[0]]
+
+    buffer = aligned(1 << 16, streams=Pages())  # type: ignore[arg-type]
+    assert buffer.numel() == 1 << 16
+    assert asked == [1 << 16]
 
 
 def test_norms_keep_their_dtype_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from accelerator.training import check_losses
 from meshwise.comm.api.world import World
 from meshwise.comm.network import gloo_world
 from meshwise.comm.network.mailbox import PendingMessages
-from meshwise.comm.network.worker_thread import WorkerThread
 from meshwise.testing import Disagreement, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -59,17 +58,17 @@ FAULTS = (
     Fault(f"{TIERS}._join", "current.wait_event(copied)", PARAMETERS, "memory that stream .* may not have written yet"),
     Fault(f"{TIERS}._join", "self._streams.keep(values, stream=current)", PARAMETERS, "freed while a stream may use"),
     Fault(
-        f"{TIERS}._cut",
-        "self._pinned = self._streams.host_empty([max(SLAB, 1 << (room - 1).bit_length())], dtype=torch.uint8)",
+        "memory.staging_buffers:PinnedSlabs.cut",
+        "self._rest = self._streams.host_empty([max(SLAB, 1 << (room - 1).bit_length())], dtype=torch.uint8)",
         PARAMETERS,
         "asynchronous copy on stream .* of memory that is not pinned",
-        "self._pinned = torch.empty([max(SLAB, room)], dtype=torch.uint8)",
+        "self._rest = torch.empty([max(SLAB, room)], dtype=torch.uint8)",
     ),
     Fault(f"{HOST}.park", "self._out.wait_stream(self.streams.current())", ACTIVATIONS, "reads memory .* written yet"),
     Fault(f"{HOST}.park", "self.streams.keep(values, stream=self._out)", ACTIVATIONS, "freed while a stream may use"),
     Fault(
         f"{HOST}.park",
-        "host = self.streams.host_empty([size], dtype=torch.uint8)",
+        "host = self._pinned.cut(size)",
         ACTIVATIONS,
         "asynchronous copy on stream .* of memory that is not pinned",
         "host = torch.empty([size], dtype=torch.uint8)",
@@ -184,7 +183,7 @@ def test_a_planted_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch
 
 def doubled(world: World) -> Tensor:
     """Double a tensor in a thread, on pinned copies, as `GlooWorld` does with the tensors of a collective."""
-    worker = WorkerThread("test")
+    worker = gloo_world.WorkerThread("test")
     x = torch.ones(1000, device=world.device)
     x += 1
 

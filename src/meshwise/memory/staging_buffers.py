@@ -9,10 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from meshwise.comm.api.streams import Streams
 from meshwise.memory.swap_file import BLOCK, aligned, whole_blocks
+
+SLAB = 64 * 2**20
+"""Least bytes of pinned memory that `PinnedSlabs` allocates at once."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,22 @@ class SwapConfig:
                 f"{self.buffers} staging buffers of {self.buffer} bytes are too few or too small; give at least 2, of "
                 f"at least {BLOCK} bytes"
             )
+
+
+class PinnedSlabs:
+    """Pinned memory that is cut from large pieces: torch rounds each allocation up to a power of two."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def cut(self, size: int) -> Tensor:
+        """Return `size` uninitialized bytes (uint8) that begin at a block; they are freed together with their slab."""
+        room = whole_blocks(size)
+        if room > self._rest.numel():
+            self._rest = self._streams.host_empty([max(SLAB, 1 << (room - 1).bit_length())], dtype=torch.uint8)
+        cut, self._rest = self._rest[:size], self._rest[room:]
+        return cut
 
 
 class StagingBuffers:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.streams import StreamEvent, Streams
+from meshwise.memory.staging_buffers import PinnedSlabs
 from meshwise.memory.swap_file import SwapFile, SwapTransfer, aligned, whole_blocks
 
 
@@ -210,6 +211,7 @@ class HostMover(StorageMover):
         self.device = streams.device
         self.streams = streams
         self._out, self.back = self.streams.create(), self.streams.create()
+        self._pinned = PinnedSlabs(streams)
         self._free: dict[int, list[tuple[Tensor, StreamEvent]]] = defaultdict(list)
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
@@ -220,7 +222,7 @@ class HostMover(StorageMover):
             host, read = self._free[size].pop()
             self._out.wait_event(read)
         else:
-            host = self.streams.host_empty([size], dtype=torch.uint8)
+            host = self._pinned.cut(size)
         self._out.wait_stream(self.streams.current())
         with self.streams.use(self._out):
             host.copy_(values, non_blocking=True)

@@ -247,11 +247,12 @@ def aligned(size: int, *, streams: Streams | None = None) -> Tensor:
 
     It is pinned if `streams` belong to a GPU, and a meta tensor if they belong to meta. None: the CPU's.
     """
-    if streams is None:
-        raw = torch.empty(size + BLOCK, dtype=torch.uint8)
-    elif streams.device.type == "meta":
-        raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="meta")
-    else:
+    if streams is not None and streams.device.type == "cuda":
+        raw = streams.host_empty([size], dtype=torch.uint8)
+        if raw.data_ptr() % BLOCK == 0:  # room for a shift would double it: torch rounds up to a power of two
+            return raw
         raw = streams.host_empty([size + BLOCK], dtype=torch.uint8)
+    else:
+        raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu" if streams is None else streams.device)
     start = -raw.data_ptr() % BLOCK
     return raw[start : start + size]

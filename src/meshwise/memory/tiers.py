@@ -23,16 +23,12 @@ from torch import Tensor
 
 from meshwise.comm.api.streams import StreamEvent, Streams, streams_of
 from meshwise.memory.rehearsed_movers import RehearsedFile
-from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
+from meshwise.memory.staging_buffers import PinnedSlabs, StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import BLOCK, REMEMBERED, SwapFile, SwapTransfer, TierActivity, whole_blocks
 from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
 """Number of staging buffers for gathers of parameters on disk: for the unit in use, and for the next two gathers."""
-
-
-SLAB = 64 * 2**20
-"""Least bytes of pinned memory that are allocated at once for the tier `cpu`."""
 
 
 class BorrowedTensor:
@@ -86,7 +82,7 @@ class Tiers:
         moves = self._on_gpu and self.offload != Offload()
         self._out = self._streams.create() if moves else None
         self._in = self._streams.create() if moves else None
-        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._pinned = PinnedSlabs(self._streams)
 
     @property
     def updates_on(self) -> torch.device:
@@ -144,17 +140,9 @@ class Tiers:
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
-        return self._cut(numel * dtype.itemsize).view(dtype)
-
-    def _cut(self, size: int) -> Tensor:
-        """Return `size` bytes of host memory, of a slab for a GPU: torch rounds pinned memory up to a power of two."""
-        if not self._on_gpu:
-            return self._streams.host_empty([size], dtype=torch.uint8)
-        room = whole_blocks(size)
-        if room > self._pinned.numel():
-            self._pinned = self._streams.host_empty([max(SLAB, 1 << (room - 1).bit_length())], dtype=torch.uint8)
-        cut, self._pinned = self._pinned[:size], self._pinned[room:]
-        return cut
+        if self._on_gpu:
+            return self._pinned.cut(numel * dtype.itemsize).view(dtype)
+        return self._streams.host_empty([numel], dtype=dtype)
 
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         """Return the bytes of (kind, tensor) pairs, by kind; if off the device, by `disk/kind` or `cpu/kind`."""

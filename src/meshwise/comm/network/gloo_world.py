@@ -17,9 +17,12 @@ current stream. torch's caching host allocator does not reuse pinned memory whil
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeAlias
 
 import torch
@@ -32,7 +35,6 @@ from meshwise.comm.api.private_buffers import PrivateBuffers
 from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
-from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
 
 Steps: TypeAlias = Iterator[PendingMessages]
 """A collective that was started, as an iterator over its phases: each item is to be waited for before the next."""
@@ -42,6 +44,47 @@ Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 
 # All-reduces of up to so many bytes use one phase: sending all data to all ranks costs less than a second phase.
 _ONE_PHASE_BYTES = 256 << 10
+
+
+class ThreadJob(Future[None]):
+    """One job of a worker thread, to wait for."""
+
+    def wait(self) -> None:
+        """Block until the job has ended. Raises the exception of the job."""
+        self.result()
+
+
+class WorkerThread:
+    """Thread that runs jobs one after the other; it starts when the object is made.
+
+    `close` joins the thread before the interpreter exits. A daemon thread that is still inside torch then would end the
+    process with "terminate called without an active exception" and a wrong exit status.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[ThreadJob, Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> ThreadJob:
+        """Run `job` after all earlier jobs; return an object to wait for."""
+        ticket = ThreadJob()
+        self._jobs.put((ticket, job))
+        return ticket
+
+    def close(self) -> None:
+        """Block until all jobs are done and the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            ticket, job = entry
+            try:
+                job()
+                ticket.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - `wait` raises it in another thread
+                ticket.set_exception(error)
 
 
 class GlooTransport:

@@ -101,8 +101,8 @@ class ScheduleInterpreter:
         """
         if self._broken_off:
             raise StageError(
-                f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. Start "
-                "the ranks again, and load the last checkpoint: trainer.load(path)"
+                f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. "
+                "Start the ranks again, and load the last checkpoint: trainer.load(path)"
             )
         walk = _Walk(self, schedule, jobs)
         try:
