@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test processes grid faults test-gpu check format docs pictures clean
+.PHONY: help install demo test processes accelerator grid faults test-gpu gpu-here check format docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -24,9 +24,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install  ## train a small GPT on the standard library's source, on 4 local processes
 	$(BIN)/meshwise train examples/demo.toml
 
-test processes grid test-gpu: export OMP_NUM_THREADS := 1
+test processes accelerator grid test-gpu: export OMP_NUM_THREADS := 1
 # Empty is off. The suite starts some hundred processes, each of which would compile the whole package anew.
-test processes grid test-gpu: export PYTHONDONTWRITEBYTECODE :=
+test processes accelerator grid test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 test: install  ## the whole suite, four files at a time: some wait for processes while others compute
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
@@ -36,6 +36,10 @@ processes: install  ## the suite again, with processes that share memory where i
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --on processes tests \
 		$(addprefix --ignore tests/,bench cli comm planner simulate view)
 
+accelerator: install  ## the tests of plans again, on simulated GPUs, which find races between streams and deadlocks
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --on accelerator \
+		tests/accelerator tests/data_parallel/test_agreement.py
+
 grid: install  ## every cell of every grid of plans, of which `test` runs a part
 	$(BIN)/python -m pytest -n 2 -m grid --whole-grids
 
@@ -44,6 +48,16 @@ faults: install  ## 220 faults into a small job (kills, stopped ranks, full disk
 
 test-gpu: install  ## the tests that need a CUDA device; they skip where there is none
 	$(BIN)/python -m pytest -m gpu
+
+# The machine's own torch and no network: PYTHON is an interpreter that has torch, pytest, numpy, rich, tyro, tomlkit and
+# safetensors (WHEELS: a folder with the wheels of those that it lacks, carried along).
+gpu-here: export PYTHONPATH := src:tests$(if $(WHEELS),:$(WHEELS)/unpacked)
+gpu-here:  ## on a machine with GPUs, without installing: doctor, the tests marked gpu, the grid on one GPU, the step's figures
+	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --target $(WHEELS)/unpacked --no-deps $(notdir $(basename $(wildcard $(WHEELS)/*.whl))))
+	$(PYTHON) -m meshwise doctor
+	$(PYTHON) -m pytest -p no:cacheprovider -n 0 -m gpu
+	$(PYTHON) -m pytest -p no:cacheprovider -n 0 --on gpu tests/data_parallel/test_agreement.py tests/pipeline/test_grid.py
+	$(PYTHON) benchmarks/gpu_step.py
 
 check: install  ## lint, format and types, changing nothing
 	$(BIN)/ruff check

@@ -30,6 +30,7 @@ from typing import TypeAlias
 
 import torch
 
+from meshwise.comm.api.streams import streams_of
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import SwapFile, SwapTransfer
 
@@ -119,7 +120,8 @@ def measure(folder: Path, *, size: int, rounds: int) -> Disk:
 def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
     """Yield a contestant that uses the tier's own path: a fixed number of staging buffers."""
     source, target = (file.place(file.allocate(size, dtype=torch.uint8)) for _ in range(2))
-    staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), device=torch.device("cpu"))
+    streams = streams_of(torch.device("cpu"))
+    staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), streams=streams)
 
     ways = {
         "read": lambda offset, part: file.read(source + offset, into=part),

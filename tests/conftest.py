@@ -23,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import run_on_processes
+from accelerator.simulated_accelerators import SimulatedAccelerators
 from grid import name
 from warm_processes import Processes
 
@@ -52,9 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-grids", action="store_true", help="every cell of the grids, not only a part")
     parser.addoption(
         "--on",
-        choices=("threads", "processes"),
+        choices=("threads", "processes", "accelerator", "gpu"),
         default="threads",
-        help="what runs ranks where a test names nothing: threads, or forked processes that share memory",
+        help="what runs ranks where a test names nothing: threads, forked processes that share memory, simulated "
+        "accelerators, or processes that share the GPU of this machine over gloo",
     )
 
 
@@ -67,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--on") == "processes":
+    if config.getoption("--on") != "threads":
         for item in items:
             if marker := item.get_closest_marker("threads"):
                 item.add_marker(pytest.mark.skip(reason=f"of threads alone: {marker.args[0]}"))
@@ -118,8 +120,11 @@ class Imported:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Imported())
-    if config.getoption("--on") == "processes":
-        run_on_processes.install()
+    on = config.getoption("--on")
+    if on in ("processes", "gpu"):
+        run_on_processes.install(on_gpu=on == "gpu")
+    if on == "accelerator":
+        run_on_processes.replace_threads(SimulatedAccelerators().run)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -336,9 +336,8 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.launch.launch.torchrun_line": 2,
     "meshwise.comm.api.flat_parts.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
-    # on_gradient(row, gradient), backend(store, rank, size); and what torch's launcher calls in a rank.
+    # on_gradient(row, gradient); and what torch's launcher calls in a rank.
     "meshwise.comm.launch.rank_process.rank_main": 5,
-    "meshwise.comm.network.nccl_world.nccl": 3,
     "meshwise.data_parallel.data_parallel_engine.discard_gradient": 2,
     "meshwise.model.forward.call_loss": 2,
     "meshwise.verify.output_mean_squares.OutputMeanSquares.forward": 2,

@@ -1,6 +1,8 @@
 """Run the ranks of tests as forked processes that share memory, instead of as threads.
 
     pytest --on processes
+    pytest --on gpu          # as processes that share the GPU of this machine over gloo
+    pytest --on accelerator  # as threads on simulated accelerators
 
 Ranks have copies of their arguments and of the test's variables. So a test that reads variables which its ranks have
 changed is marked to run on threads only. The output of ranks is printed by the test, and their errors are raised. If
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -32,6 +35,7 @@ from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.launch.connect import _worlds, connect
+from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.loopback_store import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from worker_job import WorkerAnswer
@@ -40,19 +44,28 @@ _SECONDS = 120
 _GRACE_SECONDS = 2.0
 
 
-def install() -> None:
-    """From now on `meshwise.testing.run_ranks` has processes where it would have threads."""
-    vars(importlib.import_module("meshwise.testing.run_ranks"))["run_threads"] = run_forked
+def install(*, on_gpu: bool = False) -> None:
+    """From now on `meshwise.testing.run_ranks` has processes where it would have threads.
+
+    on_gpu: the ranks share the first GPU of this machine. This process must not use CUDA: its forks could not.
+    """
+    replace_threads(functools.partial(run_forked, device="cuda:0") if on_gpu else run_forked)
 
 
-def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:
+def replace_threads(runner: Callable[..., list[Any]]) -> None:
+    """From now on `meshwise.testing.run_ranks` calls `runner` where it would start threads."""
+    vars(importlib.import_module("meshwise.testing.run_ranks"))["run_threads"] = runner
+
+
+def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str = "cpu") -> list[Any]:
     """`main(world, *args)` on `size` ranks; what each returned, by rank. Raises the error of one that failed."""
     # The store comes last: what a thread of it has locked at that moment would stay locked in a fork.
     with socket.socket() as listening, tempfile.TemporaryDirectory(prefix="meshwise-ranks-") as folder:
         listening.bind((LOOPBACK, 0))
         listening.listen(socket.SOMAXCONN)
         port = listening.getsockname()[1]
-        ranks = [_Rank(rank, size, port, Path(folder), lambda world: main(world, *args)) for rank in range(size)]
+        place = Path(folder), device
+        ranks = [_Rank(rank, size, port, place, lambda world: main(world, *args)) for rank in range(size)]
         store = TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
         )
@@ -95,10 +108,12 @@ def _collect(ranks: Sequence[_Rank]) -> None:
 class _Rank:
     """One forked process, and the files that take what it prints."""
 
-    def __init__(self, number: int, size: int, port: int, folder: Path, main: Callable[[World], Any]) -> None:
+    def __init__(
+        self, number: int, size: int, port: int, place: tuple[Path, str], main: Callable[[World], Any]
+    ) -> None:
         self.number = number
         self.answer: WorkerAnswer | None = None
-        self._folder = folder
+        self._folder, self._device = place
         self.pipe, theirs = connection.Pipe(duplex=False)
         environment = {
             "RANK": number,
@@ -108,7 +123,7 @@ class _Rank:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
-            "MESHWISE_COMM": "local",
+            "MESHWISE_COMM": "local" if self._device == "cpu" else "auto",
         }
         with theirs, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # from Python 3.12 on
@@ -161,8 +176,9 @@ class _Rank:
             del os.environ[name]
         os.environ.update({name: str(value) for name, value in environment.items()})
         _worlds.cache_clear()  # those of the process that was forked
-        world = connect(device=torch.device("cpu"))
-        assert world.size == 1 or isinstance(world, LocalWorld), "memory is shared here"
+        world = connect(device=torch.device(self._device))
+        expected = LocalWorld if self._device == "cpu" else GlooWorld
+        assert world.size == 1 or isinstance(world, expected), "ranks of a host share its memory, or its GPU over gloo"
         answer = WorkerAnswer.by(lambda: main(world))
         sys.stdout.flush()
         sys.stderr.flush()

@@ -10,6 +10,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import LossError
+from meshwise.pipeline.run.stage import StageError
 from meshwise.testing import agree, run
 
 ROWS, WIDTH = 8, 4
@@ -101,6 +102,41 @@ def test_a_step_that_raised_has_no_effect(plan: str, place: str) -> None:
     ranks = 1 if plan.startswith("dp=1") else 2
     with_failure, without = (run(ranks, lambda world, f=f: main(world, failing=f)) for f in (True, False))
     agree(with_failure, without, bound=0.0)
+
+
+def test_a_message_of_a_step_that_broke_off_is_not_taken_for_one_of_the_next_step() -> None:
+    """The second stage fails when it has posted the receive of micro-batch 1, which the first one never sends."""
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+
+    class Fragile(nn.Linear):
+        fails_at, calls = -1, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == self.fails_at:
+                raise LookupError("fragile")
+            return super().forward(x)
+
+    def main(world: World) -> None:
+        torch.manual_seed(0)
+        layers = [Fragile(WIDTH, WIDTH).double() for _ in range(2)]
+        trainer = parallelize(
+            nn.Sequential(*layers),
+            "pp=2 microbatches=2 schedule=gpipe",
+            world=world,
+            loss=lambda output, _: (output.square().sum(), ROWS),
+            lr=1e-2,
+            options=Options(example=batch),
+        )
+        trainer.step(batch)
+        layer = next(each for each in trainer.model.modules() if isinstance(each, Fragile) and each.calls)
+        layer.fails_at = layer.calls + 2 - world.rank
+        with pytest.raises(LookupError, match="fragile"):
+            trainer.step(batch)
+        with pytest.raises(StageError, match=f"an earlier step broke off in {world.rank}F{1 - world.rank} on rank"):
+            trainer.step(batch)
+
+    run(2, main)
 
 
 def test_a_step_that_was_skipped_draws_nothing() -> None:

@@ -8,7 +8,14 @@ from unittest import mock
 
 import pytest
 
-from meshwise.bench.diagnosis import MachineFinding, check_interfaces, examine_machine, examine_roll_call, own_facts
+from meshwise.bench.diagnosis import (
+    MachineFinding,
+    check_gpu_settings,
+    check_interfaces,
+    examine_machine,
+    examine_roll_call,
+    own_facts,
+)
 from meshwise.bench.machine import Machine, machine_facts, machine_table
 from meshwise.comm.health.roll_call import RollCallEntry
 
@@ -47,6 +54,41 @@ def test_a_good_machine_has_no_findings() -> None:
         assert list(examine_machine(GOOD, ranks=4)) == []
 
 
+WITH_GPUS = dataclasses.replace(
+    GOOD, gpus=("a GPU", "a GPU"), gpus_of_driver=2, software=(*GOOD.software[:-1], ("nccl", "2.27.5"))
+)
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    "environment, ranks, nccl, what, remedy",
+    [
+        (EXPANDABLE, 2, "2.27.5", "", ""),
+        ({}, 2, "2.27.5", "the allocator's segments cannot grow", "expandable_segments:True"),
+        (
+            {**EXPANDABLE, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            2,
+            "2.27.5",
+            "streams for compute, NCCL and copies share 1 queue of",
+            "set it to 32",
+        ),
+        ({**EXPANDABLE, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, 2, "2.27.5", "", ""),
+        (EXPANDABLE, 2, "2.9.1", "NCCL 2.9 is older than 2.19", "newer NCCL"),
+        (EXPANDABLE, 4, "2.27.5", "4 ranks share 2 GPUs", "start 2 ranks"),
+    ],
+)
+def test_settings_of_gpus_are_advised_on(
+    environment: Mapping[str, str], ranks: int, nccl: str, what: str, remedy: str
+) -> None:
+    machine = dataclasses.replace(WITH_GPUS, software=(*GOOD.software[:-1], ("nccl", nccl)))
+    found = list(check_gpu_settings(environment, machine=machine, ranks=ranks))
+    assert len(found) == bool(what)
+    for finding in found:
+        assert finding.level == "note"
+        assert what in finding.what
+        assert remedy in finding.remedy
+
+
 @pytest.mark.parametrize(
     "change, level, what, remedy",
     [
@@ -69,8 +111,9 @@ def test_what_hinders_training_on_a_machine_is_named_with_its_remedy(
 
 
 def test_threads_are_no_matter_where_gpus_do_the_work() -> None:
-    machine = dataclasses.replace(GOOD, cores=1, gpus=("a GPU",), gpus_of_driver=1)
-    assert list(examine_machine(machine, ranks=4)) == []
+    machine = dataclasses.replace(GOOD, cores=1, gpus=("a GPU",) * 4, gpus_of_driver=4)
+    with mock.patch.dict(os.environ, EXPANDABLE):
+        assert list(examine_machine(machine, ranks=4)) == []
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from checkpoint.reader import read
 from meshwise.checkpoint import SaveContent, SaveError, newest_valid, prune, read_index, save
 from meshwise.checkpoint.buffered_write import CHUNK_BYTES, BufferedWriter
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
+
+CPU = torch.device("cpu")
 
 
 def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -60,7 +63,7 @@ def test_the_state_at_the_call_is_saved_while_training_continues(tmp_path: Path)
 
 def test_an_update_waits_until_the_tensors_are_staged(tmp_path: Path) -> None:
     big = torch.arange(6 * CHUNK_BYTES // 4, dtype=torch.float32)
-    writing = BufferedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
+    writing = BufferedWriter(tmp_path / "file", head=bytes(4), tensors=[big], streams=streams_of(CPU), staging=0)
     assert not writing._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
     writer = threading.Thread(target=writing.write)
     writer.start()
@@ -76,7 +79,7 @@ def test_a_disk_that_fails_as_it_flushes_a_file_is_an_error(tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    writing = BufferedWriter(tmp_path / "file", head=bytes(4), tensors=[torch.ones(3)])
+    writing = BufferedWriter(tmp_path / "file", head=bytes(4), tensors=[torch.ones(3)], streams=streams_of(CPU))
     with pytest.raises(OSError, match="No space left on device"):
         writing.write()
 

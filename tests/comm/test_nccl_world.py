@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World
-from meshwise.comm.network.nccl_world import Communicators, NcclWorld
+from meshwise.comm.network.nccl_world import Backend, Communicators, NcclWorld
 from meshwise.comm.network.process_world import job_store
 from meshwise.testing import run
 from warm_processes import Processes
@@ -25,18 +25,22 @@ pytestmark = pytest.mark.processes
 SIZE = 4
 
 
-def gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    backend = c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=3))
-    group = c10d.ProcessGroup(store, rank, size)
-    group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
-    return group
+def gloo(store: c10d.Store) -> Backend:
+    def make(purpose: str, ranks: tuple[int, ...], rank: int) -> c10d.ProcessGroup:
+        own = c10d.PrefixStore(f"{purpose}{ranks}", store)
+        backend = c10d.ProcessGroupGloo(own, ranks.index(rank), len(ranks), timedelta(minutes=3))
+        group = c10d.ProcessGroup(own, ranks.index(rank), len(ranks))
+        group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
+        return group
+
+    return make
 
 
 def over_c10d(world: World, name: str) -> NcclWorld:
     found = job_store()
     assert found is not None
-    communicators = Communicators(c10d.PrefixStore(name, found), backend=gloo)
+    communicators = Communicators(gloo(c10d.PrefixStore(name, found)))
     return NcclWorld(rank=world.rank, mesh=world.mesh, device=torch.device("cpu"), communicators=communicators)
 
 
@@ -81,6 +85,7 @@ def along_axes(world: World, name: str) -> list[float]:
 
 def both_send_first(world: World, name: str) -> None:
     world = over_c10d(world, name)
+    world.prepare(lines=[(rank, (rank + 1) % SIZE) for rank in range(SIZE)])
     to, source = (world.rank + 1) % SIZE, (world.rank - 1) % SIZE
     x, received = torch.full((3,), float(world.rank)), [torch.empty(3), torch.empty(3)]
     works = [

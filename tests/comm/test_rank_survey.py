@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,20 @@ def found(looked: RankSurvey) -> HangFinding:
     finding = looked.finding()
     assert finding is not None
     return finding
+
+
+def test_a_call_that_no_gpu_passes_is_reported() -> None:
+    """All ranks have made the same calls, their hosts wait for numbers, and NCCL does not end."""
+    silent = survey("AB", "AB", on_gpu=True)
+    assert silent.finding() is None, "they may compute"
+    hanging = replace(
+        silent,
+        answers={rank: replace(one, unfinished=one.recent[0].record) for rank, one in silent.answers.items()},
+    )
+    finding = found(hanging)
+    assert finding.headline == "the last call of ranks 0,1 does not end"
+    assert not finding.certain
+    assert "its GPU has not passed #0 all_reduce[rank] 8 float32 at train.py:0 step" in hanging.report(finding)
 
 
 SILENT = AbsentRank("(process 7 on there) does not answer")

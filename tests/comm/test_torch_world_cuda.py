@@ -90,6 +90,7 @@ def unequal_parts(world: World) -> None:
 
 def messages(world: World) -> None:
     to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    world.prepare(lines=[(rank, (rank + 1) % world.size) for rank in range(world.size)])
     received = [torch.empty(5, device="cuda") for _ in range(3)]
     works = [world.send(late(held(world.rank, 5) + index), axis="rank", to=to) for index in range(3)]
     works += [world.recv(x, axis="rank", source=source) for x in received]
@@ -141,7 +142,7 @@ def test_ranks_with_a_gpu_each_are_joined_by_nccl() -> None:
 def test_nccl_on_a_group_of_one() -> None:
     """A world answers a group of one without communication, so the hooks are called past it."""
     store = HashStore()
-    communicators = Communicators(c10d.PrefixStore(uuid.uuid4().hex, store), backend=nccl)
+    communicators = Communicators(nccl(c10d.PrefixStore(uuid.uuid4().hex, store)))
     world = NcclWorld(rank=0, mesh=Mesh.of(rank=1), device=torch.device("cuda", 0), communicators=communicators)
     group = world.group("rank")
     record = world._new_record("test", group, torch.empty(0))

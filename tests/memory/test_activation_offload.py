@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise import testing
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.activation_offload import ActivationTier, activation_tier
@@ -94,7 +95,7 @@ def test_a_backward_in_two_parts_keeps_tensors_of_nodes_that_have_hooks(tmp_path
 
 def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
     """So the plan of a GPU runs on a laptop, and nothing is moved there."""
-    assert activation_tier("cpu", device=CPU, swap=SwapConfig(), transfers=ActivationTransfers()) is None
+    assert activation_tier("cpu", streams=streams_of(CPU), swap=SwapConfig(), transfers=ActivationTransfers()) is None
     assert "cpu/activations" not in testing.run(1, train, args=("offload=activations:cpu", tmp_path))[0][2]
 
 
@@ -103,7 +104,7 @@ def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
 
 def tier(folder: Path, **how: int) -> tuple[ActivationTier, DiskMover]:
     saving = ActivationTransfers(**{"least": 1024} | how)
-    mover = DiskMover(SwapFile(folder), device=CPU, transfers=saving)
+    mover = DiskMover(SwapFile(folder), streams=streams_of(CPU), transfers=saving)
     return ActivationTier("disk", mover=mover, transfers=saving), mover
 
 
@@ -253,7 +254,9 @@ def test_a_full_disk_and_a_broken_one_raise_a_tier_error(tmp_path: Path, monkeyp
 
 def test_a_missing_folder_is_a_tier_error(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="name an existing, writable folder on a disk"):
-        activation_tier("disk", device=CPU, swap=SwapConfig(folder=tmp_path / "gone"), transfers=ActivationTransfers())
+        activation_tier(
+            "disk", streams=streams_of(CPU), swap=SwapConfig(folder=tmp_path / "gone"), transfers=ActivationTransfers()
+        )
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
@@ -264,7 +267,9 @@ def test_a_missing_folder_is_a_tier_error(tmp_path: Path) -> None:
 def test_activations_leave_a_gpu(where: str, tmp_path: Path) -> None:
     device = torch.device("cuda")
     net, x = model(256, 6).to(device).eval(), torch.randn(4096, 256, device=device)
-    away = activation_tier(where, device=device, swap=SwapConfig(folder=tmp_path), transfers=ActivationTransfers())
+    away = activation_tier(
+        where, streams=streams_of(device), swap=SwapConfig(folder=tmp_path), transfers=ActivationTransfers()
+    )
     assert away is not None
 
     def gradients(moved: bool) -> tuple[list[Tensor], int]:

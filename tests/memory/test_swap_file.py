@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import BLOCK, PIECE, SwapFile, SwapTransfer, TierError, aligned, whole_blocks
@@ -192,7 +193,7 @@ def test_a_transfer_calls_back_once_whether_it_succeeds_or_fails(file: SwapFile)
 
 
 def test_no_more_than_count_staging_buffers_are_made() -> None:
-    staging = StagingBuffers(count=2, size=BLOCK + 1, device=torch.device("cpu"))
+    staging = StagingBuffers(count=2, size=BLOCK + 1, streams=streams_of(torch.device("cpu")))
     first, second = staging.take(), staging.take()
     assert staging.bytes == 2 * staging.size == 4 * BLOCK
     assert staging.take(wait=False) is None

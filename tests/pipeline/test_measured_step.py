@@ -1,5 +1,6 @@
 """Measured steps: the lost time of a rank is split by cause, and runs write their timelines."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -8,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
 from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
-from meshwise.engine.measure_steps import measure
+from meshwise.engine.measure_steps import measure, profile
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep, clock_offset
 from meshwise.pipeline.schedules import make_schedule
@@ -189,10 +191,23 @@ def test_only_steps_inside_of_measure_are_recorded() -> None:
         assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop
 
 
+def test_a_profiled_step_has_ranges_of_its_actions_and_waits(tmp_path: Path) -> None:
+    def main(world: World) -> None:
+        trainer = parallelize(nn.Linear(2, 2), "dp=2 zero=1", world=world, loss=lambda y, _: (y.sum(), 4), lr=0.1)
+        trainer.step(torch.ones(4, 2))
+        with profile(trainer, into=tmp_path / str(world.rank)) if world.rank == 0 else contextlib.nullcontext():
+            trainer.step(torch.ones(4, 2))
+
+    run(2, main)
+    trace = json.loads((tmp_path / "0" / "rank-0.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
+    assert {"0F0", "0B0", "exchange", "update", "wait all_reduce dp", "wait all_gather dp"} <= names
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_readings_are_events_without_waits() -> None:
     x = torch.ones(1024, 1024, device="cuda")
-    watch = ActivityStopwatch(x.device)
+    watch = ActivityStopwatch(streams_of(x.device))
     torch.cuda.set_sync_debug_mode("error")
     try:
         watch.begins("0F0")

@@ -25,6 +25,7 @@ from meshwise.attention.mask_pattern import Pattern
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.token_order import TokenRanges
+from meshwise.precision.dtype_conversion import product_dtype
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,8 @@ class AttentionTask:
 
 def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> Tensor:
     """Return the attention of this rank's queries on the keys of all ranks: (samples, heads, queries, features)."""
-    kind = qkv[0].device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as torch's own attention
-        qkv = tuple(x.to(torch.get_autocast_dtype(kind)) for x in qkv)  # type: ignore[assignment]
+    if (dtype := product_dtype(qkv[0].device.type)) is not None:  # as torch's own attention
+        qkv = tuple(x.to(dtype) for x in qkv)  # type: ignore[assignment]
     result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
     return result
 

@@ -30,7 +30,7 @@ from meshwise.attention.split_attention import split_attention as attention_of
 from meshwise.attention.token_state import HEADS, RING, TokenState
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import Group, World
 from meshwise.layout.token_order import TokenRanges
 from meshwise.model.random_interception import DrawContext
 from meshwise.plan import Plan, PlanError
@@ -83,6 +83,13 @@ class TokenAttention:
     draws: DrawContext | None = None
     rule: Pattern | None = None
     """Pattern of a rule for the module that is running."""
+
+    def connections(self) -> tuple[list[Group], set[tuple[int, int]]]:
+        """Return the groups of this attention's collectives, and (source rank, target rank) of its messages."""
+        ring = self.world.group(RING)
+        steps = {"gather": (), "auto": range(1, ring.size), "window": range(1, ring.size)}.get(self.context, (1,))
+        lines = {(rank, ring.ranks[(at + step) % ring.size]) for at, rank in enumerate(ring.ranks) for step in steps}
+        return [ring, self.world.group(HEADS)], lines if ring.size > 1 else set()
 
     def __call__(self, state: TokenState | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute what `func`, one of torch's attention functions or `attend`, returns for these arguments."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
-from meshwise.comm.api.streams import streams_of
 from meshwise.comm.network.gloo_baseline import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 
@@ -102,6 +101,7 @@ def _on_root(world: World, x: Tensor) -> Tensor | None:
 def _send_recv(world: World, x: Tensor, y: Tensor) -> list[Work]:
     """Send `x` to the next rank of a ring, and receive `y` from the previous rank."""
     group = world.group(_AXIS)
+    world.prepare(lines=[(rank, group.ranks[(at + 1) % group.size]) for at, rank in enumerate(group.ranks)])
     return [
         world.send(x, axis=_AXIS, to=(group.index + 1) % group.size),
         world.recv(y, axis=_AXIS, source=(group.index - 1) % group.size),
@@ -204,7 +204,7 @@ def _sample(world: World, call: Call, buffers: tuple[Tensor, Tensor]) -> float:
     if calls > 1:
         _call(world, call, buffers, -(-calls // _UNTIMED))
     world.barrier(axes=_AXIS)
-    streams = streams_of(world.device)
+    streams = world.streams
     streams.synchronize()
     start = streams.mark(timing=True)
     _call(world, call, buffers, calls)

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,9 @@ from meshwise.comm.launch.rank_process import asked_threads
 
 _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096
+_STREAMS = 8
+"""Streams of a rank that may work at once: compute, two directions of copies, NCCL's of groups and of messages."""
+_NCCL = (2, 19)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _COMPARED: Mapping[str, str] = {
     "meshwise": "install the same version everywhere",
@@ -68,7 +72,37 @@ def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]
             f"{ranks} ranks of {threads} threads share {machine.cores} cores",
             remedy=f"start at most {max(1, machine.cores // threads)} ranks here, or set OMP_NUM_THREADS lower",
         )
+    if machine.gpus:
+        yield from check_gpu_settings(os.environ, machine=machine, ranks=ranks)
     yield from check_interfaces(os.environ, names=[interface.name for interface in machine.interfaces])
+
+
+def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, ranks: int) -> Iterator[MachineFinding]:
+    """Yield notes on settings with which `ranks` ranks use the GPUs of a machine worse than they could."""
+    allocator = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in allocator:
+        yield note(
+            "the allocator's segments cannot grow, so units that are gathered and freed fragment the GPU's memory",
+            remedy="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        )
+    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if queues.isdecimal() and int(queues) < _STREAMS:
+        yield note(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: a rank's streams for compute, NCCL and copies share "
+            f"{queues} queue{'s' if int(queues) > 1 else ''} of the GPU, and wait for each other",
+            remedy="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32",
+        )
+    version = re.match(r"(\d+)\.(\d+)", dict(machine.software).get("nccl", ""))
+    if version and tuple(map(int, version.groups())) < _NCCL:
+        yield note(
+            f"NCCL {version[0]} is older than {_NCCL[0]}.{_NCCL[1]}, and takes more GPU memory per communicator",
+            remedy="install a torch build with a newer NCCL, or remove an older one from LD_LIBRARY_PATH",
+        )
+    if ranks > len(machine.gpus):
+        yield note(
+            f"{ranks} ranks share {len(machine.gpus)} GPUs; NCCL refuses this, so they use gloo, which is slower",
+            remedy=f"start {len(machine.gpus)} ranks here, one for each GPU",
+        )
 
 
 def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> Iterator[MachineFinding]:

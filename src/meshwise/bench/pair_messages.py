@@ -14,7 +14,6 @@ import torch
 
 from meshwise.bench.diagnosis import MachineFinding, note, problem
 from meshwise.comm import World
-from meshwise.comm.api.streams import streams_of
 
 _SMALL_MESSAGES = 20
 _LARGE_BYTES = 4 << 20
@@ -77,7 +76,8 @@ def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFindin
     """Send to rank r + `distance` and receive from rank r − `distance`: small messages, then large messages."""
     axis = world.mesh.names[0]
     to, source = (world.rank + distance) % world.size, (world.rank - distance) % world.size
-    streams = streams_of(world.device)
+    streams = world.streams
+    world.prepare(lines=[(rank, (rank + distance) % world.size) for rank in range(world.size)])
     seconds, is_wrong = [], False
     for elements in (*[2] * (_SMALL_MESSAGES + 1), _LARGE_BYTES // 4, _LARGE_BYTES // 4):
         own = torch.full((elements,), float(world.rank), device=world.device)

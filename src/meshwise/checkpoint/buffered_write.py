@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import Streams
 
 CHUNK_BYTES = 8 * BLOCK
 """Bytes of a chunk, in whole blocks, because each block has its own checksum."""
@@ -35,13 +35,14 @@ class BufferedWriter:
     chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks.
     """
 
-    def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING_BYTES) -> None:
+    def __init__(
+        self, path: Path, *, head: bytes, tensors: Sequence[Tensor], streams: Streams, staging: int = STAGING_BYTES
+    ) -> None:
         self._path = path
         self._head = head
         self._tensors = tensors
         size = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         count = max(2, min(staging // CHUNK_BYTES, -(-size // CHUNK_BYTES)))
-        streams = streams_of(next((x.device for x in tensors if x.is_cuda), torch.device("cpu")))
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, int] | None] = queue.SimpleQueue()
         for _ in range(count):

@@ -137,7 +137,9 @@ class PendingSave:
         self._outcome: str | None = None
         self.finished = False
         path = partial / rank_file.name
-        self._writer = BufferedWriter(path, head=rank_file.head, tensors=rank_file.tensors, staging=content.staging)
+        self._writer = BufferedWriter(
+            path, head=rank_file.head, tensors=rank_file.tensors, streams=world.streams, staging=content.staging
+        )
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
         if rank_file.blocking:

@@ -25,7 +25,6 @@ from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unu
 from meshwise.checkpoint.load_state import fill, load, on_all_ranks
 from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
-from meshwise.comm.api.streams import streams_of
 from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
@@ -203,7 +202,7 @@ class TrainingState:
         world = self._engine.world
         states: dict[str, Tensor] = {"random": torch.get_rng_state()}
         if world.device.type == "cuda":
-            states["random.cuda"] = streams_of(world.device).generator().get_state()
+            states["random.cuda"] = world.streams.generator().get_state()
         return [StoredSlice.of_full(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
 
     def _finish_load(self, index: CheckpointIndex, refill: CheckpointRefill, generators: list[StoredSlice]) -> None:
@@ -212,7 +211,7 @@ class TrainingState:
         random, *others = generators
         torch.set_rng_state(random.tensor)
         for state in others:
-            streams_of(self._engine.world.device).generator().set_state(state.tensor)
+            self._engine.world.streams.generator().set_state(state.tensor)
 
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:

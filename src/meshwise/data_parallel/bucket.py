@@ -189,7 +189,7 @@ class Bucket:
         """Start to gather `whole` from the shards (a collective); a shared buffer needs none."""
         if self.shared:
             return Work()
-        self.whole.untyped_storage().resize_(self._bytes)
+        self.shard_group.world.streams.resize(self.whole, size=self._bytes)
         kept = self.fetch_shard().wait()
         return self.shard_group.world.all_gather(kept, into=self.whole, axes=self.shard_group.axes)
 
@@ -208,7 +208,7 @@ class Bucket:
     def free(self) -> None:
         """Free the memory of `whole` under ZeRO-3; its views are valid again after the next gather."""
         if self.is_sharded and not self.shared:
-            self.whole.untyped_storage().resize_(0)
+            self.shard_group.world.streams.resize(self.whole, size=0)
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""

@@ -1,4 +1,4 @@
-"""Measure how long the steps of a trainer take, on every rank, action by action.
+"""Measure how long the steps of a trainer take, on every rank, action by action; or profile a step (`profile`).
 
 with measure(trainer) as measuring:
     for batch in batches:
@@ -8,6 +8,9 @@ print(measuring.steps()[-1])
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+
+import torch
 
 from meshwise.comm.api.stopwatch import ActivityStopwatch
 from meshwise.engine.trainer import Trainer
@@ -39,3 +42,17 @@ def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
     """
     with trainer.world.timed() as watch:
         yield StepMeasurement(trainer, watch=watch)
+
+
+@contextlib.contextmanager
+def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
+    """Write a Chrome trace of torch's profiler for the steps inside the block, to `into/rank-N.json` on each rank.
+
+    Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the waits in collectives
+    (`wait all_gather dp`). Profile one step after some others: the first steps allocate memory.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as trace, trainer.world.flight_recorder.profiled():
+        yield
+        trainer.world.streams.synchronize()
+    trace.export_chrome_trace(str(into / f"rank-{trainer.world.rank}.json"))

@@ -7,6 +7,7 @@ without pipeline stages, and `StagedRunner` (`staged_runner.py`) with stages.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -58,6 +59,8 @@ class MicrobatchRunner(Protocol):
     """Actions of each rank along `pp` in a step, in order."""
     cut: ModelCut | None
     """Division of the model into pipeline stages; None without pp."""
+    lines: AbstractSet[tuple[int, int]]
+    """(source, target) of all messages between stages, as indices along `pp`; empty without pp."""
     evaluation_micro_batches: int
     """Number of micro-batches into which each batch of an evaluation is split."""
     counts: bool
@@ -89,6 +92,7 @@ class WholeModelRunner:
     """Runner for a rank that holds the whole model: runs micro-batch after micro-batch."""
 
     cut: ModelCut | None = None
+    lines: AbstractSet[tuple[int, int]] = frozenset()
     evaluation_micro_batches = 1
 
     def __init__(

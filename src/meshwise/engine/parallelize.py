@@ -165,6 +165,7 @@ def parallelize(
         on_error.callback(policy.close)
         with memory_errors_explained(plan):
             engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+        _connect(engine, runner, setting.context)
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
         recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise)
@@ -176,8 +177,8 @@ def parallelize(
 def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     precision = options.precision or precision_of(plan)
-    tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
-    tier = activation_tier(plan.tiers.activations, device=world.device, swap=options.swap, transfers=options.saving)
+    tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
+    tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
     compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
     policy = ActivationPolicy(recomputed, tier, compiled)
@@ -191,6 +192,25 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context)
+
+
+def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
+    """Open the connections of all groups and messages of a step (collective).
+
+    Made one by one in the middle of a step, they could let ranks wait for each other in a circle.
+    """
+    world = engine.world
+    joint = [axes for _, axes in world.mesh.joint]
+    groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
+    groups += [
+        bucket.shard_group.world.group(bucket.shard_group.axes) for unit in engine.units for bucket in unit.buckets
+    ]
+    stages = world.group("pp").ranks if runner.lines else ()
+    lines = [(stages[source], stages[target]) for source, target in runner.lines]
+    if context is not None:
+        more, between = context.attention.connections()
+        groups, lines = groups + more, [*lines, *between]
+    world.prepare(groups=groups, lines=lines)
 
 
 def _optimizer(

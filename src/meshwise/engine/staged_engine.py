@@ -54,6 +54,12 @@ class StagedEngine:
         return frozenset(row.name for table in self._tables.values() for row in table.rows if row.counted_elsewhere)
 
     @property
+    def lines(self) -> frozenset[tuple[int, int]]:
+        """(source, target) of the messages between the copies of tied parameters, as indices along `pp`."""
+        ends = [(self._ranks[stages[0]], self._ranks[index]) for stages in self._tied().values() for index in stages]
+        return frozenset((a, b) for first, other in ends for a, b in ((first, other), (other, first)) if a != b)
+
+    @property
     def module(self) -> nn.Module:
         """Module of this rank's stage; a ModuleList if the rank has several stages."""
         return self.modules[0] if len(self._stages) == 1 else nn.ModuleList(self.modules)
@@ -139,14 +145,17 @@ class StagedEngine:
 
     def sum_ties(self) -> None:
         """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""
+        for name, stages in self._tied().items():
+            self._sum_tie(name, stages)
+
+    def _tied(self) -> dict[str, list[int]]:
+        """Return the stages that hold each tied parameter, in order, by its name."""
         holders: dict[str, list[int]] = {}
         for index, table in self._tables.items():
             for row in table.rows:
                 if row.trainable:
                     holders.setdefault(row.name, []).append(index)
-        for name, stages in holders.items():
-            if len(stages) > 1:
-                self._sum_tie(name, stages)
+        return {name: stages for name, stages in holders.items() if len(stages) > 1}
 
     def _sum_tie(self, name: str, stages: Sequence[int]) -> None:
         own = {index: engine.accumulated(name) for index, engine in self._stages.items() if index in stages}

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +31,7 @@ from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
 from meshwise.pipeline.run.stage import signature
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
-from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lower
+from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lines_of, lower
 from meshwise.plan import PlanError
 
 
@@ -56,6 +57,7 @@ class StagedRunner:
         self._world = engine.world
         self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
         self.schedule, self._plain = lower(schedule, gathers=self._gathers), schedule
+        self.lines: AbstractSet[tuple[int, int]] = engine.lines | lines_of(self.schedule)
         self.evaluation_micro_batches = schedule.microbatches
         self._parameters = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}

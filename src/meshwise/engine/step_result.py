@@ -14,6 +14,7 @@ from meshwise.base import tensor_tree as tree
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
+from meshwise.comm.api.streams import generator_states, restore_generators
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.model.forward import LossError
@@ -99,22 +100,21 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
 
 
 class StateBeforeUpdate:
-    """Copy of running statistics and of torch's CPU generator, restored when a step is skipped or raises."""
+    """Copy of running statistics and of torch's generators, restored when a step is skipped or raises."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._norms = [part for module in modules for part in module.modules() if isinstance(part, RunningNorm)]
         self._kept: list[tuple[Tensor, Tensor]] = []
-        self._random_state: Tensor | None = None
+        self._random_states: Sequence[Tensor] = ()
 
     def keep(self) -> None:
         """Copy the state at the begin of a step."""
         self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
-        self._random_state = torch.get_rng_state()
+        self._random_states = generator_states()
 
     def put_back(self) -> None:
         """Restore the state from the begin of the step."""
-        assert self._random_state is not None
-        torch.set_rng_state(self._random_state)
+        restore_generators(self._random_states)
         for live, kept in self._kept:
             live.copy_(kept)
 

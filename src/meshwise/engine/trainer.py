@@ -179,8 +179,9 @@ class Trainer:
         return (sum, count), and any error of model and loss.
 
         A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
-        After all ranks have caught the error, they may continue. There are two exceptions: an error of the optimizer
-        itself, and nonfinite='end', which may have updated some units.
+        After all ranks have caught the error, they may continue. There are three exceptions: an error of the optimizer
+        itself; nonfinite='end', which may have updated some units; and an error in a stage of pp. Messages of that step
+        may be under way, so the next step raises StageError.
         """
         self._refuse_averaged()
         with memory_errors_explained(self.plan, memory=self.memory):

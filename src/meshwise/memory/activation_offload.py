@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwise.comm.api.streams import Streams
 from meshwise.memory.rehearsed_movers import RehearsedMover
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.storage_movers import (
@@ -123,19 +124,21 @@ class _SavedTensors:
 
 
 def activation_tier(
-    tier: str, *, device: torch.device, swap: SwapConfig, transfers: ActivationTransfers
+    tier: str, *, streams: Streams, swap: SwapConfig, transfers: ActivationTransfers
 ) -> ActivationTier | None:
     """Return the `ActivationTier` for `tier` (`device`, `cpu` or `disk`); None if activations stay on the device.
 
-    The tier `cpu` moves nothing if `device` is no GPU. Raises TierError if no swap file can be made.
+    `streams`: of the device that computes. The tier `cpu` moves nothing if it is no GPU. Raises TierError if no swap
+    file can be made.
     """
+    device = streams.device
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None
     mover: StorageMover
     if device.type == "meta":
         mover = RehearsedMover(transfers)
     elif tier == "cpu":
-        mover = HostMover(device)
+        mover = HostMover(streams)
     else:
-        mover = DiskMover(SwapFile(swap.folder), device=device, transfers=transfers)
+        mover = DiskMover(SwapFile(swap.folder), streams=streams, transfers=transfers)
     return ActivationTier(tier, mover=mover, transfers=transfers)

@@ -35,6 +35,7 @@ from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
 from meshwise.memory.saved_operations import SavedOperations
 from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 from meshwise.model.torch_private import without_modes
+from meshwise.precision.dtype_conversion import active_product_casts
 
 
 class RecomputeError(RuntimeError):
@@ -344,18 +345,19 @@ class _Save(torch.autograd.Function):
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a maker of contexts in which autocast, default device and torch's generators are as they are now."""
+    """Return a maker of contexts in which casts, the default device and torch's generators are as they are now."""
     devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
     device_now = torch.get_default_device()
-    states = generator_states()
+    states, products = generator_states(), active_product_casts()
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for device, dtype, enabled in casts:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(products)
             if torch.get_default_device() != device_now:
                 stack.enter_context(device_now)
             stack.callback(restore_generators, generator_states())

@@ -36,7 +36,7 @@ class RehearsedFile:
         """Return a transfer that has ended."""
         return SwapTransfer([])
 
-    def write(self, _offset: int, *, values: Tensor) -> SwapTransfer:  # noqa: ARG002
+    def write(self, _offset: int, *, values: Tensor, after: Callable[[], None] = lambda: None) -> SwapTransfer:  # noqa: ARG002
         """Return a transfer that has ended."""
         return SwapTransfer([])
 

@@ -12,7 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwise.comm.api.streams import Streams
 from meshwise.memory.swap_file import BLOCK, aligned, whole_blocks
+
+SLAB = 64 * 2**20
+"""Least bytes of pinned memory that `PinnedSlabs` allocates at once."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,22 @@ class SwapConfig:
             )
 
 
+class PinnedSlabs:
+    """Pinned memory that is cut from large pieces: torch rounds each allocation up to a power of two."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def cut(self, size: int) -> Tensor:
+        """Return `size` uninitialized bytes (uint8) that begin at a block; they are freed together with their slab."""
+        room = whole_blocks(size)
+        if room > self._rest.numel():
+            self._rest = self._streams.host_empty([max(SLAB, 1 << (room - 1).bit_length())], dtype=torch.uint8)
+        cut, self._rest = self._rest[:size], self._rest[room:]
+        return cut
+
+
 class StagingBuffers:
     """Pool of at most `count` buffers of `size` bytes each, made when they are first needed."""
 
@@ -44,16 +64,16 @@ class StagingBuffers:
         *,
         count: int,
         size: int,
-        device: torch.device,
+        streams: Streams,
         on_new_buffer: Callable[[Tensor], None] = lambda _: None,
         is_disk_slow: bool = False,
     ) -> None:
-        """`device`: where computations run; for a GPU the buffers are pinned. `on_new_buffer`: gets each new buffer.
+        """`streams`: of the device that computes; for a GPU the buffers are pinned. `on_new_buffer` gets new buffers.
 
         `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so.
         """
         self.size = whole_blocks(size)
-        self._device = device
+        self._streams = streams
         self._left = count
         self._on_new_buffer = on_new_buffer
         self._is_disk_slow = is_disk_slow
@@ -68,7 +88,7 @@ class StagingBuffers:
             if self._left and (self._is_disk_slow or not self._free):
                 self._left -= 1
                 self.bytes += self.size
-                buffer = aligned(self.size, device=self._device)
+                buffer = aligned(self.size, streams=self._streams)
                 self._on_new_buffer(buffer)
                 return buffer
             while not self._free:

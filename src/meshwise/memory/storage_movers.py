@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.streams import StreamEvent, streams_of
+from meshwise.comm.api.streams import StreamEvent, Streams
+from meshwise.memory.staging_buffers import PinnedSlabs
 from meshwise.memory.swap_file import SwapFile, SwapTransfer, aligned, whole_blocks
 
 
@@ -89,10 +90,12 @@ class StorageMover(ABC):
 class DiskMover(StorageMover):
     """Mover of storages to a swap file and back."""
 
-    def __init__(self, file: SwapFile, *, device: torch.device, transfers: ActivationTransfers) -> None:
+    def __init__(self, file: SwapFile, *, streams: Streams, transfers: ActivationTransfers) -> None:
         self.file = file
-        self.device = device
+        self.streams = streams
+        self.device = streams.device
         self._buffers = _BoundedBuffers(transfers.staged)
+        self._copies = self.streams.create()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lock = threading.Lock()
 
@@ -101,13 +104,22 @@ class DiskMover(StorageMover):
         size = values.numel()
         rounded = whole_blocks(size)
         offset = self._place(rounded)
-        buffer = self._buffers.take(rounded, device=self.device)
-        buffer[:size].copy_(values)
-        written = self.file.write(offset, values=buffer)
+        buffer = self._buffers.take(rounded, streams=self.streams)
+        copied = self._copy_out(values, buffer[:size])
+        written = self.file.write(offset, values=buffer, after=copied.synchronize)
         lent = [buffer]  # the transfer keeps its callback, which must not keep the buffer alive
         del buffer
         written.then(lambda: self._buffers.give(lent.pop()))
         return _StorageOnDisk(self, offset, written, size, before)
+
+    def _copy_out(self, values: Tensor, into: Tensor) -> StreamEvent:
+        """Start to copy device memory to host memory, and return the event of its end."""
+        self._copies.wait_stream(self.streams.current())
+        with self.streams.use(self._copies):
+            into.copy_(values, non_blocking=True)
+            copied = self.streams.mark()
+        self.streams.keep(values, stream=self._copies)
+        return copied
 
     def _place(self, size: int) -> int:
         with self._lock:
@@ -140,7 +152,7 @@ class _StorageOnDisk(ParkedStorage):
     def start(self) -> None:
         if self._read is None:
             self._written.wait()
-            self._buffer = aligned(whole_blocks(self.size), device=self._mover.device)
+            self._buffer = aligned(whole_blocks(self.size), streams=self._mover.streams)
             self._read = self._mover.file.read(self._offset, into=self._buffer)
 
     def get(self) -> Tensor:
@@ -170,7 +182,7 @@ class _BoundedBuffers:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._changed = threading.Condition()
 
-    def take(self, size: int, *, device: torch.device) -> Tensor:
+    def take(self, size: int, *, streams: Streams) -> Tensor:
         """Return a buffer of `size` bytes. A buffer larger than `most` is lent only while no other buffer is lent."""
         with self._changed:
             while self._taken and self._taken + size > self._most:
@@ -179,7 +191,7 @@ class _BoundedBuffers:
             if self._free[size]:
                 return self._free[size].pop()
             self._free = defaultdict(list, {key: kept for key, kept in self._free.items() if key == size})
-        return aligned(size, device=device)
+        return aligned(size, streams=streams)
 
     def give(self, buffer: Tensor) -> None:
         """Return `buffer` to the free buffers, and wake waiting calls of `take`."""
@@ -195,54 +207,60 @@ class _BoundedBuffers:
 class HostMover(StorageMover):
     """Mover of a GPU's storages to pinned memory of the host and back."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.streams = streams_of(device)
-        self.copies = self.streams.create()
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+    def __init__(self, streams: Streams) -> None:
+        self.device = streams.device
+        self.streams = streams
+        self._out, self.back = self.streams.create(), self.streams.create()
+        self._pinned = PinnedSlabs(streams)
+        self._free: dict[int, list[tuple[Tensor, StreamEvent]]] = defaultdict(list)
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Start to copy `values` on the copy stream, after the work issued so far; the compute stream does not wait."""
+        """Start to copy `values` on another stream, after the work issued so far; the compute stream does not wait."""
         size = values.numel()
         self.count(size)
-        host = self._free[size].pop() if self._free[size] else self.streams.host_empty([size], dtype=torch.uint8)
-        self.copies.wait_stream(self.streams.current())
-        with self.streams.use(self.copies):
+        if self._free[size]:
+            host, read = self._free[size].pop()
+            self._out.wait_event(read)
+        else:
+            host = self._pinned.cut(size)
+        self._out.wait_stream(self.streams.current())
+        with self.streams.use(self._out):
             host.copy_(values, non_blocking=True)
-        self.streams.keep(values, stream=self.copies)
-        return _StorageOnHost(self, host, before)
+            copied = self.streams.mark()
+        self.streams.keep(values, stream=self._out)
+        return _StorageOnHost(self, host, copied, before)
 
     def close(self) -> None:
         """Free the buffers in host memory."""
         self._free.clear()
 
-    def free(self, host: Tensor) -> None:
-        """Free a host buffer; its next copies follow the earlier ones, because all are on the same stream."""
+    def free(self, host: Tensor, *, read: StreamEvent) -> None:
+        """Free a host buffer. The next copy to the buffer waits for `read`, the end of the last copy from it."""
         self.count(-host.numel())
-        self._free[host.numel()].append(host)
+        self._free[host.numel()].append((host, read))
 
 
 class _StorageOnHost(ParkedStorage):
-    def __init__(self, mover: HostMover, host: Tensor, before: ParkedStorage | None) -> None:
+    def __init__(self, mover: HostMover, host: Tensor, copied: StreamEvent, before: ParkedStorage | None) -> None:
         super().__init__(host.numel(), before=before)
-        self._mover, self._host = mover, host
+        self._mover, self._host, self._copied = mover, host, copied
         self._back: Tensor | None = None
-        self._arrived: StreamEvent | None = None
+        self._arrived = mover.streams.event()
 
     def start(self) -> None:
         if self._back is None:
-            with self._mover.streams.use(self._mover.copies):
+            self._mover.back.wait_event(self._copied)
+            with self._mover.streams.use(self._mover.back):
                 self._back = self._host.to(self._mover.device, non_blocking=True)
-                self._arrived = self._mover.streams.mark()
+                self._arrived.record(self._mover.back)
 
     def get(self) -> Tensor:
         self.start()
         assert self._back is not None
-        assert self._arrived is not None
         current = self._mover.streams.current()
         current.wait_event(self._arrived)
         self._mover.streams.keep(self._back, stream=current)
         return self._back
 
     def __del__(self) -> None:
-        self._mover.free(self._host)
+        self._mover.free(self._host, read=self._arrived)

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import Streams
 
 BLOCK = 4096
 """Bytes of a block: direct reads and writes begin and end at multiples of it, in the file and in memory."""
@@ -49,9 +49,6 @@ REGION = 64 * 2**20
 
 REMEMBERED = 10_000
 """Number of last activities whose times are kept."""
-
-
-_CPU = torch.device("cpu")
 
 
 class TierError(RuntimeError):
@@ -78,6 +75,11 @@ class SwapTransfer:
     def of(cls, transfers: "Sequence[SwapTransfer]") -> "SwapTransfer":
         """Return several transfers as one, which ends when all of them have ended."""
         return cls([future for transfer in transfers for future in transfer._futures])
+
+    @property
+    def ended(self) -> bool:
+        """True if all pieces have ended, even if some failed."""
+        return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
         """Wait until all pieces are moved. Raises TierError if a piece failed."""
@@ -160,9 +162,12 @@ class SwapFile:
         """Start to fill `into` (uint8, aligned, whole blocks) from byte `offset` of the file on."""
         return self._move("read", os.preadv, offset, into)
 
-    def write(self, offset: int, *, values: Tensor) -> SwapTransfer:
-        """Start to write `values` (uint8, aligned, whole blocks) to the file from byte `offset` on."""
-        return self._move("write", os.pwritev, offset, values)
+    def write(self, offset: int, *, values: Tensor, after: Callable[[], None] = lambda: None) -> SwapTransfer:
+        """Start to write `values` (uint8, aligned, whole blocks) to the file from byte `offset` on.
+
+        `after` is called on the file's threads before they read `values`; it may wait for them.
+        """
+        return self._move("write", os.pwritev, offset, values, after)
 
     def later(self, call: Callable[[], object]) -> None:
         """Call `call` on one of the file's threads, without waiting for it."""
@@ -175,12 +180,15 @@ class SwapFile:
             self._file.close()
             self._room = torch.empty(0, dtype=torch.uint8)
 
-    def _move(self, kind: str, call: Callable[..., int], offset: int, memory: Tensor) -> SwapTransfer:
+    def _move(
+        self, kind: str, call: Callable[..., int], offset: int, memory: Tensor, after: Callable[[], None] = lambda: None
+    ) -> SwapTransfer:
         assert memory.dtype == torch.uint8
         assert offset % BLOCK == memory.data_ptr() % BLOCK == memory.numel() % BLOCK == 0
 
-        def move(start: int, data: memoryview) -> None:
-            begun = time.monotonic()
+        def move(start: int, piece: Tensor) -> None:
+            after()
+            begun, data = time.monotonic(), piece.numpy().data
             size = len(data)
             while data:
                 try:
@@ -193,10 +201,8 @@ class SwapFile:
                 start, data = start + count, data[count:]
             self.moved.append(TierActivity(kind, size, begun, time.monotonic()))
 
-        data = memory.numpy().data
-        return SwapTransfer(
-            [self._pool.submit(move, offset + low, data[low : low + PIECE]) for low in range(0, len(data), PIECE)]
-        )
+        starts = range(0, memory.numel(), PIECE)
+        return SwapTransfer([self._pool.submit(move, offset + low, memory[low : low + PIECE]) for low in starts])
 
     def _map(self, size: int) -> None:
         """Map `size` bytes after the bytes in use. Each mapping keeps a descriptor, so there are few, growing ones."""
@@ -236,14 +242,17 @@ def whole_blocks(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def aligned(size: int, *, device: torch.device = _CPU) -> Tensor:
+def aligned(size: int, *, streams: Streams | None = None) -> Tensor:
     """Return an uninitialized uint8 tensor of `size` bytes in host memory, aligned to blocks.
 
-    It is pinned if `device` is a GPU, and a meta tensor if `device` is meta.
+    It is pinned if `streams` belong to a GPU, and a meta tensor if they belong to meta. None: the CPU's.
     """
-    if device.type == "meta":
-        raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="meta")
+    if streams is not None and streams.device.type == "cuda":
+        raw = streams.host_empty([size], dtype=torch.uint8)
+        if raw.data_ptr() % BLOCK == 0:  # room for a shift would double it: torch rounds up to a power of two
+            return raw
+        raw = streams.host_empty([size + BLOCK], dtype=torch.uint8)
     else:
-        raw = streams_of(device).host_empty([size + BLOCK], dtype=torch.uint8)
+        raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu" if streams is None else streams.device)
     start = -raw.data_ptr() % BLOCK
     return raw[start : start + size]

@@ -2,8 +2,8 @@
 
     | tier      if the rank computes on a GPU                       if it computes on the CPU
     | device    memory of the GPU                                   memory of the host
-    | cpu       pinned memory of the host; copied on a separate     memory of the host, so nothing moves
-    |           CUDA stream
+    | cpu       pinned memory of the host; copied on two separate   memory of the host, so nothing moves
+    |           CUDA streams, one for each direction
     | disk      the rank's swap file; data passes through           the same, with ordinary staging buffers
     |           pinned staging buffers
 
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import StreamEvent, Streams, streams_of
 from meshwise.memory.rehearsed_movers import RehearsedFile
-from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
+from meshwise.memory.staging_buffers import PinnedSlabs, StagingBuffers, SwapConfig
 from meshwise.memory.swap_file import BLOCK, REMEMBERED, SwapFile, SwapTransfer, TierActivity, whole_blocks
 from meshwise.plan.plan_keys import Offload
 
@@ -59,11 +59,12 @@ class Tiers:
     """Storage of one rank's offloaded tensors, and their movement between the tiers and the device."""
 
     def __init__(
-        self, offload: Offload | None = None, *, device: torch.device | None = None, swap: SwapConfig | None = None
+        self, offload: Offload | None = None, *, streams: Streams | None = None, swap: SwapConfig | None = None
     ) -> None:
-        """`device`: the device that computes, by default the CPU. Raises TierError if no swap file can be made."""
+        """`streams`: of the device that computes, by default the CPU's. Raises TierError without a swap file."""
         self.offload = offload or Offload()
-        self.device = device or torch.device("cpu")
+        self._streams = streams or streams_of(torch.device("cpu"))
+        self.device = self._streams.device
         self.swap = swap or SwapConfig()
         self._updates_on_cpu = self.offload.updates_on_cpu
         self.file: SwapFile | RehearsedFile | None = None
@@ -78,8 +79,10 @@ class Tiers:
         self._buffers: list[StagingBuffers] = []
         self._stored: list[SwapTransfer] = []
         self._updates: deque[TierActivity] = deque(maxlen=REMEMBERED)
-        self._streams = streams_of(self.device)
-        self._copies = self._streams.create() if self._on_gpu and self.offload != Offload() else None
+        moves = self._on_gpu and self.offload != Offload()
+        self._out = self._streams.create() if moves else None
+        self._in = self._streams.create() if moves else None
+        self._pinned = PinnedSlabs(self._streams)
 
     @property
     def updates_on(self) -> torch.device:
@@ -106,7 +109,7 @@ class Tiers:
         return self._new_buffers(count=GATHERED_AHEAD, size=self._largest)
 
     def _new_buffers(self, **options: Any) -> StagingBuffers:
-        buffers = StagingBuffers(device=self.device, on_new_buffer=self.on_new_buffer, **options)
+        buffers = StagingBuffers(streams=self._streams, on_new_buffer=self.on_new_buffer, **options)
         self._buffers.append(buffers)
         return buffers
 
@@ -137,6 +140,8 @@ class Tiers:
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
+        if self._on_gpu:
+            return self._pinned.cut(numel * dtype.itemsize).view(dtype)
         return self._streams.host_empty([numel], dtype=dtype)
 
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
@@ -176,10 +181,11 @@ class Tiers:
             return self._read(tensor, offset, buffer, self._gathered)
         if tensor.device.type == self.device.type:
             return BorrowedTensor(tensor)
-        assert self._copies is not None
-        with self._streams.use(self._copies):
+        assert self._in is not None
+        with self._streams.use(self._in):
             values = tensor.to(self.device, non_blocking=True)
-        return BorrowedTensor(values, ready=lambda: self._join(values))
+            copied = self._streams.mark()
+        return BorrowedTensor(values, ready=lambda: self._join(values, copied))
 
     def read(self, tensor: Tensor, *, into: Tensor) -> SwapTransfer:
         """Start to read a tensor on disk into `into` (uint8, whole blocks, as from a staging buffer)."""
@@ -194,32 +200,43 @@ class Tiers:
     def store(self, values: Tensor, *, into: Tensor) -> None:
         """Start to copy `values` on the device into the offloaded tensor `into`; `settle` waits for the copy."""
         if self.file is None or (offset := self.file.locate(into)) is None:
-            if self._copies is None:
+            if self._out is None:
                 into.copy_(values)
-                return
-            self._copies.wait_stream(self._streams.current())
-            with self._streams.use(self._copies):
-                into.copy_(values, non_blocking=True)
-            self._streams.keep(values, stream=self._copies)
+            else:
+                self._copy_out(values, into)
             return
         source = values.view(torch.uint8)
         for low in range(0, source.numel(), self.staging.size):
             piece = source[low : low + self.staging.size]
             buffer = self.staging.take()
             assert buffer is not None
-            buffer[: piece.numel()].copy_(piece)
-            transfer = self.file.write(offset + low, values=buffer[: whole_blocks(piece.numel())])
+            copied = self._copy_out(piece, buffer[: piece.numel()])
+            transfer = self.file.write(
+                offset + low, values=buffer[: whole_blocks(piece.numel())], after=copied.synchronize
+            )
             transfer.then(lambda buffer=buffer: self.staging.give(buffer))  # type: ignore[misc] # one for each
             self._stored.append(transfer)
+
+    def _copy_out(self, values: Tensor, into: Tensor) -> StreamEvent:
+        """Start to copy device memory to host memory, and return the event of its end."""
+        if self._out is None:
+            into.copy_(values)
+            return self._streams.mark()
+        self._out.wait_stream(self._streams.current())
+        with self._streams.use(self._out):
+            into.copy_(values, non_blocking=True)
+            copied = self._streams.mark()
+        self._streams.keep(values, stream=self._out)
+        return copied
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, for the stores and the compute stream's work issued so far."""
         stored = SwapTransfer.of(self._stored)
-        if self._copies is None:
+        if self._out is None:
             return stored.wait
-        self._copies.wait_stream(self._streams.current())
+        self._out.wait_stream(self._streams.current())
         event = self._streams.event()
-        event.record(self._copies)
+        event.record(self._out)
 
         def wait() -> None:
             stored.wait()
@@ -232,12 +249,13 @@ class Tiers:
         stored, self._stored = self._stored, []
         for transfer in stored:
             transfer.wait()
-        if self._copies is not None:
-            self._copies.synchronize()
+        if self._out is not None and self._in is not None:
+            self._out.synchronize()
+            self._in.synchronize()
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread issues GPU work on the copy stream, if that exists."""
-        return contextlib.nullcontext() if self._copies is None else self._streams.use(self._copies)
+        """Return a context in which this thread issues GPU work on the stream of copies to the device, if any."""
+        return contextlib.nullcontext() if self._in is None else self._streams.use(self._in)
 
     def close(self) -> None:
         """Close the swap file when its transfers have ended."""
@@ -259,13 +277,15 @@ class Tiers:
         transfer = self.file.read(offset, into=buffer[: whole_blocks(size)])
         values = buffer[:size].view(tensor.dtype)
         if not self._on_gpu:
-            return BorrowedTensor(values, ready=transfer.wait, release=lambda: staging.give(buffer))
+            return BorrowedTensor(
+                values, ready=transfer.wait, release=lambda: transfer.then(lambda: staging.give(buffer))
+            )
         moved, copied = torch.empty_like(values, device=self.device), self._streams.event()
 
         def ready() -> None:
             transfer.wait()
             moved.copy_(values, non_blocking=True)
-            copied.record()
+            copied.record(self._streams.current())
 
         def give() -> None:
             copied.synchronize()
@@ -273,12 +293,14 @@ class Tiers:
 
         def release() -> None:
             assert self.file is not None
-            self.file.later(give)
+            if transfer.ended:
+                self.file.later(give)
+            else:  # nobody has waited for the values
+                transfer.then(give)
 
         return BorrowedTensor(moved, ready=ready, release=release)
 
-    def _join(self, values: Tensor) -> None:
-        assert self._copies is not None
+    def _join(self, values: Tensor, copied: StreamEvent) -> None:
         current = self._streams.current()
-        current.wait_stream(self._copies)
+        current.wait_event(copied)
         self._streams.keep(values, stream=current)

@@ -6,8 +6,9 @@ table, a mask, or a norm that the author computes in fp32. Three measures make a
 - Floating parameters are stored in the dtype of the plan. Parameters of a norm with running statistics keep their own
   dtype: its kernel accepts activations of any dtype, but parameters only in the dtype of the statistics.
 - A hook on each module that holds floating parameters itself converts the module's inputs to the parameters' dtype.
-- Autocast is on during the forward. So the product of an fp32 tensor (a query after an fp32 rotary table) and a bf16
-  tensor is computed in bf16. Most operands are in bf16 already, and autocast leaves them as they are.
+- Products are computed in the dtype of the plan: of an fp32 tensor (a query after an fp32 rotary table) and a bf16
+  tensor, say. On the CPU autocast does it. On CUDA autocast would also compute norms, softmax and sums in fp32, and pay
+  casts and memory for it. There a mode converts the operands of products alone (`ProductCasts`).
 
 Statistics and the loss are computed in fp32. torch's kernels for norms and softmax do so for any input, and so do the
 split layers of this library. The model's output is converted to fp32 before the loss.
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.batch_norm_classes import RunningNorm
@@ -67,12 +70,66 @@ class CastHooks:
 def autocast_context(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return the autocast context of a forward on `device`, in the dtype `precision.computes`.
 
-    The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast.
+    The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it converts
+    the operands of products alone if the parameters are stored in the dtype.
     """
     dtype = precision.computes
-    if dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
+    if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
+    if device.type == "cuda" and precision.parameters is not None:
+        return ProductCasts(dtype)
     return torch.autocast(device.type, dtype=dtype, cache_enabled=precision.parameters is None)
+
+
+class ProductCasts(TorchFunctionMode):
+    """Mode that computes products (matmul, linear, attention, convolution) in one dtype, and changes nothing else."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, with its floating operands in the dtype if it is a product."""
+        if func in _PRODUCTS:
+            args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, operand: Tensor) -> Tensor:
+        return operand.to(self.dtype) if operand.is_floating_point() and operand.dtype != self.dtype else operand
+
+
+def active_product_casts() -> contextlib.AbstractContextManager[Any]:
+    """Return a context with the `ProductCasts` of this thread, to run a part of the forward again."""
+    found = _product_casts()
+    return contextlib.nullcontext() if found is None else ProductCasts(found.dtype)
+
+
+def product_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype in which this thread computes products on a type of device: of `ProductCasts`, or autocast."""
+    if device == "cuda" and (found := _product_casts()) is not None:
+        return found.dtype
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+def _product_casts() -> ProductCasts | None:
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, ProductCasts)), None)
+
+
+_METHODS = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm")
+_PRODUCTS = frozenset(
+    [
+        *(
+            getattr(torch, name)
+            for name in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "einsum")
+        ),
+        *(getattr(Tensor, name) for name in _METHODS),
+        *(Tensor.__matmul__, Tensor.__rmatmul__, functional.linear, functional.bilinear),
+        *(getattr(functional, f"conv{kind}{dims}d") for kind in ("", "_transpose") for dims in (1, 2, 3)),
+        functional.scaled_dot_product_attention,
+    ]
+)
+"""Functions of torch that multiply matrices; autocast converts their operands too."""
 
 
 def widen_for_loss(output: Any) -> Any:

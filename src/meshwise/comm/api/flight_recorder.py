@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from meshwise.comm.api.stopwatch import Activity, ActivityStopwatch, StepPhase
+from meshwise.comm.api.stopwatch import Activity, ActivityStopwatch, ProfilerRanges, StepPhase
+from meshwise.comm.api.streams import Streams
 
 _NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
 _KEPT = 1024
@@ -145,6 +146,7 @@ class FlightRecorder:
         self._waiter: int | None = None
         self._doing: Activity = StepPhase.OUTSIDE
         self._stopwatch: ActivityStopwatch | None = None
+        self._ranges: ProfilerRanges | None = None
         self.digests: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[CallRecord]] = []
 
@@ -158,6 +160,8 @@ class FlightRecorder:
         self._doing = what
         if self._stopwatch is not None:
             self._stopwatch.begins(what)
+        if self._ranges is not None:
+            self._ranges.begins(what)
 
     def write(self, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
         """Store the record of a call that is about to be made, and make it the position of the rank. ranks: the ranks
@@ -216,15 +220,25 @@ class FlightRecorder:
                 self._stopwatch.add_background(what, start=start, stop=stop)
 
     @contextlib.contextmanager
-    def timed(self, device: torch.device) -> Iterator[ActivityStopwatch]:
+    def timed(self, streams: Streams) -> Iterator[ActivityStopwatch]:
         """Measure the rank's activities and waits inside the block. Raises RuntimeError inside another such block."""
         if self._stopwatch is not None:
             raise RuntimeError("this rank is in a `timed` block already; end that block first")
-        self._stopwatch = ActivityStopwatch(device)
+        self._stopwatch = ActivityStopwatch(streams)
         try:
             yield self._stopwatch
         finally:
             self._stopwatch = None
+
+    @contextlib.contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Show the rank's activities and waits inside the block to torch's profiler, as ranges."""
+        self._ranges = ProfilerRanges()
+        try:
+            yield
+        finally:
+            self._ranges.begins(StepPhase.OUTSIDE)
+            self._ranges = None
 
 
 class _Waiting:
@@ -241,15 +255,25 @@ class _Waiting:
         self._since = time.monotonic()
         flight_recorder.position = Position(self._new_record, self._since)
         self._moment = None if self._watch is None else self._watch.now()
+        ranges = flight_recorder._ranges
+        self._range = None if ranges is None else ranges.waiting(self._what)
+        if self._range is not None:
+            self._range.__enter__()
+
+    @property
+    def _what(self) -> str:
+        return f"{self._new_record.kind} {'·'.join(self._new_record.axes)}"
 
     def __exit__(self, *_: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
         flight_recorder = self._flight_recorder
         flight_recorder._waiter = self._outer
         flight_recorder.position = self._before
         if self._before.waiting_since is None:
             flight_recorder.waited += time.monotonic() - self._since
             if self._watch is not None and self._moment is not None:
-                self._watch.waited(f"{self._new_record.kind} {'·'.join(self._new_record.axes)}", since=self._moment)
+                self._watch.waited(self._what, since=self._moment)
 
 
 def disagreement(records: Mapping[int, CallRecord]) -> str | None:

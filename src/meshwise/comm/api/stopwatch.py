@@ -1,18 +1,20 @@
-"""Measure when a rank begins each activity of a step, and how long it waits in collectives.
+"""Measure when a rank begins each activity of a step, and how long it waits in collectives; or show it to a profiler.
 
 Each time is taken by an event on the current CUDA stream, or on the CPU by the clock. So on a GPU the times are GPU
 times, and the host does not wait for the GPU before `read`.
 """
 
+import contextlib
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import torch
+from torch.profiler import record_function
 
-from meshwise.comm.api.streams import StreamEvent, streams_of
+from meshwise.comm.api.streams import StreamEvent, Streams
 
 
 class StepPhase(StrEnum):
@@ -48,11 +50,31 @@ class TimedSpan:
     """True for work of another thread of the rank, at the same time as the activities."""
 
 
+class ProfilerRanges:
+    """Ranges of torch's profiler around the activities and waits of one rank, by which a trace is read.
+
+    Inside `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems.
+    """
+
+    def __init__(self) -> None:
+        self._activity = contextlib.ExitStack()
+
+    def begins(self, what: Activity) -> None:
+        """End the range of the current activity and begin the range of `what`; none for `StepPhase.OUTSIDE`."""
+        self._activity.close()
+        if what != StepPhase.OUTSIDE:
+            self._activity.enter_context(record_function(str(what)))
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Return the range of a wait for the collective `what`."""
+        return record_function(f"wait {what}")
+
+
 class ActivityStopwatch:
     """Stopwatch for the activities and waits of one rank."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._streams = streams_of(device)
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._origin = self._streams.origin()
         self._marks: list[tuple[Activity, StreamEvent]] = []
         self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []

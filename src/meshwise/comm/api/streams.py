@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 class StreamEvent(Protocol):
@@ -27,6 +28,9 @@ class StreamEvent(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the work before the event is done; return at once if the event was never recorded."""
+
+    def query(self) -> bool:
+        """Return whether the work before the event is done, without blocking."""
 
     def elapsed_time(self, end: Any, /) -> float:
         """Return the milliseconds from this event to the event `end`; both must be made with `timing=True`."""
@@ -90,8 +94,10 @@ class Streams(Protocol):
     def memory(self) -> DeviceMemory | None:
         """Memory figures of a GPU; None for other devices."""
 
-    def create(self) -> Stream:
-        """Return a new stream."""
+    def create(self, *, urgent: bool = False) -> Stream:
+        """Return a stream of the device's pool; after 32 calls a stream is returned again. urgent: True for a stream
+        of the other pool, whose work the device prefers.
+        """
 
     def current(self) -> Stream:
         """Return the current stream of this thread."""
@@ -119,6 +125,9 @@ class Streams(Protocol):
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
         """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
 
+    def resize(self, tensor: Tensor, *, size: int) -> None:
+        """Let the storage of `tensor` have `size` bytes, with unspecified values; 0 frees its memory."""
+
     def synchronize(self) -> None:
         """Block the host until all work of the device is done."""
 
@@ -129,9 +138,28 @@ class Streams(Protocol):
         """Return torch's default random generator of the device."""
 
 
+class SimulatedDeviceMode(TorchDispatchMode):
+    """Dispatch mode of a thread whose CUDA device is simulated: the base of a mode in `tests/accelerator`."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+
+
 def streams_of(device: torch.device) -> Streams:
-    """Return the `Streams` of a device: `CudaStreams` for CUDA, `HostStreams` for any other device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams(device)
+    """Return the `Streams` of a device: `CudaStreams` for CUDA, `HostStreams` for any other device.
+
+    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA.
+    """
+    if device.type != "cuda":
+        return HostStreams(device)
+    return _simulated() or CudaStreams(device)
+
+
+def _simulated() -> Streams | None:
+    """Return the streams of this thread's simulated device, or None."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode.streams for mode in modes if isinstance(mode, SimulatedDeviceMode)), None)
 
 
 # ---- CUDA --------------------------------------------------------------------------------------------------------
@@ -179,9 +207,9 @@ class CudaStreams:
         """Memory figures of the device."""
         return CudaMemory(self.device)
 
-    def create(self) -> Stream:
-        """Return a new stream."""
-        return torch.cuda.Stream(self.device)
+    def create(self, *, urgent: bool = False) -> Stream:
+        """Return a stream of torch's pool of 32, or of its pool of high priority."""
+        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
 
     def current(self) -> Stream:
         """Return the current stream of this thread."""
@@ -221,6 +249,10 @@ class CudaStreams:
         assert isinstance(stream, torch.cuda.Stream)
         tensor.record_stream(stream)
 
+    def resize(self, tensor: Tensor, *, size: int) -> None:
+        """Let the storage of `tensor` have `size` bytes; freed memory is used again in the order of its stream."""
+        tensor.untyped_storage().resize_(size)
+
     def synchronize(self) -> None:
         """Block the host until all work of the device is done."""
         torch.cuda.synchronize(self.device)
@@ -252,6 +284,10 @@ class HostEvent:
     def synchronize(self) -> None:
         """Return at once."""
 
+    def query(self) -> bool:
+        """Return True: the work of the device is done when its calls return."""
+        return True
+
     def elapsed_time(self, end: "HostEvent", /) -> float:
         """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
@@ -279,7 +315,7 @@ class HostStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def create(self) -> HostStream:
+    def create(self, *, urgent: bool = False) -> HostStream:  # noqa: ARG002 - the device has one stream
         """Return the only stream of the device."""
         return HostStream()
 
@@ -314,6 +350,10 @@ class HostStreams:
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
         """Do nothing: all work of the stream is done."""
 
+    def resize(self, tensor: Tensor, *, size: int) -> None:
+        """Let the storage of `tensor` have `size` bytes."""
+        tensor.untyped_storage().resize_(size)
+
     def synchronize(self) -> None:
         """Return at once."""
 
@@ -341,7 +381,7 @@ def gpu_properties(device: torch.device | int) -> Any:
 
 def cuda_in_use() -> bool:
     """Return True if this process has initialized CUDA; then its forks cannot use a GPU."""
-    return bool(torch.cuda.is_initialized())
+    return bool(torch.cuda.is_initialized()) or _simulated() is not None
 
 
 def nccl_version() -> str:
@@ -361,5 +401,5 @@ def restore_generators(states: Sequence[Tensor]) -> None:
 
 
 def _generators() -> list[torch.Generator]:
-    on_gpu = [CudaStreams(torch.device("cuda")).generator()] if cuda_in_use() else []
+    on_gpu = [streams_of(torch.device("cuda")).generator()] if cuda_in_use() else []
     return [torch.default_generator, *on_gpu]

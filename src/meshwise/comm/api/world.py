@@ -13,7 +13,7 @@ import abc
 import copy
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Self, TypeAlias
@@ -35,6 +35,7 @@ from meshwise.comm.api.flight_recorder import (
     ranks_text,
 )
 from meshwise.comm.api.stopwatch import ActivityStopwatch
+from meshwise.comm.api.streams import streams_of
 
 
 def keep_inference_mode(job: Callable[[], None]) -> Callable[[], None]:
@@ -137,6 +138,7 @@ class World(abc.ABC):
         self.rank = rank
         self.mesh = mesh
         self.device = device
+        self.streams = streams_of(device)
         self.flight_recorder = flight_recorder or FlightRecorder()
         self._groups: dict[tuple[str, ...], Group] = {}
 
@@ -149,6 +151,11 @@ class World(abc.ABC):
     def position(self) -> Position:
         """Collective that this rank waits for or called last, through any view of this world."""
         return self.flight_recorder.position
+
+    @property
+    def unfinished(self) -> CallRecord | None:
+        """Oldest call whose `wait` has returned, but whose work the device has not done. None if all is done."""
+        return None
 
     def over(self, mesh: Mesh) -> Self:
         """Return a view of this world over another mesh. Raises ValueError if the mesh has another number of ranks."""
@@ -172,6 +179,12 @@ class World(abc.ABC):
         nothing: each rank only waits until every rank has written its part.
         """
         return None
+
+    def prepare(self, *, groups: Iterable[Group] = (), lines: Iterable[tuple[int, int]] = ()) -> None:  # noqa: B027
+        """Open the connections of `groups`, and of the messages of each line (source rank, target rank). All members
+        of a group, and both ranks of a line, call this method at the same time. Without it, some worlds connect ranks
+        at their first call, which then blocks until all of them call.
+        """
 
     def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
         """Do this rank's part of collectives for which other ranks wait now, without blocking. Call it now and then
@@ -202,7 +215,7 @@ class World(abc.ABC):
 
     def timed(self) -> AbstractContextManager[ActivityStopwatch]:
         """Measure this rank's activities and waits inside the block. Raises RuntimeError inside another such block."""
-        return self.flight_recorder.timed(self.device)
+        return self.flight_recorder.timed(self.streams)
 
     @property
     def rank_mismatch(self) -> int:
@@ -319,13 +332,13 @@ class World(abc.ABC):
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        data = self._bytes_of(value)
         lengths = torch.empty(group.size, dtype=torch.int64, device=self.device)
         own = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         self.all_gather(own, into=lengths, axes=group.axes).wait()
         parts = [data.new_empty(int(length)) for length in lengths.tolist()]
         self.all_gather(data, into=parts, axes=group.axes).wait()
-        return [pickle.loads(bytes(part.tolist())) for part in parts]
+        return [_value_of(part) for part in parts]
 
     def totals(self, x: Tensor, *, digest: int = 0, equal: Axes | None = None) -> tuple[list[float], float]:
         """Return the sums over all ranks of `x` (an fp64 vector) and of `rank_mismatch`, by one blocking all-reduce.
@@ -342,7 +355,7 @@ class World(abc.ABC):
 
     def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
         """Send a small Python value to group index `to` along one axis, as two messages; wait for both."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        data = self._bytes_of(value)
         length = torch.tensor([data.numel()], device=self.device)
         return [self.send(part, axis=axis, to=to) for part in (length, data)]
 
@@ -352,7 +365,11 @@ class World(abc.ABC):
         self.recv(length, axis=axis, source=source).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.recv(data, axis=axis, source=source).wait()
-        return pickle.loads(bytes(data.tolist()))
+        return _value_of(data)
+
+    def _bytes_of(self, value: Any) -> Tensor:
+        """Return a pickled value as uint8 elements on the device."""
+        return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
 
     # ---- implemented by subclasses: the tensors passed are 1-D, contiguous and outside autograd -------------------
 
@@ -428,6 +445,11 @@ class World(abc.ABC):
         record = CallRecord(self.flight_recorder.calls, kind, group.axes, shape, dtype, size, call_site(), how)
         self.flight_recorder.write(record, ranks=group.ranks)
         return record
+
+
+def _value_of(data: Tensor) -> Any:
+    """Return the value whose pickle is in `data`, uint8 elements on any device."""
+    return pickle.loads(data.cpu().numpy().data)
 
 
 def _copy(x: Parts, into: Parts) -> Work:

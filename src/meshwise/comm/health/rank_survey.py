@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwise.comm.api.flight_recorder import CallLine, PlacedCall, first_difference, ranks_text
+from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, first_difference, ranks_text
 
 _MOST_LINES = 16
 _MOST_STACKS = 4
@@ -33,6 +33,7 @@ class RankAnswer:
     | counts    number of calls so far on each line (`CallLine`)
     | stack     Python stacks of the rank as text
     | lost      message of the RankLostError that the rank raised; "" if none
+    | unfinished   on a GPU, the oldest call that the host has passed and the GPU has not; None if there is none
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankAnswer:
     counts: Mapping[CallLine, int]
     stack: str
     lost: str = ""
+    unfinished: CallRecord | None = None
 
     def pending(self) -> Sequence[PlacedCall]:
         """Return the calls in which this rank may be waiting."""
@@ -142,6 +144,7 @@ class RankSurvey:
             return HangFinding(
                 f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False
             )
+        blocked = blocked or sorted(rank for rank, answer in self.answers.items() if answer.unfinished)
         if blocked:
             headline = f"the last call of {ranks_text(blocked)} does not end"
             return HangFinding(headline, tuple(blocked), certain=False)
@@ -170,6 +173,8 @@ class RankSurvey:
         if answer.waiting is None:
             last = f"; its last call was {answer.recent[-1].record}" if answer.recent else ""
             state = f"has called nothing for {answer.waited:.1f} s and may wait{missing}" if missed else "is busy"
+            if answer.unfinished is not None:
+                state = f"has called nothing for {answer.waited:.1f} s; its GPU has not passed {answer.unfinished}"
             return f"  rank {rank} ({answer.process}) {state}{last}"
         return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{missing} in {answer.waiting.record}"
 

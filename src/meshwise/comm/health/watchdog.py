@@ -229,6 +229,7 @@ class Watchdog:
             counts=dict(flight_recorder.counts),
             stack="\n".join(self._stacks()),
             lost=self._lost,
+            unfinished=self._world.unfinished if waited else None,
         )
 
     def _stacks(self) -> list[str]:

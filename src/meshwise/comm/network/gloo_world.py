@@ -17,9 +17,12 @@ current stream. torch's caching host allocator does not reuse pinned memory whil
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeAlias
 
 import torch
@@ -29,10 +32,9 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put, reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.private_buffers import PrivateBuffers
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
 from meshwise.comm.network.mailbox import Mailbox, PendingMessages
-from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
 
 Steps: TypeAlias = Iterator[PendingMessages]
 """A collective that was started, as an iterator over its phases: each item is to be waited for before the next."""
@@ -42,6 +44,47 @@ Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 
 # All-reduces of up to so many bytes use one phase: sending all data to all ranks costs less than a second phase.
 _ONE_PHASE_BYTES = 256 << 10
+
+
+class ThreadJob(Future[None]):
+    """One job of a worker thread, to wait for."""
+
+    def wait(self) -> None:
+        """Block until the job has ended. Raises the exception of the job."""
+        self.result()
+
+
+class WorkerThread:
+    """Thread that runs jobs one after the other; it starts when the object is made.
+
+    `close` joins the thread before the interpreter exits. A daemon thread that is still inside torch then would end the
+    process with "terminate called without an active exception" and a wrong exit status.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[ThreadJob, Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> ThreadJob:
+        """Run `job` after all earlier jobs; return an object to wait for."""
+        ticket = ThreadJob()
+        self._jobs.put((ticket, job))
+        return ticket
+
+    def close(self) -> None:
+        """Block until all jobs are done and the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            ticket, job = entry
+            try:
+                job()
+                ticket.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - `wait` raises it in another thread
+                ticket.set_exception(error)
 
 
 class GlooTransport:
@@ -220,7 +263,12 @@ class GlooWorld(World):
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
-            return _Started(self, call.record, transport, _staged(program, reads, writes, transport.worker(queue)))
+            return _Started(
+                self,
+                call.record,
+                transport,
+                _staged(self.streams, program, reads, writes, worker=transport.worker(queue)),
+            )
         steps = program(reads, writes)
         rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried:
@@ -289,9 +337,10 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
     return do
 
 
-def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker: WorkerThread) -> Callable[[], None]:
+def _staged(
+    streams: Streams, program: Program, reads: list[Tensor], writes: list[Tensor], *, worker: WorkerThread
+) -> Callable[[], None]:
     """Run `program` in a thread on pinned copies of CUDA tensors. The returned function copies the results back."""
-    streams = streams_of(next(x.device for x in (*reads, *writes)))
     copies = [streams.host_empty(x.shape, dtype=x.dtype) for x in (*reads, *writes)]
     for copy, x in zip(copies, reads, strict=False):
         copy.copy_(x, non_blocking=True)
@@ -305,8 +354,6 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], worker:
 
     def finish() -> None:
         ticket.wait()
-        # Kernels of another stream, queued before the call, may still read the tensors that are overwritten here.
-        streams.current().wait_event(copied)
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)
 

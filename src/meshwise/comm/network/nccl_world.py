@@ -1,16 +1,22 @@
 """The World over NCCL, for ranks with one GPU each.
 
-Every group of ranks has its own communicator, which its members make when they first use it. NCCL runs its operations
-on its own streams. A call lets NCCL's stream wait for the current stream; `wait` lets the current stream wait for
-NCCL's. Neither blocks the host. Equal parts in one piece of memory use NCCL's all-gather and reduce-scatter. All other
-parts are exchanged by NCCL's grouped sends and receives (all-to-all).
+Every group of ranks has its own communicator. NCCL runs its operations on its own streams. A call lets NCCL's stream
+wait for the current stream; `wait` lets the current stream wait for NCCL's. Neither blocks the host. Equal parts in one
+piece of memory use NCCL's all-gather and reduce-scatter. All other parts are exchanged by NCCL's grouped sends and
+receives (all-to-all).
 
-For send and recv there is a communicator and a thread for each direction between two ranks. To make a communicator
-takes both ranks. In the main thread ranks that all send first would wait for each other in a circle.
+For send and recv each direction between two ranks has a communicator, and so one stream: a send never queues behind a
+receive. These streams are of high priority, because a stage that waits computes nothing. NCCL knows no tags: messages
+of one direction arrive in the order of sending.
+
+To make a communicator takes all of its ranks, and blocks them. `prepare` makes all of them in one order on every rank.
+A communicator that was not prepared is made at its first call. Ranks that then all send first wait for each other.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -21,18 +27,19 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import StreamEvent
 from meshwise.comm.api.world import Group, Work, World
-from meshwise.comm.network.worker_thread import WorkerThread
 
-Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
-"""Function (store, rank, size) that makes a process group of the ranks that call it over the same store."""
-
-Post: TypeAlias = Callable[[c10d.ProcessGroup], c10d.Work]
-"""Function that starts a send or recv in a process group."""
+Backend: TypeAlias = Callable[[str, tuple[int, ...], int], c10d.ProcessGroup]
+"""Function (purpose, ranks, rank) that makes the process group of `ranks`; all of them call it."""
 
 FOREVER = timedelta(days=30)
 """Timeout of process groups: the watchdog ends hanging jobs before, with a report."""
+
+_REMEMBERED = 64
+
+MESSAGES = "from "
+"""Purpose of the communicators of messages: ranks (source, target)."""
 
 _OPS: Mapping[str, c10d.ReduceOp] = {
     "sum": c10d.ReduceOp(c10d.ReduceOp.SUM),
@@ -41,52 +48,58 @@ _OPS: Mapping[str, c10d.ReduceOp] = {
 }
 
 
-def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    """Return an NCCL process group of the `size` ranks that call this function over the same store."""
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    backend = c10d.ProcessGroupNCCL(store, rank, size, options)
-    group = c10d.ProcessGroup(store, rank, size)
-    group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
-    group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
-    return group
+def nccl(store: c10d.Store) -> Backend:
+    """Return the function that makes NCCL process groups; their ranks meet over `store`, the store of the job."""
+    kind = _preferred_class()
+
+    def make(purpose: str, ranks: tuple[int, ...], rank: int) -> c10d.ProcessGroup:
+        options = kind.Options()
+        options._timeout = FOREVER
+        if "is_high_priority_stream" in dir(options):
+            options.is_high_priority_stream = purpose == MESSAGES
+        own = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", store)
+        index, size = ranks.index(rank), len(ranks)
+        backend = kind(own, index, size, options)
+        group = c10d.ProcessGroup(own, index, size)
+        group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
+        return group
+
+    return make
+
+
+def _preferred_class() -> Any:
+    """Return the class of NCCL groups that torch prefers: from 2.15 on `ProcessGroupNCCL2`, as TORCH_DIST_USE_NCCL2."""
+    new = vars(c10d).get("ProcessGroupNCCL2")
+    default = "1" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else "0"
+    is_new = os.environ.get("TORCH_DIST_USE_NCCL2", default) == "1"
+    return new if new is not None and is_new else c10d.ProcessGroupNCCL
 
 
 class Communicators:
-    """Process groups of one rank, and its threads for messages; both are made when they are first used."""
+    """Process groups of one rank, made when they are first used or prepared."""
 
-    def __init__(self, store: c10d.Store, *, backend: Backend) -> None:
-        self._store = store
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
-        self._workers: dict[tuple[int, int], WorkerThread] = {}
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
         """Return the process group of `ranks` for `purpose`; block until all members have made it. rank: this rank."""
         assert not self.closed, "the world was closed"
         if (purpose, ranks) not in self._made:
-            # A separate connection to the store: a connection that waits for a key is locked. Two threads that wait for
-            # each other's ranks over one connection would wait forever.
-            own = self._store.clone()  # type: ignore[attr-defined]
-            store = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", own)
-            self._made[purpose, ranks] = self._backend(store, ranks.index(rank), len(ranks))
+            self._made[purpose, ranks] = self._backend(purpose, ranks, rank)
         return self._made[purpose, ranks]
 
-    def worker(self, ends: tuple[int, int]) -> WorkerThread:
-        """Return the thread that starts the messages from rank `ends[0]` to rank `ends[1]`."""
-        if ends not in self._workers:
-            self._workers[ends] = WorkerThread(f"meshwise messages from {ends[0]} to {ends[1]}")
-        return self._workers[ends]
+    def has(self, ranks: tuple[int, ...], *, purpose: str = "") -> bool:
+        """Return whether the process group of `ranks` for `purpose` is made."""
+        return (purpose, ranks) in self._made
 
     def close(self) -> None:
-        """Finish all messages, end the threads and release the process groups."""
-        for worker in self._workers.values():
-            worker.close()
+        """Release the process groups, in the same order on every rank: a release may wait for the other members."""
         self.closed = True
-        for group in self._made.values():
-            group.shutdown()
-        self._made.clear()
+        for key in sorted(self._made):
+            self._made.pop(key).shutdown()
 
 
 class NcclWorld(World):
@@ -105,7 +118,27 @@ class NcclWorld(World):
     ) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device, flight_recorder=flight_recorder)
         self._communicators = communicators
-        self.streams = streams_of(device)
+        self._passed: deque[tuple[CallRecord, StreamEvent]] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def unfinished(self) -> CallRecord | None:
+        """Oldest call of the last 64 that the GPU has not passed, though the host has."""
+        return next((record for record, passed in self._passed.copy() if not passed.query()), None)
+
+    def prepare(self, *, groups: Iterable[Group] = (), lines: Iterable[tuple[int, int]] = ()) -> None:
+        """Make the communicators of groups and messages, in one order, and send one number over each line."""
+        keys: set[tuple[str, tuple[int, ...]]] = {("", group.ranks) for group in groups if group.size > 1}
+        keys |= {(MESSAGES, ranks) for ranks in lines if self.rank in ranks}
+        # Every rank goes through its communicators in the same order, so no ranks wait for each other in a circle.
+        new = sorted(key for key in keys if not self._communicators.has(key[1], purpose=key[0]))
+        for purpose, ranks in new:
+            made = self._communicators.of(ranks, rank=self.rank, purpose=purpose)
+            if purpose == MESSAGES:
+                # NCCL connects two ranks at their first message, which blocks the host.
+                number = [torch.zeros(1, device=self.device)]
+                (made.send(number, 1, 0) if ranks[0] == self.rank else made.recv(number, 0, 0)).wait()
+        if new:
+            self.streams.synchronize()
 
     def close(self) -> None:
         """Wait until all ranks have called this method, finish all messages, and release the communicators."""
@@ -171,32 +204,12 @@ class NcclWorld(World):
         return self._all_to_all(record, group, parts or [nothing] * group.size, receives)
 
     def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        ends = (self.rank, group.ranks[to])
-        return self._message(record, ends, x, lambda between: between.send([x], 1, 0))
+        line = self._communicators.of((self.rank, group.ranks[to]), rank=self.rank, purpose=MESSAGES)
+        return _Started(self, record, line.send([x], 1, 0).wait, [x])
 
     def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        ends = (group.ranks[source], self.rank)
-        return self._message(record, ends, x, lambda between: between.recv([x], 0, 0))
-
-    def _message(self, record: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
-        """Start a message from rank ends[0] to ends[1] in its thread, after the work queued on the current stream."""
-        behind = self.streams.mark()
-        posted: list[c10d.Work] = []
-
-        def job() -> None:
-            between = self._communicators.of(ends, rank=self.rank, purpose="from ")
-            stream = self.streams.create()
-            with self.streams.guard(), self.streams.use(stream):
-                stream.wait_event(behind)
-                posted.append(post(between))
-
-        ticket = self._communicators.worker(ends).submit(job)
-
-        def finish() -> None:
-            ticket.wait()
-            posted[0].wait()
-
-        return _Started(self, record, finish, [x])
+        line = self._communicators.of((group.ranks[source], self.rank), rank=self.rank, purpose=MESSAGES)
+        return _Started(self, record, line.recv([x], 0, 0).wait, [x])
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(1, device=self.device)
@@ -216,10 +229,13 @@ class _Started(Work):
         self._complete = finish
         self._tensors = tensors
         self._streams = world.streams
+        self._passed = world._passed
         self._stream = self._streams.current()
 
     def _finish(self) -> None:
         self._complete()
+        assert self._new_record is not None
+        self._passed.append((self._new_record, self._streams.mark()))
         current = self._streams.current()
         if self._stream != current:
             # The memory of the tensors is reused on the stream that made them, which does not wait for the operation.

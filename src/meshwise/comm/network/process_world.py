@@ -42,6 +42,10 @@ COMM_VARIABLE = "MESHWISE_COMM"
 """Environment variable with a value of `Comm`; `auto` without the variable."""
 
 
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Environment variables in which launchers number the ranks of a host; the first that is set counts."""
+
+
 def job_store() -> c10d.Store | None:
     """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it. The
     store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
@@ -70,7 +74,7 @@ def process_world(device: torch.device, *, store: c10d.Store | None = None, comm
     own = c10d.PrefixStore(f"meshwise/{device.type}", found)
     devices = _devices(own, rank, size, device, comm)
     if device.type == "cuda" and len(set(devices)) == size:
-        return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
+        return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(nccl(own)))
     host = _share_memory(own, rank, size, comm) if device.type == "cpu" and comm != "gloo" else None
     if host is not None:
         return LocalWorld(rank=rank, mesh=mesh, queues=GroupQueues(host))
@@ -115,10 +119,20 @@ def _remedy(reason: str) -> str:
 
 
 def default_device() -> torch.device:
-    """Return GPU number LOCAL_RANK (modulo the number of GPUs), or the CPU on a machine without GPUs."""
+    """Return the GPU of this rank's number on its host (modulo the number of GPUs), or the CPU without GPUs.
+
+    The number is LOCAL_RANK, or the variable of Slurm, Open MPI or MPICH. Raises ValueError if there are several GPUs
+    and several ranks, and none of these variables is set.
+    """
     if (gpus := gpu_count()) == 0:
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    number = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)), None)
+    if number is None and gpus > 1 and (launched_rank() or (0, 1))[1] > 1:
+        raise ValueError(
+            f"LOCAL_RANK is not set, and {gpus} GPUs are here: each rank would take the first one. Start the ranks "
+            'with torchrun, set LOCAL_RANK to 0, 1, … on each host, or pass connect(device="cuda:N")'
+        )
+    return torch.device("cuda", int(number or "0") % gpus)
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:

@@ -90,14 +90,26 @@ class ScheduleInterpreter:
         self._stages, self._storages, self._world = stages, storages, world
         self._rank = world.group("pp").index
         self._agreed: dict[tuple[int, Hashable], Mapping[str, Any]] = {}
+        self._broken_off = ""
 
     def run(self, schedule: Schedule, *, jobs: Mapping[int, MicrobatchJob]) -> dict[int, Any]:
         """Run this rank's row of the schedule for the micro-batches in `jobs`, which are keyed by number.
 
         Return the result of the last stage for each micro-batch; empty if another rank has the last stage. Raises any
         error of a stage, and StageError if a stage sends other shapes or numbers for micro-batches of equal shapes.
+        Raises StageError also if an earlier run broke off: this run would receive a message of that one.
         """
-        return _Walk(self, schedule, jobs).run()
+        if self._broken_off:
+            raise StageError(
+                f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. "
+                "Start the ranks again, and load the last checkpoint: trainer.load(path)"
+            )
+        walk = _Walk(self, schedule, jobs)
+        try:
+            return walk.run()
+        except BaseException:
+            self._broken_off = f"in {self._world.flight_recorder.doing} on rank {self._rank} of the pipeline"
+            raise
 
 
 class _Walk:

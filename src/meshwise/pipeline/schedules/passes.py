@@ -131,6 +131,14 @@ def other_end(transfer: Action, *, schedule: Schedule) -> int:
     return schedule.rank_of[transfer.stage + _OTHER_END[transfer.kind][0]]
 
 
+def lines_of(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """Return (source rank, target rank) of all messages of a schedule."""
+    rows = enumerate(schedule.rows)
+    return frozenset(
+        (rank, other_end(action, schedule=schedule)) for rank, row in rows for action in row if action.kind in SENDS
+    )
+
+
 def _crosses(schedule: Schedule, stage: int, following: int) -> bool:
     """Return whether the neighbouring stages `stage` and `following` both exist and are on different ranks."""
     return stage >= 0 and following < schedule.stages and schedule.rank_of[stage] != schedule.rank_of[following]

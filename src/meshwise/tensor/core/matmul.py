@@ -32,6 +32,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.model.forward_replay import ForwardReplay, same_memory
 from meshwise.model.torch_private import needed_gradients
+from meshwise.precision.dtype_conversion import product_dtype
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Function that waits for a collective and returns its result."""
@@ -141,11 +142,9 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
 
 def to_product_dtype(x: Tensor) -> Tensor:
-    """Return the operand in autocast's dtype, or unchanged if autocast is off."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    """Return the operand in the dtype of products, or unchanged if none is set."""
+    dtype = product_dtype(x.device.type)
+    return x if dtype is None else x.to(dtype)
 
 
 class _Multiply(torch.autograd.Function):

@@ -1,0 +1,174 @@
+"""Test that plans train on simulated accelerators as on one process, with work of streams late, early and by chance.
+
+Two steps of AdamW with clipping, in float64: loss, norm, every gradient and every parameter to 1e-9, on every rank.
+A race between streams, memory that is freed too early, and ranks that wait for each other are errors.
+"""
+
+import zlib
+from typing import Literal
+
+import pytest
+
+from accelerator.random_delays import random_delays
+from accelerator.simulated_accelerators import SimulatedAccelerators
+from accelerator.training import check
+from grid import Cell, Grid
+from meshwise.plan import Plan, PlanError
+
+WHOLE = {"dp": "dp=2", "tp": "tp=2", "cp": "cp=2 context=ring", "window": "cp=2 context=window"}
+STAGED = {
+    "naive": "pp=2 schedule=naive",
+    "gpipe": "pp=2 schedule=gpipe",
+    "1f1b": "pp=2 schedule=1f1b",
+    "interleaved": "pp=2 schedule=interleaved virtual_stages=2",
+    "looped": "pp=2 schedule=looped virtual_stages=2",
+    "zb-h1": "pp=2 schedule=zb-h1",
+    "zb-h2": "pp=2 schedule=zb-h2",
+    "zb-v": "pp=2 schedule=zb-v virtual_stages=2",
+    "dualpipev": "pp=2 schedule=dualpipev virtual_stages=2",
+}
+TIERS = ("none", "params:cpu,optimizer:cpu", "optimizer:disk", "activations:cpu", "activations:disk")
+
+
+def plan_of(cell: Cell) -> str:
+    split = {**WHOLE, **STAGED}[cell["split"]]
+    both = " dp=2" if cell["zero"] and "dp" not in split else ""
+    rest = " ".join(f"{key}={cell[key]}" for key in ("zero", "recompute", "offload", "precision"))
+    return f"{split}{both} microbatches=4 {rest}"
+
+
+def exists(cell: Cell) -> bool:
+    try:
+        Plan.parse(plan_of(cell))
+    except PlanError:
+        return False
+    return True
+
+
+def is_cheap(cell: Cell) -> bool:
+    """Of the schedules, a plain one and one with two stages on each rank; tiers and ZeRO on replicas alone."""
+    if cell["precision"] != "fp32":
+        return (cell["split"], cell["zero"], cell["offload"], cell["recompute"]) == ("dp", 3, "none", "full")
+    alone = cell["offload"] == "none" and not cell["zero"] and cell["recompute"] == "none"
+    return cell["split"] == "dp" or (cell["split"] in ("tp", "cp", "1f1b", "zb-v") and alone)
+
+
+class CheapValues(Grid):
+    """Grid of which `make test` runs cells that have every value of its cheap cells."""
+
+    def part(self) -> list[Cell]:
+        return Grid(self.axes, exists=lambda cell: self.exists(cell) and is_cheap(cell), strength=1).part()
+
+
+GRID = CheapValues(
+    {
+        "split": (*WHOLE, *STAGED),
+        "zero": (0, 1, 2, 3),
+        "offload": TIERS,
+        "recompute": ("none", "selective", "full"),
+        "precision": ("fp32",),
+    },
+    exists=exists,
+)
+NARROW = CheapValues(
+    {
+        "split": (*WHOLE, "1f1b", "zb-v"),
+        "zero": (0, 1, 2, 3),
+        "offload": ("none", "activations:cpu", "params:cpu,optimizer:cpu"),
+        "recompute": ("none", "selective", "full"),
+        "precision": ("bf16", "fp16"),
+    },
+    exists=exists,
+)
+TIMINGS: tuple[Literal["late", "early"], ...] = ("late", "early")
+
+
+def timings(plan: str, config: pytest.Config) -> tuple[Literal["late", "early"], ...]:
+    """Return both timings for the whole grid, and otherwise one, chosen by the plan's text."""
+    return TIMINGS if config.getoption("--whole-grids") else (TIMINGS[zlib.crc32(plan.encode()) % 2],)
+
+
+@pytest.mark.grid(GRID)
+def test_a_plan_is_one_process(
+    split: str, zero: int, offload: str, recompute: str, precision: str, pytestconfig: pytest.Config
+) -> None:
+    plan = plan_of({"split": split, "zero": zero, "offload": offload, "recompute": recompute, "precision": precision})
+    for timing in timings(plan, pytestconfig):
+        check(plan, on=SimulatedAccelerators(timing=timing))
+
+
+@pytest.mark.grid(NARROW)
+def test_a_plan_in_a_narrow_dtype_is_that_of_the_cpu(
+    split: str, zero: int, offload: str, recompute: str, precision: str, pytestconfig: pytest.Config
+) -> None:
+    plan = plan_of({"split": split, "zero": zero, "offload": offload, "recompute": recompute, "precision": precision})
+    for timing in timings(plan, pytestconfig):
+        check(plan, on=SimulatedAccelerators(timing=timing))
+
+
+# ---- schedules with every split inside a stage -------------------------------------------------------------------
+
+INNER = (
+    "tp=2",
+    "tp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d",
+    *(f"cp=2 context={name}" for name in ("ring", "zigzag", "striped", "window", "ulysses", "gather")),
+    "cp=4 context=usp cp_heads=2",
+    "tp=2 cp=2 context=ring",
+    "dp=2 ep=2",
+    "dp=2 ep=2 tp=2",
+)
+
+
+def split_plan(cell: Cell) -> str:
+    staged = f"{STAGED[cell['schedule']]} microbatches=4" if cell["schedule"] else ""
+    both = " dp=2" if cell["zero"] and "dp" not in cell["inner"] else ""
+    return f"{cell['inner']}{both} zero={cell['zero']} {staged}"
+
+
+def split_exists(cell: Cell) -> bool:
+    try:
+        Plan.parse(split_plan(cell))
+    except PlanError:
+        return False
+    return True
+
+
+class CheapSplits(Grid):
+    """Grid of which `make test` runs two cells without stages."""
+
+    def part(self) -> list[Cell]:
+        cheap = ("cp=4 context=usp cp_heads=2", "dp=2 ep=2")
+        return [cell for cell in self.whole() if cell["inner"] in cheap and not cell["schedule"] and not cell["zero"]]
+
+
+SPLITS = CheapSplits({"schedule": ("", *STAGED), "inner": INNER, "zero": (0, 1, 2, 3)}, exists=split_exists)
+
+
+@pytest.mark.grid(SPLITS)
+def test_stages_that_are_split_are_one_process(
+    schedule: str, inner: str, zero: int, pytestconfig: pytest.Config
+) -> None:
+    plan = split_plan({"schedule": schedule, "inner": inner, "zero": zero})
+    for timing in timings(plan, pytestconfig):
+        check(plan, on=SimulatedAccelerators(timing=timing))
+
+
+# ---- chances -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_chances_change_no_number(seed: int) -> None:
+    check("dp=2 zero=3 offload=params:cpu,activations:cpu", on=SimulatedAccelerators(timing="random", seed=seed))
+
+
+class WholeOnly(Grid):
+    """Grid of which `make test` runs one cell."""
+
+    def part(self) -> list[Cell]:
+        return self.whole()[:1]
+
+
+@pytest.mark.grid(WholeOnly({"schedule": tuple(STAGED), "seed": (0, 1)}))
+def test_no_delay_lets_ranks_wait_for_each_other(schedule: str, seed: int, pytestconfig: pytest.Config) -> None:
+    random_delays(STAGED[schedule], steps=500 if pytestconfig.getoption("--whole-grids") else 5, seed=seed)

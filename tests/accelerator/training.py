@@ -1,0 +1,110 @@
+"""Train a small GPT under a plan on simulated accelerators, and on one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.storage_movers import ActivationTransfers
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
+from meshwise.testing import RankRunner, agree, alone, outcome, run
+
+BOUND = 1e-9
+NARROW_BOUND = 1e-6
+"""Of figures in bf16 and fp16 on two devices that run the same operations."""
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=16, context=4, layers=3, heads=2, width=8, mlp_ratio=2, tied=True)).double()
+
+
+def mixture() -> nn.Module:
+    return MixtureGPT(
+        MixtureConfig(vocabulary=16, context=4, layers=2, heads=2, width=8, experts=4, tied=True)
+    ).double()
+
+
+def model_of(plan: Plan) -> Callable[[], nn.Module]:
+    """Return the model that a plan trains: a mixture if it has `ep`."""
+    return gpt if plan.ep == 1 else mixture
+
+
+@functools.cache
+def batches() -> Sequence[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(16, (rows, 5), generator=generator) for rows in (8, 5)]
+    return [(tokens[:, :-1], tokens[:, 1:].clone()) for tokens in drawn]
+
+
+def options(plan: Plan, **more: Any) -> Options:
+    saving, swap = ActivationTransfers(least=64, ahead=512, staged=4096), SwapConfig(buffer=4096)
+    return Options(clip_norm=0.5, example=batches()[0] if plan.pp > 1 else None, saving=saving, swap=swap, **more)
+
+
+def trained(world: World, plan: Plan) -> Any:
+    trainer = parallelize(
+        model_of(plan), plan, loss=next_token_loss, world=world, options=options(plan), lr=1e-2, weight_decay=0.1
+    )
+    steps = outcome(trainer, batches=batches())
+    trainer.close()
+    world.close()
+    return steps
+
+
+@functools.cache
+def expected(model: Callable[[], nn.Module]) -> Any:
+    return alone(
+        model, loss=next_token_loss, batches=batches(), options=Options(clip_norm=0.5), lr=1e-2, weight_decay=0.1
+    )
+
+
+def losses(world: World, plan: Plan, **more: Any) -> list[float]:
+    """Train three steps with no call in between, which could wait for what a step has left under way."""
+    made = options(plan, **more)
+    trainer = parallelize(gpt, plan, loss=next_token_loss, world=world, options=made, lr=1e-2, weight_decay=0.1)
+    found = [trainer.step(batch).loss for batch in (*batches(), batches()[0])]
+    trainer.close()
+    world.close()
+    return found
+
+
+def parsed(text: str) -> Plan:
+    plan = Plan.parse(text)
+    return replace(plan, partition="params") if plan.pp > 1 else plan
+
+
+def check(text: str, *, on: RankRunner) -> None:
+    """Check that two steps under a plan have the figures of one process, on every rank.
+
+    In bf16 and fp16 a step of threads takes the place of one process, because one process has another precision.
+    """
+    plan = parsed(text)
+    size = plan.mesh().size
+    narrow = plan.precision != "fp32"
+    like = run(size, trained, args=(plan,)) if narrow else [expected(model_of(plan))] * size
+    for steps, same in zip(run(size, trained, on=on, args=(plan,)), like, strict=True):
+        agree(steps, same, bound=NARROW_BOUND if narrow else BOUND)
+
+
+@functools.cache
+def expected_losses() -> list[float]:
+    three = (*batches(), batches()[0])
+    clip = Options(clip_norm=0.5)
+    steps = alone(gpt, loss=next_token_loss, batches=three, options=clip, lr=1e-2, weight_decay=0.1)
+    return [step["loss"] for step in steps]
+
+
+def check_losses(text: str, *, on: RankRunner) -> None:
+    """Check that three steps under a plan have the losses of one process, on every rank."""
+    plan = parsed(text)
+    for found in run(plan.mesh().size, losses, on=on, args=(plan,)):
+        agree(found, expected_losses(), bound=BOUND)
