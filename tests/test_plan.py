@@ -149,6 +149,21 @@ def test_degrees_of_experts_that_do_not_fit_are_refused(text: str, nearest: str)
     assert str(Plan.parse(nearest)) == nearest
 
 
+def test_dp_is_written_as_replicas_by_shards() -> None:
+    plan = Plan.parse("dp=4x8 zero=3 tp=2")
+    assert plan == Plan(dp=32, shards=8, zero=3, tp=2) == Plan.parse(str(plan)) == Plan.from_toml(plan.to_toml())
+    assert str(plan) == "dp=4x8 tp=2 zero=3"
+    assert str(plan.mesh()) == "pp=1 dp_outer=4 dp_shard=8 cp=1 tp=2"
+    assert plan.mesh().degree("dp") == 32
+    assert str(Plan.parse("dp=auto shards=2 zero=1").resolve(8)) == "dp=4x2 zero=1"
+    assert str(Plan.parse("dp=1x8 zero=1").mesh()) == "pp=1 dp=8 cp=1 tp=1"  # one group that shares the state
+
+
+def test_shards_divide_the_nearest_plan_of_another_world() -> None:
+    with pytest.raises(PlanError, match="nearest plan for 12: 'dp=3x4 zero=1'"):
+        Plan.parse("dp=2x8 zero=1").resolve(12)
+
+
 @pytest.mark.usefixtures("all_axes")
 def test_auto_fills_what_the_other_axes_leave() -> None:
     assert Plan.parse("dp=auto tp=2 pp=2").resolve(16) == Plan.parse("dp=4 tp=2 pp=2")
@@ -163,7 +178,7 @@ REFUSED_TEXT = [
     ),
     ("zeros=1", "unknown plan key 'zeros'; did you mean zero?"),
     ("micro_batches=1", "unknown plan key 'micro_batches'; did you mean microbatches?"),
-    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp context cp_heads ep etp zero microbatches"),
+    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp context cp_heads ep etp zero shards"),
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, or `auto` (None in Python). Nearest that works: 'dp=1'"),
@@ -177,6 +192,8 @@ REFUSED_TEXT = [
     ("tp=8 tp_mode=2d", "row col of tp_mode=2d needs a square number of ranks. Nearest that works: 'tp=9'"),
     ("tp=8 tp_mode=2.5d tp_depth=3", "ranks with tp_depth=3. Nearest that works: 'tp=12'"),
     ("tp=4 tp_mode=3d", "i j l of tp_mode=3d needs a cubic number of ranks. Nearest that works: 'tp=8'"),
+    ("dp=6 shards=4 zero=1", "shards must divide dp. Nearest that works: 'dp=3x2 zero=1'"),
+    ("dp=2x2 shards=2 zero=1", "shards is given twice in the plan 'dp=2x2 shards=2 zero=1'"),
     ("microbatches=0", "microbatches=0: microbatches is 1 and up. Nearest that works: 'microbatches=1'"),
 ]  # fmt: skip
 

@@ -7,7 +7,8 @@ parameters, `StorageConfig` the plan's reduction, dtypes and tiers.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,32 @@ class StorageConfig:
     precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     replicas: tuple[str, ...] = REPLICAS
+    outer: tuple[str, ...] = ()
+    """Axes of `replicas` whose ranks hold replicas of the same shards, as under `dp=4x8`."""
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Ranks that share the same parameters, and the storage configuration of these parameters."""
+    """Ranks that share the same parameters, and the storage configuration of these parameters.
+
+    `outer`: axes over which the sums of the groups are added, because other groups hold replicas of the same shards.
+    """
 
     world: World
     axes: tuple[str, ...]
     storage: StorageConfig
+    outer: tuple[str, ...] = ()
+
+    def of(self, summed: tuple[str, ...]) -> "ShardGroup":
+        """Return the group for parameters whose gradients are summed over the axes `summed`."""
+        every, outer = self.world.mesh.expand(summed), self.storage.outer
+        inner = tuple(axis for axis in every if axis not in outer) if outer else summed
+        return replace(self, axes=inner, outer=tuple(axis for axis in every if axis in outer))
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if other groups hold replicas of the same shards."""
+        return bool(self.outer) and self.world.group(self.outer).size > 1
 
     @property
     def size(self) -> int:
@@ -76,7 +94,7 @@ class Bucket:
         self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
-        copies = rows[0].copies(world.mesh)
+        copies = (*rows[0].copies(world.mesh), *shard_group.outer)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
         self.is_sharded = reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)
@@ -117,6 +135,7 @@ class Bucket:
         self._filled: set[int] = set()
         self._views: list[Tensor] | None = None
         self._arriving: ReducedPart | None = None
+        self._between: ReducedPart | None = None
         self._rounds = 0
 
     # ---- parameters --------------------------------------------------------------------------------------------
@@ -155,7 +174,9 @@ class Bucket:
         if tiers.is_offloaded("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
         elif self.storage.reduction.shards_gradients:
-            self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
+            sent = self.shard_group.has_replicas
+            empty = self.shard_group.world.empty if sent else partial(torch.empty, device=self.device)
+            self.reduced = empty(own.numel(), dtype=wide).zero_()
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.chunk_limit)]
         reduction, wide_sum = (
             self.storage.reduction,
@@ -225,9 +246,10 @@ class Bucket:
 
     def begin_step(self) -> None:
         """Discard the gradients of the last step, and wait for a reduction of a step that raised."""
-        if self._arriving is not None:
-            self._arriving.work.wait()
-            self._arriving = None
+        for part in (self._arriving, self._between):
+            if part is not None:
+                part.work.wait()
+        self._arriving = self._between = None
         self._filled.clear()
         self._rounds = 0
         if not (self.storage.reduction.shards_gradients or self.storage.tiers.is_offloaded("gradients")):
@@ -278,7 +300,7 @@ class Bucket:
                 self.gradient[slice(*gap)].zero_()
 
     def start_reduce(self) -> None:
-        """Start to sum the gradients over the ranks; `settle` waits. Parameters without a gradient count as zero."""
+        """Start to sum the gradients over the group; `settle` waits. Parameters without a gradient count as zero."""
         buffer = self._buffer()
         if len(self._filled) < len(self.place.pieces):
             for index in range(len(self.place.pieces)):
@@ -301,7 +323,10 @@ class Bucket:
         return self.shard_group.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
-        """Wait for the started reduction, add its result to `reduced`, and call `on_reduced`; do nothing if none."""
+        """Wait for the started reduction and add its result to `reduced`; do nothing if none has started.
+
+        Calls `on_reduced`, unless the sum of the replicas is still to come.
+        """
         if self._arriving is None:
             return
         arriving, self._arriving = self._arriving, None
@@ -309,6 +334,38 @@ class Bucket:
         self.factor = 1.0
         self._square = None
         self._arrived(arriving.values)
+        if self.on_reduced is not None and not self.shard_group.has_replicas:
+            self.on_reduced(self)
+
+    def start_replicas(self) -> None:
+        """Start to add the `reduced` gradients of the replicas, in the wire dtype; once a step, after `settle`."""
+        group, tiers = self.shard_group, self.storage.tiers
+        if not group.has_replicas:
+            return
+        assert self.reduced is not None
+        wire = self.reduced
+        if tiers.is_offloaded("gradients"):
+            tiers.settle()
+            loan = tiers.bring(self.reduced)
+            wire = loan.wait().to(self._wire, copy=True)
+            loan.release()
+        elif wire.dtype != self._wire:
+            wire = group.world.empty(wire.numel(), dtype=self._wire).copy_(wire)
+        self._between = ReducedPart(group.world.all_reduce(wire, axes=group.outer), wire)
+
+    def settle_replicas(self) -> None:
+        """Wait for the sum of the replicas, put it into `reduced`, and call `on_reduced`; do nothing if none."""
+        if self._between is None:
+            return
+        assert self.reduced is not None
+        between, self._between = self._between, None
+        between.work.wait()
+        self._square = None
+        if self.storage.tiers.is_offloaded("gradients"):
+            self._rounds = 1
+            self._put_to_rest(between.values.to(self.reduced.dtype))
+        elif between.values is not self.reduced:
+            self.reduced.copy_(between.values)
         if self.on_reduced is not None:
             self.on_reduced(self)
 

@@ -18,6 +18,9 @@ used again in the same pass is gathered again. Recomputation adds no gather: the
 backward. Ranks of one host that share the memory of the parameters replace the gathers of zero=3 by one all-gather of
 P, as under zero=2; this all-gather copies nothing.
 
+Under `dp=4x8`, N is 8. Once a step, the sums of the groups of 8 are added: an all-reduce of P/8 over the 4 replicas. It
+starts for each bucket when its last reduce-scatter has ended, and overlaps with the rest of the backward.
+
 Units are reduced in one fixed order: the reverse of the parameter table. A reduction starts when the gradients of its
 unit and of all units before it are complete on this rank, or at the end of the backward. So the collectives match even
 on ranks that took other branches of the model or had no data.
@@ -79,6 +82,8 @@ class DataParallel:
         self._order = [UnitGradients(unit, on_complete=self._arrived, progress=world.progress) for unit in trained]
         self._started = 0
         self._in_flight: list[LiveUnit] = []
+        self._between: list[Bucket] = []
+        self._last = True
         self._reducing = False
         self._on_gradient: GradientCallback | None = None
         self._incomplete = True
@@ -115,6 +120,7 @@ class DataParallel:
     def begin_step(self) -> None:
         """Discard all earlier gradients, and wait for transfers and reductions that are still running."""
         self._in_flight.clear()
+        self._between.clear()
         with contextlib.suppress(TierError):
             self.tiers.settle()
         for gradients in self._order:
@@ -132,7 +138,7 @@ class DataParallel:
         keep: False discards the gradients; the backward then only runs for its collectives.
         """
         reduces = last or self.reduction.each_microbatch
-        self._started = 0
+        self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
             absent = self._expect(leaves)
@@ -150,6 +156,7 @@ class DataParallel:
         if reduces:
             self._start(all_of_them=True)
             self._settle(0)
+            self._settle_replicas(0)
         self._reducing = False
 
     def accumulate(self, on_gradient: GradientCallback | None = None) -> None:
@@ -182,13 +189,21 @@ class DataParallel:
     def reduce(self) -> None:
         """Start to reduce the accumulated gradients of all units; `settle` waits for the end."""
         self._stop()
-        self._started = 0
+        self._started, self._last = 0, True
         self._start(all_of_them=True)
+
+    def reduce_replicas(self) -> None:
+        """Sum over the replicas of the shards, if no backward of the step was the last one (`zero` 2 and 3)."""
+        for bucket in self.buckets:
+            bucket.start_replicas()
+            self._between.append(bucket)
+        self._settle_replicas(0)
 
     def settle(self) -> None:
         """Wait for all reductions that have started, and stop accumulating gradients."""
         self._stop()
         self._settle(0)
+        self._settle_replicas(0)
 
     def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
         """Run the backward of `loss`, and pass every gradient of this rank to `on_gradient`; keep and reduce none."""
@@ -276,8 +291,10 @@ class DataParallel:
             if not all_of_them and not gradients.complete:
                 return
             updated_early = any(bucket.on_reduced is not None for bucket in self.buckets)
-            if self.reduction.each_microbatch or updated_early:
+            if self.reduction.each_microbatch or updated_early or self.storage.outer:
                 self._settle(IN_FLIGHT - 1)
+            if updated_early:
+                self._settle_replicas(IN_FLIGHT)
             self._started += 1
             self._in_flight.append(gradients.unit)
             for bucket in gradients.unit.buckets:
@@ -288,6 +305,13 @@ class DataParallel:
         while len(self._in_flight) > left:
             for bucket in self._in_flight.pop(0).buckets:
                 bucket.settle()
+                if self._last and bucket.trainable and bucket.shard_group.has_replicas:
+                    bucket.start_replicas()
+                    self._between.append(bucket)
+
+    def _settle_replicas(self, left: int) -> None:
+        while len(self._between) > left:
+            self._between.pop(0).settle_replicas()
 
     # ---- full tensors ------------------------------------------------------------------------------------------
 

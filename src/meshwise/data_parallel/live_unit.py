@@ -16,7 +16,6 @@ hook has removed the gradient.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -52,7 +51,7 @@ class LiveUnit:
         self.spec = spec
         kind = partial(_kind, mesh=shard_group.world.mesh)
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
-        self.buckets = [Bucket(rows, shard_group=replace(shard_group, axes=rows[0].summed)) for rows in alike]
+        self.buckets = [Bucket(rows, shard_group=shard_group.of(rows[0].summed)) for rows in alike]
         self.parameters: list[list[nn.Parameter]] = []
         self._unused: list[list[Tensor]] = []
         self._used: list[list[Tensor]] | None = None

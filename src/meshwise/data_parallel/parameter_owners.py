@@ -148,9 +148,10 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
     """Return piece `number` of a bucket as a parameter whose owner has the index `owner` along `axes`."""
     piece, mesh = bucket.place.pieces[number], bucket.shard_group.world.mesh
     ranks, is_split = bucket.shard_group.world.group(axes).ranks, bucket.storage.reduction.shards_updates
-    copies = [*piece.row.copies(mesh), *(() if is_split else piece.row.summed)]
+    group = bucket.shard_group
+    copies = [*piece.row.copies(mesh), *(group.outer if is_split else mesh.expand(piece.row.summed))]
     rows = [one.row for one in bucket.place.pieces]
-    shard_axes = [axis for axis in mesh.names if axis in bucket.shard_group.axes]
+    shard_axes = mesh.expand(group.axes)
     parts = []
     for rank in ranks:
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=mesh, rank=rank) for row in rows}

@@ -232,6 +232,8 @@ class OpenStep:
         if not self._reduced and not (self._backwards and self._engine.reduction.each_microbatch):
             self._engine.reduce()
             self._engine.settle()
+        elif not self._reduced:
+            self._engine.reduce_replicas()
         self._reduced = True
 
     def _require_gradients(self, what: str) -> None:

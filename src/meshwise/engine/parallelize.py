@@ -189,7 +189,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(module))
-    storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes)
+    storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes, plan.outer_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context)
 

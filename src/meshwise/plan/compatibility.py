@@ -65,6 +65,8 @@ COMPATIBILITY = (
         reason="only zero=3 gathers parameters for their use and stores them elsewhere after it",
         instead="zero=3",
     ),
+    Refusal(when="zero=0 shards>0", reason="only zero shards state", instead="zero=1"),
+    Refusal(when="shards>0 ep>1", reason="experts and shards would both divide the ranks of dp", instead="shards=0"),
     Refusal(when="cp=1 context!=auto", reason="only cp splits tokens", instead="context=auto"),
     Refusal(when="context!=usp cp_heads>1", reason="only usp has two kinds of cp ranks", instead="cp_heads=1"),
     Refusal(

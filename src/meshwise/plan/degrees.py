@@ -12,6 +12,8 @@ FOLDED = ("ep", "etp")
 """Axes for the experts of a mixture alone, outermost first: they divide the ranks of `dp cp tp` anew."""
 REPLICAS = ("dp",)
 """Axes whose ranks hold replicas of a model, for different rows of the batch."""
+OUTER_REPLICAS = ("dp_outer",)
+"""With `shards`, axes whose ranks hold replicas of the shards."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None
     if any(size > 1 for size in missing.values()):
         return None
     return Mesh(tuple(fine), joint=(*joint.items(), *taken.items()))
+
+
+def hybrid(mesh: Mesh, *, shards: int) -> Mesh:
+    """Return `mesh` with `dp` as a joint axis of `dp_outer`, the replicas, and `dp_shard`, `shards` neighbours."""
+    axes: list[tuple[str, int]] = []
+    for name, degree in mesh.axes:
+        pair = [(OUTER_REPLICAS[0], degree // shards), ("dp_shard", shards)]
+        axes += pair if name in REPLICAS else [(name, degree)]
+    return Mesh(tuple(axes), joint=(*mesh.joint, (REPLICAS[0], (*OUTER_REPLICAS, "dp_shard"))))
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
-from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations, folded
+from meshwise.plan.degrees import AXES, GRIDS, OUTER_REPLICAS, REPLICAS, factorisations, folded, hybrid
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     Offload,
@@ -54,6 +54,12 @@ class Plan:
         0,
         means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
         most=3,
+        least=0,
+    )
+    shards: int = whole_number(
+        0,
+        means="with zero, how many neighbouring ranks of dp share one copy of the state; dp / shards replicas have a "
+        "copy each; 0: all ranks of dp share one. `dp=4x8` means `dp=32 shards=8`",
         least=0,
     )
     microbatches: int = whole_number(
@@ -131,6 +137,9 @@ class Plan:
     def __str__(self) -> str:
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         shown = {key: value for key, value in self.to_toml().items() if getattr(self, key) != defaults[key]}
+        if self.shards and self.dp is not None and self.dp % self.shards == 0:
+            rest = {key: value for key, value in shown.items() if key not in ("dp", "shards")}
+            shown = {"dp": f"{self.dp // self.shards}x{self.shards}", **rest}
         words = [f"{key}={plan_notation(value)}" for key, value in shown.items()]
         return " ".join(words) or "dp=1"
 
@@ -145,6 +154,12 @@ class Plan:
         nearest, reasons = self._working()
         if reasons:
             raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+        if self.shards and self.dp is not None and self.dp % self.shards:
+            near = self._unchecked({"shards": math.gcd(self.dp, self.shards)})
+            raise PlanError(
+                f"the plan '{self}' cannot divide {self.dp} ranks of dp into groups of {self.shards}. "
+                f"shards must divide dp. Nearest that works: '{near}'"
+            )
         if self.dp is not None and self._folded() is None:
             raise PlanError(
                 f"the plan '{self}' cannot divide the experts over its ranks. etp takes the innermost ranks of tp; ep "
@@ -184,7 +199,8 @@ class Plan:
 
         tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
 
-        `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several.
+        `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several. With
+        `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`.
         """
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
@@ -218,6 +234,11 @@ class Plan:
         return (*REPLICAS, *self.token_axes)
 
     @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """With `shards`, the axes of dp whose ranks hold replicas of one shard."""
+        return OUTER_REPLICAS if self.shards and self.shards != self.dp else ()
+
+    @property
     def tiers(self) -> Offload:
         """The key `offload`, parsed: the tier of each part of the training's state."""
         return Offload.parse(self.offload)
@@ -238,7 +259,8 @@ class Plan:
     def _folded(self) -> Mesh | None:
         """Return the mesh, with 1 for `auto`; None if `ep` and `etp` do not divide its axes."""
         axes = [*((axis, getattr(self, axis) or 1) for axis in AXES[:-1]), *self._grid()]
-        return folded(axes, ep=self.ep, etp=self.etp)
+        mesh = folded(axes, ep=self.ep, etp=self.etp)
+        return hybrid(mesh, shards=self.shards) if mesh and self.dp and self.outer_axes else mesh
 
     def _nearest_folded(self) -> "Plan":
         """Return this plan with the nearest `ep` and `etp` that its axes can be divided by."""
@@ -267,6 +289,7 @@ class Plan:
         plans = []
         for filling in factorisations(world_size, parts=len(AXES)):
             changes = dict(zip(AXES, filling, strict=True))
+            changes["shards"] = math.gcd(self.shards, changes["dp"]) if self.shards else 0
             if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
             plan, _ = self._unchecked(changes)._working()

@@ -1,6 +1,7 @@
 """Read the text of a plan, word by word (`read_words`).
 
-`dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints as the first text. Ambiguous text is refused. A path
+`dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints as the first text. `dp=4x8` gives two keys: dp and
+shards. Ambiguous text is refused. A path
 with spaces is written in double quotes: `schedule="my tables/one.txt"`.
 """
 
@@ -25,9 +26,13 @@ def read_words(text: str) -> dict[str, int | str]:
         if not equals:
             raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
         key = name.lower().replace("-", "_")
-        if key in values:
-            raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
-        values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else re.sub(r'^"([^"]*)"$', r"\1", value)
+        given = {key: value}
+        if key == "dp" and (found := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", value)):
+            given = {"dp": str(int(found[1]) * int(found[2])), "shards": found[2]}
+        if twice := given.keys() & values.keys():
+            raise PlanError(f"{min(twice)} is given twice in the plan {text!r}; keep one of them")
+        for key, value in given.items():
+            values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else re.sub(r'^"([^"]*)"$', r"\1", value)
     return values
 
 

@@ -106,6 +106,7 @@ class ProfileKey:
         mine = -(-batch // (rows_shared(plan) * plan.microbatches))
         alone: dict[str, Any] = {
             "dp": 1,
+            "shards": 0,
             "pp": pieces,
             "zero": 0,
             "microbatches": 1,

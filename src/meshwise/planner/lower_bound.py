@@ -244,7 +244,7 @@ class _Shard:
 
     def rests(self, stages: Sequence[_Stage]) -> float:
         """Return the bytes on the device of a rank with these stages, between steps."""
-        zero, tiers, shares = self.plan.zero, self.plan.tiers, self.plan.dp or 1
+        zero, tiers, shares = self.plan.zero, self.plan.tiers, self._shares
         host = self.cluster.device.kind == "cpu"
         away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
         total = 0.0
@@ -265,20 +265,20 @@ class _Shard:
     def gathered(self, stage: _Stage) -> float:
         """Return the bytes that gathered parameters of a stage add to the rank's shard; 0 without zero=3."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
-        resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
+        resting = 0.0 if self.plan.tiers.params == "disk" else used / self._shares
         return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
         """Return the bytes that a stage's unreduced gradients add to the rank's shard; 0 for zero < 2."""
         whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
-        return whole * (1 - 1 / (self.plan.dp or 1)) if self.plan.zero >= 2 else 0.0
+        return whole * (1 - 1 / self._shares) if self.plan.zero >= 2 else 0.0
 
     def update(self, stages: Sequence[_Stage]) -> float:
         """Return the seconds in which the device updates the rank's parameters; 0 if the CPU updates."""
         if self.plan.tiers.updates_on_cpu:
             return 0.0
         whole = sum(piece.update for stage in stages for piece in stage.pieces)
-        return whole / (self.plan.dp or 1) if self.plan.zero else whole
+        return whole / self._shares if self.plan.zero else whole
 
     def gather(self, stages: Sequence[_Stage]) -> float:
         """Return the seconds of gathering updated parameters at the end of a step (zero 1 and 2), else 0."""
@@ -292,7 +292,9 @@ class _Shard:
 
     def reduce(self, stage: _Stage) -> float:
         """Return the seconds of one reduction of all gradients of a stage."""
-        return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
+        own = self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
+        outer = self._wire / self._shares
+        return own + self._collective("all_reduce", stage, outer, outer=True) if self.plan.outer_axes else own
 
     def alone(self, stage: _Stage, *, along: float) -> float:
         """Return the seconds for pp=1 until all gradients are reduced. `along`: seconds of all micro-batches' work.
@@ -309,14 +311,16 @@ class _Shard:
             return max(along, count * stage.busy + moved)
         return max(along, moved, along - stage.backward + self.reduce(stage))
 
-    def _collective(self, kind: str, stage: _Stage, width: float) -> float:
-        """Return the seconds of a collective along dp, of `width` times the bytes of a stage's used parameters."""
-        if (self.plan.dp or 1) == 1:
+    def _collective(self, kind: str, stage: _Stage, width: float, *, outer: bool = False) -> float:
+        """Return the seconds of a collective of `width` times the bytes of a stage's used parameters.
+
+        It joins the ranks that share the state or, with `outer`, replicas of one shard.
+        """
+        ranks = self._replicas[:: self._shares] if outer else self._replicas[: self._shares]
+        if len(ranks) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
-        return self._cost_model.collective(
-            TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), self._replicas)
-        )
+        return self._cost_model.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), ranks))
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
         """Return the seconds of a message from stage `number` to the next one; 0 if no other rank has the next one."""
@@ -330,6 +334,11 @@ class _Shard:
     @cached_property
     def _cost_model(self) -> CostModel:
         return CostModel(self.cluster)
+
+    @property
+    def _shares(self) -> int:
+        """Number of ranks that share one copy of the state."""
+        return self.plan.shards or self.plan.dp or 1
 
     @cached_property
     def _replicas(self) -> tuple[int, ...]:
