@@ -23,6 +23,7 @@ import time
 
 import torch
 import torch.distributed as dist
+
 from classroom import run_mesh, run_plain
 
 # %% [markdown]

@@ -13,8 +13,8 @@
 # %%
 import torch
 import torch.distributed as dist
-from classroom import RANKS, run_mesh, run_plain
 
+from classroom import RANKS, run_mesh, run_plain
 from meshwise.testing import count
 
 S = 12  # elements; a part is S / n

@@ -16,10 +16,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import RANKS, run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import RANKS, run_mesh, run_plain
 
 STEPS, ROWS = 3, 10
 

@@ -16,10 +16,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 from meshwise.testing import count
 
 LAYERS, WIDTH, BUCKET = 8, 16, 2 * 16 * 17  # a bucket takes two layers
@@ -31,7 +31,6 @@ START = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).double(
 
 def build():
     return copy.deepcopy(START)
-
 
 
 x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).double()

@@ -15,10 +15,10 @@
 # %%
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 
 FEATURES, ROWS = 20, 64
 generator = torch.Generator().manual_seed(0)
@@ -39,8 +39,8 @@ def build():
 # %% [markdown]
 # ## By hand: the noise scale from two batch sizes
 #
-# Every rank knows the squared norm of its own gradient (b = B/4 samples). After the all-reduce all know the squared norm
-# of the mean gradient (B samples). Two equations, two unknowns.
+# Every rank knows the squared norm of its own gradient (b = B/4 samples). After the all-reduce all know the squared
+# norm of the mean gradient (B samples). Two equations, two unknowns.
 
 # %%
 batch = batch_of(ROWS)

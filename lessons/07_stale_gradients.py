@@ -5,8 +5,8 @@
 #
 #     w(t+1)  =  w(t) - lr · gradient at w(t - τ)
 #
-# For a quadratic loss with curvature c this is stable only for `lr · c < 2 sin(π / (2 (2τ + 1)))`. With τ = 0 that is 2.
-# With τ = 1 it is 1, and it falls as about π / (2τ): twice the delay needs half the learning rate.
+# For a quadratic loss with curvature c this is stable only for `lr · c < 2 sin(π / (2 (2τ + 1)))`. With τ = 0 that is
+# 2. With τ = 1 it is 1, and it falls as about π / (2τ): twice the delay needs half the learning rate.
 #
 # Papers: Recht et al., *Hogwild*, 2011; Ho et al., *More effective distributed ML via a stale synchronous parallel
 # parameter server*, NIPS 2013; Yang et al., *PipeMare*, arXiv 1910.05124 (the bound).
@@ -16,9 +16,9 @@ import math
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 
 # %% [markdown]
 # ## The bound, by experiment

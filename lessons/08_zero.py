@@ -20,10 +20,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import RANKS, run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import RANKS, run_mesh, run_plain
 
 torch.manual_seed(0)
 START = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8)).double()

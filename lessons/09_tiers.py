@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from classroom import run_mesh
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh
 
 torch.manual_seed(0)
 START = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10. Recomputation
 #
-# The backward of a layer needs what its forward computed. With L layers that is L times the memory of a layer. Keep only
-# the input of each layer, and run its forward once more before its backward:
+# The backward of a layer needs what its forward computed. With L layers that is L times the memory of a layer. Keep
+# only the input of each layer, and run its forward once more before its backward:
 #
 #     memory   L · (all of a layer)    becomes   L · (its input) + 1 · (all of a layer)
 #     time     forward + backward      becomes   2 · forward + backward, about 4/3
@@ -16,10 +16,10 @@
 import copy
 
 import torch
-from classroom import run_mesh
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh
 from meshwise.testing import SavedForBackward
 
 LAYERS, WIDTH, ROWS = 6, 32, 16
@@ -59,7 +59,7 @@ class Again(torch.autograd.Function):
     runs = 0
 
     @staticmethod
-    def forward(ctx, x, block, *parameters):
+    def forward(ctx, x, block, *_parameters):
         ctx.block = block
         ctx.save_for_backward(x)  # the input, and nothing from inside
         Again.runs += 1

@@ -15,16 +15,16 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 
 for dtype in (torch.float16, torch.bfloat16, torch.float32):
     info = torch.finfo(dtype)
     kept = (torch.ones((), dtype=dtype) + 1e-3).item()
     small = torch.tensor(1e-8).to(dtype).item()
-    print(f"{str(dtype):16} largest {info.max:.1e}, 1 + 0.001 = {kept:.4f}, 1e-8 becomes {small:.1e}")
+    print(f"{dtype!s:16} largest {info.max:.1e}, 1 + 0.001 = {kept:.4f}, 1e-8 becomes {small:.1e}")
 assert torch.tensor(1e-8).half() == 0 != torch.tensor(1e-8).bfloat16()
 assert torch.ones((), dtype=torch.bfloat16) + 1e-3 == 1
 

@@ -18,11 +18,11 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 from torch.nn import functional
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 from meshwise.testing import count
 
 TOKENS, WIDTH, HIDDEN = 6, 8, 16

@@ -21,9 +21,9 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain, show
 
 import meshwise as mw
+from classroom import run_mesh, run_plain, show
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, count, outcome
 from meshwise.view.mesh_picture import mesh_picture
@@ -136,8 +136,8 @@ show(mesh_picture(mesh, ranks_per_node=4))
 # %% [markdown]
 # ## Exercise
 #
-# On a q x q grid a rank stores 1/q² of X and W. Write `answer(T, K, N, q)`: the elements that a rank **receives** in the
-# forward of a 2D product.
+# On a q x q grid a rank stores 1/q² of X and W. Write `answer(T, K, N, q)`: the elements that a rank **receives** in
+# the forward of a 2D product.
 
 # %%
 

@@ -16,11 +16,11 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 from torch.nn import functional
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import SavedForBackward, agree, alone, outcome
 

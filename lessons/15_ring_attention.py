@@ -19,10 +19,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch.nn import functional
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 from meshwise.attention import causal
 from meshwise.attention.work_table import work_table
 from meshwise.reference import GPT, GPTConfig, next_token_loss
@@ -108,7 +108,9 @@ single = alone(copy.deepcopy(START), loss=next_token_loss, batches=batches, lr=1
 
 
 def with_meshwise(world, plan):
-    return outcome(mw.parallelize(copy.deepcopy(START), plan, loss=next_token_loss, world=world, lr=1e-2), batches=batches)
+    return outcome(
+        mw.parallelize(copy.deepcopy(START), plan, loss=next_token_loss, world=world, lr=1e-2), batches=batches
+    )
 
 
 print("plan                     slowest rank over the mean")

@@ -21,10 +21,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import RANKS, run_mesh, run_plain
 from torch.nn import functional
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import agree, alone, outcome
 from meshwise.view.expert_table import expert_table
@@ -126,7 +126,9 @@ LAYOUTS = {
 
 
 def with_meshwise(world, plan):
-    return outcome(mw.parallelize(copy.deepcopy(START), plan, loss=next_token_loss, world=world, lr=1e-2), batches=batches)
+    return outcome(
+        mw.parallelize(copy.deepcopy(START), plan, loss=next_token_loss, world=world, lr=1e-2), batches=batches
+    )
 
 
 for name, plan in LAYOUTS.items():

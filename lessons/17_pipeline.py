@@ -2,8 +2,8 @@
 # # 17. A pipeline, forward and backward by hand, with overlap
 #
 # Each rank has some layers: a *stage*. The batch is cut into micro-batches that follow each other through the stages.
-# The backward of a stage is two products: `I`, the gradient of its input, for which the stage before waits, and `W`, the
-# gradient of its weights, for which nobody waits. So send the result of I first, and compute W while it travels:
+# The backward of a stage is two products: `I`, the gradient of its input, for which the stage before waits, and `W`,
+# the gradient of its weights, for which nobody waits. So send the result of I first, and compute W while it travels:
 #
 #     rank 0 │F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 …
 #     rank 1 │.  F0 F1 F2 F3 .  I0 W0 I1 W1 …          rank 0 begins I0 while rank 1 computes W0
@@ -17,10 +17,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 from meshwise.testing import agree, alone, outcome
 
 STAGES, MICRO, ROWS, WIDTH = 4, 6, 12, 8
@@ -132,8 +132,8 @@ print(cut)
 # %% [markdown]
 # ## Exercise
 #
-# Write `answer(p, m)`: the fraction of a step in which a rank of GPipe waits, when every micro-batch takes the same time
-# on every stage.
+# Write `answer(p, m)`: the fraction of a step in which a rank of GPipe waits, when every micro-batch takes the same
+# time on every stage.
 
 # %%
 

@@ -2,8 +2,8 @@
 # # 18. Schedules are tables
 #
 # A schedule says for each rank in which order it computes. `0F2` is the forward of stage 0 for micro-batch 2, `B` the
-# backward. A table is data: it can be checked, timed, drawn and run. A clock needs two rules only: a rank does one thing
-# after the other, and an action waits for the action of the neighbour stage that it needs.
+# backward. A table is data: it can be checked, timed, drawn and run. A clock needs two rules only: a rank does one
+# thing after the other, and an action waits for the action of the neighbour stage that it needs.
 #
 #     schedule     bubble (p stages, f and b = i + w)     kept at most
 #     GPipe        (p-1) (f + b)                          m micro-batches
@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from classroom import run_mesh, show
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh, show
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import clock
 from meshwise.pipeline.schedules.validate import peaks
@@ -50,7 +50,10 @@ def one_forward_one_backward(p, m):
     return rows
 
 
-def times(rows, seconds={"F": 1.0, "B": 2.0}):
+SECONDS = {"F": 1.0, "B": 2.0}
+
+
+def times(rows):
     """Return the end of each action, by (rank, kind, micro-batch)."""
     p, ends, free, at = len(rows), {}, [0.0] * len(rows), [0] * len(rows)
     while any(at[r] < len(rows[r]) for r in range(p)):
@@ -61,7 +64,7 @@ def times(rows, seconds={"F": 1.0, "B": 2.0}):
                 needs = (r - 1, "F", i) if kind == "F" else (r + 1, "B", i)
                 if needs[0] in range(p) and needs not in ends:
                     break
-                free[r] = max(free[r], ends.get(needs, 0.0)) + seconds[kind]
+                free[r] = max(free[r], ends.get(needs, 0.0)) + SECONDS[kind]
                 ends[r, kind, i], at[r], moved = free[r], at[r] + 1, True
         assert moved, "the table deadlocks"
     return ends

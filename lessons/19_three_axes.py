@@ -17,10 +17,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from classroom import PROCESSES, run_mesh, run_plain, show
 from torch import nn
 
 import meshwise as mw
+from classroom import PROCESSES, run_mesh, run_plain, show
 from meshwise.testing import agree, alone, outcome
 from meshwise.view.mesh_picture import mesh_picture
 

@@ -15,9 +15,9 @@
 
 # %%
 import torch
-from classroom import show
 
 import meshwise as mw
+from classroom import show
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import predict
@@ -68,9 +68,7 @@ subject = RehearsalSubject(lambda: GPT(shape), next_token_loss, (tokens, tokens)
 found, accounts = {}, []
 print("plan                               by hand            rehearsed")
 for line in PLANS:
-    prediction = predict(
-        rehearse(subject, plan=f"{line} precision=bf16", ranks=GPUS, device="cuda"), cluster=cluster
-    )
+    prediction = predict(rehearse(subject, plan=f"{line} precision=bf16", ranks=GPUS, device="cuda"), cluster=cluster)
     accounts.append(predicted_account(prediction, title=line))
     peak = max(rank.peak.bytes for rank in prediction.memory) / 2**30
     found[line] = (prediction.seconds, peak, prediction.fits)

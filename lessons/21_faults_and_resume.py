@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from classroom import run_mesh, run_plain
 from torch import nn
 
 import meshwise as mw
+from classroom import run_mesh, run_plain
 
 torch.manual_seed(0)
 START = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()

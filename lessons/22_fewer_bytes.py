@@ -10,15 +10,16 @@
 #     DiLoCo                       H steps alone, then an outer step with momentum along the mean difference
 #     parameter server             one rank keeps the parameters; the others send gradients and fetch parameters
 #
-# Papers: Lin et al., *Deep gradient compression*, arXiv 1712.01887; Stich, *Local SGD converges fast*, arXiv 1805.09767;
-# Douillard et al., *DiLoCo*, arXiv 2311.08105; Li et al., *Scaling distributed ML with the parameter server*, 2014.
+# Papers: Lin et al., *Deep gradient compression*, arXiv 1712.01887; Stich, *Local SGD converges fast*, arXiv
+# 1805.09767; Douillard et al., *DiLoCo*, arXiv 2311.08105; Li et al., *Scaling distributed machine learning with the
+# parameter server*, OSDI 2014.
 
 # %%
 import torch
 import torch.distributed as dist
-from classroom import RANKS, run_mesh, run_plain
 
 import meshwise as mw
+from classroom import RANKS, run_mesh, run_plain
 
 D, STEPS, LR = 32, 24, 0.2
 generator = torch.Generator().manual_seed(0)
@@ -170,8 +171,8 @@ print("dp=4 is both at their synchronous setting, to 1e-9")
 # %% [markdown]
 # ## Exercise
 #
-# One bit for each number: write `answer(x, error)`, which returns (sent, new error). Sent is the sign of x + error times
-# the mean of its absolute values.
+# One bit for each number: write `answer(x, error)`, which returns (sent, new error). Sent is the sign of x + error
+# times the mean of its absolute values.
 
 # %%
 

@@ -38,7 +38,8 @@ bubble = (32 - 1) / 64
 own = P / (8 * 32)
 state = (2 + 4 + 12 / 12) * own  # bf16 parameters, fp32 gradients, 12 bytes over dp=12: about 7 bytes each
 print(f"{P / 1e12:.2f} T parameters on {cluster.ranks:,} GPUs; one holds {own / 1e9:.2f} B")
-print(f"by hand: at the peak {ideal:.1f} s a step; with the bubble {ideal * (1 + bubble):.1f} s; state {state / 2**30:.0f} GiB")
+print(f"by hand: at the peak {ideal:.1f} s a step, with the bubble {ideal * (1 + bubble):.1f} s")
+print(f"state of a GPU: {state / 2**30:.0f} GiB")
 
 # %% [markdown]
 # ## Rehearsed
