@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test processes accelerator grid faults test-gpu gpu-here check format docs pictures clean
+.PHONY: help install demo test processes accelerator grid faults test-gpu gpu-here check format lessons site docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -67,6 +67,10 @@ check: install  ## lint, format and types, changing nothing
 format: install  ## mend what check would complain about, where that is mechanical
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+lessons: install  ## every lesson of the course, on four threads and on four processes
+	OMP_NUM_THREADS=1 $(BIN)/meshwise lesson all
+	OMP_NUM_THREADS=1 $(BIN)/meshwise lesson all --processes
 
 docs: install  ## make the generated pages of docs/ again
 	PYTHONPATH=tests $(BIN)/python -m plans_page

@@ -1,0 +1,173 @@
+"""The command `meshwise lesson`: list the lessons of the course, run a lesson in the terminal, or write its page.
+
+A lesson is a Python file in the percent format: `# %%` begins a cell of code, and `# %% [markdown]` a cell of text in
+comments. The lessons are the folder `lessons` of the repository.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from markdown_it import MarkdownIt
+from rich.markdown import Markdown
+
+from meshwise.cli.output_files import check_outputs, drawing_console, html_document, write_and_say
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
+from meshwise.train.flags import parse_flags
+from meshwise.train.job import JobError
+
+_RANKS = 4
+_CELL = re.compile(r"^# %%(.*)\n", re.MULTILINE)
+_CONTENT = "main>p,main>ul,main>h2{margin:16px 0}main pre{padding:10px;overflow:auto;border:1px solid var(--edge)}"
+
+
+@dataclass(frozen=True)
+class LessonFlags:
+    """List the lessons of the course, or run one on four ranks."""
+
+    number: Annotated[str, tyro.conf.Positional] = ""
+    """Number of the lesson, as in 07; `all` runs every lesson and prints a line for each."""
+    processes: bool = False
+    """Run the ranks as four processes. By default they are threads of this process."""
+    html: Path | None = None
+    """Write the lesson as an HTML page here: text, code, output and pictures. It loads no other files."""
+    markdown: Path | None = None
+    """Write the lesson as Markdown here, with the same content."""
+    folder: Path | None = None
+    """Folder of the lessons. Default: `lessons` here, or in the repository of an editable installation."""
+
+
+@dataclass(frozen=True)
+class LessonCell:
+    """Cell of a lesson. `line`: number of lines before `text` in the file."""
+
+    is_text: bool
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """Output of a cell: printed text, and pictures as SVG."""
+
+    cell: LessonCell
+    printed: str = ""
+    pictures: tuple[str, ...] = ()
+
+    @property
+    def markdown(self) -> str:
+        """Cell and output as Markdown."""
+        if self.cell.is_text:
+            return self.cell.text
+        printed = f"```text\n{self.printed.rstrip()}\n```\n" if self.printed.strip() else ""
+        figures = "".join(f"\n<figure>{svg}</figure>\n" for svg in self.pictures)
+        return f"```python\n{self.cell.text.strip()}\n```\n\n{printed}{figures}"
+
+
+def main(words: Sequence[str]) -> int:
+    """List, run or write lessons; return the exit status 0. Raises JobError, and the error of a lesson that fails."""
+    flags = parse_flags(words, prog="meshwise lesson", default=LessonFlags())
+    paths = find_lessons(flags.folder)
+    check_outputs([flags.html, flags.markdown])
+    wanted = [path for path in paths if flags.number in ("all", path.name[:2], path.name[:2].lstrip("0"))]
+    if not flags.number:
+        print("\n".join(f"{path.name[:2]}  {title_of(path)}" for path in paths))
+        print("\nmeshwise lesson 07 runs one, --processes on four processes; --html PATH writes its page")
+    elif not wanted:
+        raise JobError(f"no lesson {flags.number!r}; the lessons are 01 to {paths[-1].name[:2]}, or all")
+    elif (flags.html or flags.markdown) and (flags.number == "all" or flags.processes):
+        raise JobError("--html and --markdown write one lesson that ran on threads; name its number, as in 07")
+    elif flags.processes:
+        run(_RANKS, _rank, args=(wanted,))
+    elif flags.number == "all":
+        print_all(wanted)
+    else:
+        _run_one(wanted[0], flags)
+    return 0
+
+
+def _run_one(path: Path, flags: LessonFlags) -> None:
+    console, written = drawing_console(), ""
+    for result in run_lesson(path):
+        written += f"{result.markdown}\n"
+        if not (flags.html or flags.markdown):
+            console.print(Markdown(result.cell.text if result.cell.is_text else f"```python\n{result.cell.text}\n```"))
+            console.print(result.printed, highlight=False, markup=False, soft_wrap=True)
+    write_and_say(flags.markdown, write=lambda file: file.write_text(written, encoding="utf-8"))
+    body = f"<style>{_CONTENT}</style>{MarkdownIt('commonmark').enable('table').render(written)}"
+    page = html_document(body, title=title_of(path))
+    write_and_say(flags.html, write=lambda file: file.write_text(page, encoding="utf-8"))
+
+
+def _rank(world: World, paths: Sequence[Path]) -> None:
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing if world.rank else sys.stdout):
+        print_all(paths)
+
+
+def print_all(paths: Sequence[Path]) -> None:
+    """Run lessons one after the other. Print the title of each; if there is one lesson, its output too."""
+    for path in paths:
+        printed = [result.printed for result in run_lesson(path)]
+        print("\n".join([title_of(path), *(text for text in printed if text and len(paths) == 1)]), flush=True)
+
+
+def find_lessons(given: Path | None) -> list[Path]:
+    """Return the files of the lessons in order. Raises JobError if the folder is not found."""
+    for folder in [given] if given else [Path("lessons"), Path(__file__).parents[3] / "lessons"]:
+        if found := sorted(folder.resolve().glob("[0-9][0-9]_*.py")):
+            return found
+    raise JobError(
+        f"no lessons in {given or Path('lessons').resolve()}: the package is installed without them; "
+        "clone its repository, and give --folder REPOSITORY/lessons"
+    )
+
+
+def title_of(path: Path) -> str:
+    """Return the title of a lesson: its first heading."""
+    return next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# # "))[4:]
+
+
+def read_cells(path: Path) -> Iterator[LessonCell]:
+    """Yield the cells of a file in the percent format."""
+    text = path.read_text(encoding="utf-8")
+    marks = list(_CELL.finditer(text))
+    for mark, stop in zip(marks, [*(following.start() for following in marks[1:]), len(text)], strict=True):
+        content, is_text = text[mark.end() : stop], "[markdown]" in mark[1]
+        if is_text:
+            content = re.sub(r"^# ?", "", content, flags=re.MULTILINE)
+        yield LessonCell(is_text, content, text.count("\n", 0, mark.end()))
+
+
+def run_lesson(path: Path) -> Iterator[CellResult]:
+    """Run the cells of a lesson in order, and yield each with its output. Raises the error of a cell that fails."""
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
+    kept = os.environ.get("MESHWISE_LESSON_PICTURES")
+    sys.path.insert(0, str(path.parent))
+    try:
+        with tempfile.TemporaryDirectory(prefix="meshwise-lesson-") as folder:
+            os.environ["MESHWISE_LESSON_PICTURES"] = folder
+            for cell in read_cells(path):
+                if cell.is_text:
+                    yield CellResult(cell)
+                    continue
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(compile("\n" * cell.line + cell.text, path, "exec"), names)  # noqa: S102 - a lesson is a program
+                drawn = sorted(Path(folder).glob("*.svg"))
+                pictures = tuple(file.read_text(encoding="utf-8") for file in drawn)
+                for file in drawn:
+                    file.unlink()
+                yield CellResult(cell, printed.getvalue(), pictures)
+    finally:
+        sys.path.remove(str(path.parent))
+        os.environ.pop("MESHWISE_LESSON_PICTURES")
+        if kept is not None:
+            os.environ["MESHWISE_LESSON_PICTURES"] = kept
