@@ -24,12 +24,16 @@ from meshwise.precision.dtype_policy import Precision
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and the axes whose ranks hold replicas."""
+    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and the axes whose ranks hold replicas.
+
+    `sync_axes`: axes whose ranks hold replicas that agree across steps; each of them counts and saves its parameters.
+    """
 
     reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     replicas: tuple[str, ...] = REPLICAS
+    sync_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Bucket:
         self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
-        copies = rows[0].copies(world.mesh)
+        copies = [axis for axis in rows[0].copies(world.mesh) if axis not in self.storage.sync_axes]
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
         self.is_sharded = reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)
