@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from torch.nn import functional
 
 from accelerator.simulated_accelerators import SimulatedAccelerators
 from accelerator.training import check, losses, parsed
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import streams_of, use_deterministic_kernels
 from meshwise.comm.api.world import World
 from meshwise.comm.network import nccl_world, process_world
+from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import StateBeforeUpdate
 from meshwise.memory.staging_buffers import SLAB, SwapConfig
 from meshwise.memory.storage_movers import HostMover
@@ -286,3 +288,33 @@ def test_exchanged_bytes_are_not_decoded_one_by_one() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tensor, "tolist", lambda x: pytest.fail("one by one") if x.dtype == torch.uint8 else x.numpy())
         assert run(2, main) == [1, 1]
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the kernels of torch after a test of `deterministic=1`, and begin without CUDA's setting."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_deterministic_plans_use_deterministic_kernels_alone() -> None:
+    check("dp=2 deterministic=1", on=SimulatedAccelerators())
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+    class Puts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.put(torch.zeros(1, dtype=torch.int64), x.new_ones(1)))
+
+    trainer = parallelize(Puts(2, 2), "deterministic=1", loss=lambda y, _: (y.sum(), 1), lr=1.0)
+    with pytest.raises(RuntimeError, match=r"put_.* does not have a deterministic implementation"):
+        trainer.step(torch.ones(2, 2))
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_rehearsal_of_a_deterministic_plan_leaves_the_kernels_of_this_process_alone() -> None:
+    use_deterministic_kernels(torch.device("meta"))
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -324,6 +324,20 @@ def test_a_run_writes_its_timeline_and_it_can_be_drawn(tmp_path: Path, capsys: p
     assert "by the clock: rank 0: stages 0" in names
 
 
+def test_a_run_traces_the_step_that_its_job_names(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("what is read here is of no matter " * 20)
+    job = Job(
+        model=ModelJob(arguments={"layers": 1, "heads": 1, "width": 4}),
+        data=DataJob(files=(str(text),), context=8, validation=0, cache=str(tmp_path / "cache")),
+        train=TrainJob(steps=3, batch=2, profile=2, output=str(tmp_path / "run")),
+    )
+    run(1, lambda world: train(world, job=job))
+    trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
+    names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert names.count("0F0") == names.count("update") == 1
+
+
 def test_drawing_without_a_measurement_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["draw", "timeline", str(tmp_path)]) == 2
     assert "train with --train.timeline=3" in capsys.readouterr().err

@@ -7,6 +7,7 @@ print(measuring.steps()[-1])
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,10 +50,16 @@ def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
     """Write a Chrome trace of torch's profiler for the steps inside the block, to `into/rank-N.json` on each rank.
 
     Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the waits in collectives
-    (`wait all_gather dp`). Profile one step after some others: the first steps allocate memory.
+    (`wait all_gather dp`). Profile one step after some others: the first steps allocate memory. In a process that
+    Nsight Systems has started (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written.
     """
-    into.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile() as trace, trainer.world.flight_recorder.profiled():
-        yield
-        trainer.world.streams.synchronize()
+    with trainer.world.flight_recorder.profiled():
+        if trainer.world.device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
+            with torch.autograd.profiler.emit_nvtx():
+                yield
+            return
+        into.mkdir(parents=True, exist_ok=True)
+        with torch.profiler.profile() as trace:
+            yield
+            trainer.world.streams.synchronize()
     trace.export_chrome_trace(str(into / f"rank-{trainer.world.rank}.json"))

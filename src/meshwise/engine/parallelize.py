@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwise.attention.context_parallel import ContextParallel
+from meshwise.comm.api.streams import use_deterministic_kernels
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.connect import connect
@@ -155,6 +156,8 @@ def parallelize(
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
     nonfinite = SkipPolicy.parse(options.nonfinite)
+    if plan.deterministic:
+        use_deterministic_kernels(world.device)
 
     source = model if isinstance(model, ParameterSource) else build_with_values(model, seed=options.seed)
     check_trains(source.module)

@@ -91,6 +91,9 @@ class Plan:
         "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit"
     )
     compile: str = one_of("off blocks", means="blocks: the forward of each block is compiled by torch.compile")
+    deterministic: int = whole_number(
+        0, means="1: kernels of torch that give equal bits in every run; slower on GPUs", least=0, most=1
+    )
     precision: str = one_of(
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
     )

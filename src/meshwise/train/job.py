@@ -251,6 +251,9 @@ class TrainJob:
     timeline: int = 0
     """Number of steps to measure action by action, after two steps of warm-up. The times are printed and written to
     `timeline.json` in the run's folder, for `meshwise draw timeline`. 0: no measurement."""
+    profile: int = 0
+    """Number of the step that torch's profiler traces on every rank, into `profile/rank-N.json` of the run's folder
+    (for https://ui.perfetto.dev). Actions, collectives and operations are ranges. 0: no trace."""
     loggers: tuple[str, ...] = ()
     """Trackers that get the numbers of the run: `tensorboard`, `wandb`, `mlflow`, `aim` (each an extra), or a class of
     your own that gets every event, as `my_module:Callback`: made with (folder, job), then write(event) and close() are
@@ -259,7 +262,7 @@ class TrainJob:
     def __post_init__(self) -> None:
         for key in ("steps", "batch", "log_every", "keep_last"):
             _least(f"train.{key}", getattr(self, key), 1)
-        for key in ("validate_every", "save_every", "timeline"):
+        for key in ("validate_every", "save_every", "timeline", "profile"):
             _least(f"train.{key}", getattr(self, key), 0)
         if self.validate_batches is not None:
             _least("train.validate_batches", self.validate_batches, 1)

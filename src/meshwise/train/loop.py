@@ -32,7 +32,7 @@ from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import buffers
-from meshwise.engine.measure_steps import StepMeasurement, measure
+from meshwise.engine.measure_steps import StepMeasurement, measure, profile
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
@@ -52,7 +52,7 @@ from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
 from meshwise.train.run_checkpoints import RunCheckpoints
 from meshwise.train.run_events import Event, EventDispatcher, EventSink
-from meshwise.train.run_folder import RunFolder, RunStart
+from meshwise.train.run_folder import PROFILE, RunFolder, RunStart
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.slow_ranks import BusyTimer, RankPace
 from meshwise.train.token_file import START_TOKEN
@@ -235,8 +235,10 @@ class _Run:
             self._emit(run_events.Compared(predicted.on, predicted.seconds, predicted.memory, seconds, own))
 
     def _step(self, step: int, batch: Any) -> StepResult:
+        traced = profile(self._trainer, into=self._folder.path / PROFILE) if step == self._job.train.profile else None
         try:
-            return self._trainer.step(batch, local=True, total=self._size)
+            with traced or contextlib.nullcontext():
+                return self._trainer.step(batch, local=True, total=self._size)
         except NonFiniteError as error:
             self._emit(run_events.NonFinite(step, str(error)))
             if self._trainer.plan.sync == "step":

@@ -37,7 +37,7 @@ FREE_KEYS = (
     *("plan", "ranks", "restarts", "comm", "swap", "sample", "predicted"),
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
-    *("train.loggers", "train.timeline", "train.save_every", "train.keep_last", "train.noise"),
+    *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
     *("train.output", "train.resume", "train.accept"),
 )
 """Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""

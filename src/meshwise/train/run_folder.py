@@ -6,6 +6,7 @@
     runs/demo/launch                    torchrun's name for the job (run ID), if torchrun may start the ranks again
     runs/demo/tensorboard/              with train.loggers = ["tensorboard"]
     runs/demo/timeline.json             with train.timeline
+    runs/demo/profile/                  with train.profile
     runs/demo/parameters.safetensors    the full parameters and buffers at the end
     runs/demo/failure-rank-1.txt        the traceback of a rank that failed
 
@@ -33,6 +34,7 @@ from meshwise.train.job_toml import to_toml
 TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
 CHECKPOINTS = "checkpoints"
+PROFILE = "profile"
 LAUNCH = "launch"
 """Names in the run's folder, as in the table above."""
 
@@ -86,7 +88,7 @@ class RunFolder:
     def outputs(self) -> dict[str, str]:
         """Return the paths of the output files and folders that exist, by name, such as `parameters`."""
         names = {"job": self.job.name, "metrics": self.metrics.name, "parameters": self.parameters.name}
-        names |= {name: name for name in (CHECKPOINTS, "tensorboard")} | {"timeline": TIMELINE}
+        names |= {name: name for name in (CHECKPOINTS, PROFILE, "tensorboard")} | {"timeline": TIMELINE}
         return {name: str(self.path / file) for name, file in names.items() if (self.path / file).exists()}
 
 

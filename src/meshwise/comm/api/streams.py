@@ -4,11 +4,13 @@
 `HostStreams` is for every other device: there each operation is complete when its call returns, so waiting does
 nothing. So callers need no branch by device.
 
-`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process.
+`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process;
+`use_deterministic_kernels` sets which kernels torch uses in it.
 `generator_states` and `restore_generators` save and restore torch's random generators.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -382,6 +384,17 @@ def gpu_properties(device: torch.device | int) -> Any:
 def cuda_in_use() -> bool:
     """Return True if this process has initialized CUDA; then its forks cannot use a GPU."""
     return bool(torch.cuda.is_initialized()) or _simulated() is not None
+
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Let torch use deterministic kernels alone from now on, in this process; an operation without one then raises.
+
+    Sets CUBLAS_WORKSPACE_CONFIG for CUDA, unless it is set. It counts for products of matrices after this call only.
+    """
+    if device.type != "meta":
+        torch.use_deterministic_algorithms(mode=True)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def nccl_version() -> str:
