@@ -296,3 +296,38 @@ def test_an_elastic_restart_finds_the_folder_of_its_own_job(job: Job, tmp_path: 
 def test_restarts_without_checkpoints_are_refused() -> None:
     with pytest.raises(JobError, match=r"restarts = 2 with train\.save_every = 0"):
         Job(restarts=2)
+
+
+STOPPER = """
+from pathlib import Path
+from meshwise.train.run_events import Step
+
+class Stopper:
+    def __init__(self, folder, job):
+        self.stop = Path(folder, "stop")
+
+    def write(self, event):
+        if isinstance(event, Step) and event.step == 3:
+            self.stop.touch()
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_run_that_a_file_stops_saves_and_can_be_resumed(whole: Path, job: Job, tmp_path: Path) -> None:
+    (tmp_path / "stopper.py").write_text(STOPPER)
+    folder = tmp_path / "stopped"
+    first = change(
+        job, "train", output=str(folder), save_every=100, log_every=1, loggers=(f"{tmp_path}/stopper.py:Stopper",)
+    )
+    _, printed = run_job(first)
+    assert "stopped  after step 3, as the file `stop` asked; --train.resume auto continues" in printed
+    assert [event["step"] for event in events(folder, "stopped")] == [3]
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-3"]
+    assert not (folder / "stop").exists()
+
+    (folder / "stop").touch()  # of a run that ended before it looked
+    _, printed = run_job(change(job, "train", output=str(folder), save_every=100, log_every=1, resume="auto"))
+    assert "stopped  after" not in printed
+    assert steps(folder) == steps(whole)[3:]

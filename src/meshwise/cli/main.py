@@ -22,6 +22,7 @@ from meshwise.cli import (
     checkpoint_command,
     doctor_command,
     draw_command,
+    launch_command,
     lesson_command,
     plan_command,
     simulate_command,
@@ -68,6 +69,7 @@ COMMANDS: Mapping[str, Command] = {  # by the name of the subcommand, in the ord
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint_command.main),
     "bench": Command("measure collectives, and this machine for simulations", bench_command.main, starts_ranks=True),
     "draw": Command("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
+    "launch": Command("print the file with which a cluster starts a job", launch_command.main),
     "lesson": Command("list the lessons of the course, and run them", lesson_command.main, starts_ranks=True),
     "doctor": Command(
         "examine this machine, and whether ranks can communicate", doctor_command.main, starts_ranks=True

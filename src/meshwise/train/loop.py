@@ -221,7 +221,11 @@ class _Run:
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)
                 now = time.monotonic()
-            self._checkpoint(step)
+            stops = self._stops(step)
+            self._checkpoint(step, last=stops or step == job.steps)
+            if stops:
+                self._emit(run_events.Stopped(step))
+                break
             last = now
         for slow in pace.compare():
             self._emit(slow)
@@ -254,10 +258,20 @@ class _Run:
             group["lr"] = peak * fraction
         return float(self._peaks[0] * fraction)
 
-    def _checkpoint(self, step: int) -> None:
+    def _stops(self, step: int) -> bool:
+        """Return whether the file `stop` is in the run's folder, and remove it. All ranks get the answer of rank 0."""
+        job, file, world = self._job.train, self._folder.stop, self._trainer.world
+        if not job.save_every or step % job.log_every or step == job.steps:
+            return False
+        found: bool = world.exchange(world.rank == 0 and file.exists())[0]
+        if found and world.rank == 0:
+            file.unlink(missing_ok=True)
+        return found
+
+    def _checkpoint(self, step: int, *, last: bool) -> None:
         job = self._job.train
         self._checkpoints.report_published()
-        if job.save_every and (step % job.save_every == 0 or step == job.steps):
+        if job.save_every and (step % job.save_every == 0 or last):
             extra = run_extra(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
             self._checkpoints.save(step, extra=extra)
 

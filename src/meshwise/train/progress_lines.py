@@ -128,11 +128,12 @@ def _text(event: Event, *, of: str) -> str:
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
             return "\n".join([head, *_indented(event.table)])
         case run_events.Saved():
-            return (
-                f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, {event.held:.2f} s of it blocking)"
-            )
+            times = f"{event.seconds:.1f} s, {event.held:.2f} s of it blocking"
+            return f"saved    step {event.step} in {event.path} ({times})"
         case run_events.SaveFailed():
             return f"NOT SAVED at step {event.step}: {event.problem}"
+        case run_events.Stopped():
+            return f"stopped  after step {event.step}, as the file `stop` asked; --train.resume auto continues"
         case run_events.Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
         case run_events.Sample():

@@ -179,6 +179,13 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """The run ends after `step`, before its last one, because the file `stop` was in its folder."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Validation:
     """A validation after `step` has ended: the mean loss over `tokens` tokens (or samples) of the validation data."""
 
@@ -234,6 +241,7 @@ Event: TypeAlias = (
     | Measured
     | Saved
     | SaveFailed
+    | Stopped
     | Validation
     | Sample
     | Compared

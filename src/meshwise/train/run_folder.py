@@ -56,6 +56,7 @@ class RunFolder:
             if attempt is not None and attempt.max_restarts:
                 (folder.path / LAUNCH).write_text(attempt.job_name, encoding="utf-8")
             folder.job.write_text(to_toml(job), encoding="utf-8")
+            folder.stop.unlink(missing_ok=True)
         except OSError as error:
             raise JobError(f"train.output = {job.train.output!r}: {error.strerror}: {error.filename}") from error
         return folder
@@ -64,6 +65,11 @@ class RunFolder:
     def job(self) -> Path:
         """The file with the resolved job."""
         return self.path / "job.toml"
+
+    @property
+    def stop(self) -> Path:
+        """The file with which a user, or a cluster before its time limit, asks the run to save and end."""
+        return self.path / "stop"
 
     @property
     def parameters(self) -> Path:

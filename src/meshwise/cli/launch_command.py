@@ -1,0 +1,103 @@
+"""The command `meshwise launch`: write the file with which a cluster starts a training job.
+
+A recipe is a text file in `launch_recipes`, in which `{{name}}` is replaced by a value. Each recipe runs `meshwise
+doctor` on all nodes, then `meshwise train` with `--train.resume auto`. Before the time limit it creates the file `stop`
+in the folder of the run, so that the run saves a checkpoint and ends.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+import tyro
+
+from meshwise.cli.output_files import check_outputs, write_and_say
+from meshwise.train.flags import parse_flags
+from meshwise.train.job import Job, JobError
+from meshwise.train.job_toml import from_toml
+
+Recipe = Literal["slurm", "kubernetes", "ray", "sagemaker", "azureml"]
+_FILES: Mapping[str, str] = {
+    "slurm": "slurm.sbatch",
+    "kubernetes": "kubernetes.yaml",
+    "ray": "ray.py.txt",
+    "sagemaker": "sagemaker.json",
+    "azureml": "azureml.yaml",
+}
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+_PLAIN = re.compile(r"[\w./:@+-]+")
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """Print the file with which a cluster starts a training job."""
+
+    job: Annotated[Path, tyro.conf.Positional] = Path("job.toml")
+    """The job. Its path, and `train.output`, are those on the cluster, from `folder`."""
+    recipe: Annotated[Recipe, tyro.conf.arg(name="for")] = "slurm"
+    """The cluster: Slurm, Kubernetes with JobSet, Ray Train, Amazon SageMaker or Azure Machine Learning."""
+    nodes: int = 1
+    """Number of nodes."""
+    ranks_per_node: int = 8
+    """Ranks of a node, one for each GPU."""
+    hours: int = 24
+    """Time limit of the job; Ray has none."""
+    grace: int = 300
+    """Seconds before the time limit at which the run is asked to save a checkpoint and to end. It looks each
+    `train.log_every` steps."""
+    restarts: int = 3
+    """How many times the ranks are started again after a failure."""
+    folder: str = "/shared"
+    """Folder that every node sees, in which the job starts."""
+    image: str = "registry.example.com/meshwise:latest"
+    """Container image with meshwise. Slurm and Ray do not use it."""
+    gpus: bool = True
+    """Give each rank a GPU. Only Ray's recipe works without."""
+    write: Path | None = None
+    """Write the file here, and print the path in place of the file."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Print or write the recipe; return the exit status 0. Raises JobError or PlanError for a job that cannot run."""
+    flags = parse_flags(words, prog="meshwise launch", default=LaunchFlags())
+    check_outputs([flags.write])
+    text = recipe(flags, job=from_toml(flags.job, kind=Job))
+    if flags.write is None:
+        print(text, end="")
+    write_and_say(flags.write, write=lambda path: path.write_text(text, encoding="utf-8"))
+    return 0
+
+
+def recipe(flags: LaunchFlags, *, job: Job) -> str:
+    """Return the file for a cluster. Raises JobError for numbers that cannot work, PlanError for a plan that does not
+    fit the ranks.
+    """
+    if min(flags.nodes, flags.ranks_per_node, flags.hours, flags.grace) < 1 or flags.grace >= 3600 * flags.hours:
+        raise JobError(
+            f"nodes = {flags.nodes}, ranks_per_node = {flags.ranks_per_node}, hours = {flags.hours} and grace = "
+            f"{flags.grace} have to be at least 1, and grace has to be shorter than the time limit"
+        )
+    if not job.train.save_every:
+        raise JobError(
+            f"{flags.job}: train.save_every = 0: a job that is started again would begin from step 0; "
+            "set train.save_every to the steps you can afford to lose"
+        )
+    ranks, seconds = flags.nodes * flags.ranks_per_node, 3600 * flags.hours
+    job.plan.resolve(ranks)
+    values = {name: str(value) for name, value in vars(flags).items()} | {
+        "name": re.sub(r"[^a-z0-9]+", "-", flags.job.stem.lower()).strip("-") or "job",
+        "ranks": str(ranks),
+        "seconds": str(seconds),
+        "stop_after": str(seconds - flags.grace),
+        "attempts": str(max(1, flags.restarts)),
+        "output": job.train.output,
+        "stop": str(PurePosixPath(flags.folder, job.train.output, "stop")),
+        "file": str(flags.write or _FILES[flags.recipe].removesuffix(".txt")),
+    }
+    if odd := [f"{name} = {value!r}" for name, value in values.items() if not _PLAIN.fullmatch(value)]:
+        raise JobError(f"{', '.join(odd)}: write paths and images without blanks and quotes, as /shared/run-1")
+    text = resources.files("meshwise.cli").joinpath("launch_recipes", _FILES[flags.recipe]).read_text("utf-8")
+    return _PLACE.sub(lambda place: values[place[1]], text)
