@@ -79,17 +79,11 @@ def loss(logits, batch):
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_it_tells_that_values_of_the_batch_are_asked_for(
-    command: str, job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = "The model reads values of its batch. The rehearsal uses the values of the job's first batch."
+def test_a_loss_may_read_integers_of_the_batch(command: str, job: Path) -> None:
     searching = ["--fix", f"{FIXED} microbatches=1", "--workers", "1", "--top", "1"] if command == "plan" else []
     own = ["--plan", "dp=4"] if command == "simulate" else []
-    assert main([command, str(job), "--on", "1x4 h100", *searching, *own]) == 0
-    assert message not in capsys.readouterr().out
     Path(f"looking_{command}.py").write_text(LOOKING)
     assert main([command, str(job), "--on", "1x4 h100", "--loss", f"looking_{command}.py:loss", *searching, *own]) == 0
-    assert message in capsys.readouterr().out
 
 
 def test_the_job_is_written_before_whoever_reads_the_table_stops(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,25 +37,6 @@ def test_one_plan_is_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ranks 0–1 │" in out
 
 
-ASKS = """
-from torch.nn import functional
-
-def loss(output, batch):
-    if batch[1].max() < 0:
-        raise ValueError("no labels")
-    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
-"""
-
-
-def test_a_model_that_reads_its_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = "uses the values of the job's first batch"
-    assert main([*JOB, "--plan=dp=2", ON]) == 0
-    assert message not in capsys.readouterr().out
-    (tmp_path / "asks.py").write_text(ASKS)
-    assert main([*JOB, "--plan=dp=2", ON, f"--loss={tmp_path / 'asks.py'}:loss"]) == 0
-    assert message in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_measured_step_is_shown_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = account(SPLIT).timeline
     MeasuredStep(prediction(SPLIT).rehearsal.schedule, step).write(tmp_path / "timeline.json")

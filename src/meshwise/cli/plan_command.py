@@ -24,7 +24,6 @@ from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
 from meshwise.planner.search_tables import best_table, lost_table, search_record
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.train.console_output import console_of_width, counted, text_table
@@ -190,8 +189,6 @@ def _print_result(survey: SearchResult, *, heading: Iterable[str], top: int, sec
         console.print(line, highlight=False, markup=False)
     summary = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(summary, highlight=False)
-    if any(one.figures.asked for one in survey.candidates.values()):
-        console.print(ASKS_ITS_BATCH, highlight=False)
     if survey.best():
         console.show(text_table(best_table(survey, top=top), wrapped=_WRAPPED))
     lost = lost_table(survey, top=top)

@@ -16,7 +16,6 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
 from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.simulation_tables import memory_table, time_table
@@ -72,8 +71,6 @@ def main(arguments: Sequence[str]) -> int:
     subject = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{subject} on {job.on or counted(size, of='rank')}"
     console.print(title, highlight=False)
-    if any(rehearsal.asked for rehearsal in rehearsals):
-        console.print(ASKS_ITS_BATCH)
     if cluster is not None:
         _print_times([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
