@@ -18,7 +18,7 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
-from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
+from meshwise.planner.search import SearchEffort, SearchResult, prediction_of, search
 from meshwise.planner.search_tables import best_table, lost_table
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
@@ -55,7 +55,7 @@ class PlanJob(StudiedJob, DrawingFiles):
     workers: int | None = None
     """Processes that rehearse at the same time. Default: the number of cores that this process may use."""
     write: bool = False
-    """Write the best plan, its cut of the model, and its predicted time and memory into the job's file."""
+    """Write the best plan and its cut of the model into the job's file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     best = survey.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
-        _write(path, best[0], on=job.on)
+        change_file(path, changes={("plan",): str(best[0].plan), ("model", "cut_at"): list(best[0].at) or None})
     module = shapes_of(subject.model, seed=subject.options.seed).module
     parameters = sum(one.numel() for one in module.parameters())
     heading = _heading(job, cluster, space, limit=limit, parameters=parameters)
@@ -200,15 +200,3 @@ def _closest(survey: SearchResult) -> str:
         f"{size_text(one.figures.memory)}: {missing:,.0f} bytes ({size_text(missing)}) are missing. Take more ranks, "
         "or a smaller train.batch or data.context"
     )
-
-
-def _write(path: Path, best: Candidate, *, on: str) -> None:
-    changes: dict[tuple[str, ...], Any] = {
-        ("plan",): str(best.plan),
-        ("model", "cut_at"): list(best.at) or None,
-        ("predicted", "plan"): str(best.plan),
-        ("predicted", "on"): on,
-        ("predicted", "seconds"): best.figures.seconds,
-        ("predicted", "memory"): best.figures.memory,
-    }
-    change_file(path, changes=changes)
