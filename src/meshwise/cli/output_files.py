@@ -22,7 +22,7 @@ from meshwise.train.run_folder import TIMELINE
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.palette import COLORS, UNSEEN, style
 from meshwise.view.plan_account import PlanAccount
-from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
+from meshwise.view.plan_comparison import Row, comparison_table
 from meshwise.view.plan_pictures import picture_sheet, pictures
 from meshwise.view.shapes import Bars, Picture, PictureText, Shape
 from meshwise.view.svg import svg, svg_file
@@ -162,9 +162,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
-    """Return an HTML page about some plans: a comparison of them, then pictures of each plan in one time scale."""
-    body = f'<h1>{escape(title)}</h1><section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
-    body += f'<div class="wide">{html_table(comparison_table(accounts))}</div></section>'
+    """Return an HTML page about some plans: a table of them, then pictures of each plan in one time scale."""
+    table = html_table(comparison_table(accounts))
+    body = f'<h1>{escape(title)}</h1><section id="overview"><div class="wide">{table}</div></section>'
     for number, (account, drawn) in enumerate(zip(accounts, pictures(accounts), strict=True), start=1):
         figures = "".join(f"<figure>{svg(picture)}</figure>" for picture in drawn)
         body += f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'

@@ -18,8 +18,6 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "collective": ("#8390a5", "#7c899f"),
     "message": ("#c28f5c", "#b58453"),
     "tier": ("#c06fa5", "#b5669a"),
-    "bubble": ("#e4e7ec", "#30363f"),
-    "other": ("#c9ced6", "#4a525e"),
     # what memory is for
     "parameters": ("#5585cf", "#5b8ad6"),
     "gathered": ("#9fc2ef", "#8fb6e8"),

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from meshwise.view.memory_picture import memory_pictures
 from meshwise.view.plan_account import PlanAccount
-from meshwise.view.plan_comparison import comparison_picture
 from meshwise.view.shapes import Picture, PictureText, stacked
 from meshwise.view.time_text import time_text
 from meshwise.view.timeline_picture import WIDTH, timeline_picture
@@ -24,8 +23,8 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
 
 
 def picture_sheet(accounts: Sequence[PlanAccount]) -> Picture:
-    """Return all pictures of all plans as one picture, under a comparison of the plans."""
-    parts = [comparison_picture(accounts)] if len(accounts) > 1 or accounts[0].peak else []
+    """Return all pictures of all plans as one picture."""
+    parts: list[Picture] = []
     for account, drawn in zip(accounts, pictures(accounts), strict=True):
         parts += [Picture(account.title, WIDTH, 24, (PictureText(account.title, 0, 12, size=15),)), *drawn]
     return stacked(parts)
