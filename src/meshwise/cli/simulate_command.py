@@ -99,8 +99,8 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
         longest = max(account.timeline.seconds for account in accounts)
         for account in accounts:
             mesh = "" if account.mesh is None else f"\n{account.mesh.picture()}"
-            step = time_text(account.timeline.seconds, unit=account.unit)
-            console.print(f"\n{account.title}: step {step}{mesh}", highlight=False, markup=False, soft_wrap=True)
+            seconds = time_text(account.timeline.seconds, unit=account.unit)
+            console.print(f"\n{account.title}: step {seconds}{mesh}", highlight=False, markup=False, soft_wrap=True)
             console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))
     write_drawings(accounts, files=job, title=title)
 

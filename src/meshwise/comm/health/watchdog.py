@@ -155,7 +155,7 @@ class Watchdog:
         self._declare(world.rank, f"meshwise: rank {world.rank} of {world.size} ({self._process}) failed:\n{trace}")
 
     def end_if_declared(self) -> None:
-        """End this rank if the end of the job was declared, or if the store is gone because its rank ended early."""
+        """End this rank if the end of the job was declared, or if the store has ended early with its rank."""
         try:
             if self._store.check(["end"]):
                 self._end()
