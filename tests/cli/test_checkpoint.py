@@ -77,29 +77,6 @@ def test_check_reads_every_byte_of_one_or_of_all(root: Path, capsys: pytest.Capt
     assert main(["checkpoint", "check", str(root / "step-2")]) == 1
 
 
-def test_diff_tells_which_tensors_are_not_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "diff", str(root / "step-1"), str(root / "step-1")]) == 0
-    assert "bit for bit the same" in capsys.readouterr().out
-    assert main(["checkpoint", "diff", str(root / "step-1"), str(root / "step-2")]) == 1
-    assert "scalar/step/" in capsys.readouterr().out
-
-
-def save_nan(world: World, root: Path) -> None:
-    for name, bad in (("whole", 0.0), ("broken", float("nan"))):
-        model = torch.nn.Linear(2, 2)
-        torch.nn.init.ones_(model.weight)
-        model.weight.data[0, 1] = bad
-        parallelize(model, "dp=1", loss=next_token_loss, world=world, lr=1e-2).save(root / name)
-
-
-def test_diff_tells_a_nan_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(1, save_nan, args=(tmp_path,))
-    for one, other in (("whole", "broken"), ("broken", "whole")):
-        assert main(["checkpoint", "diff", str(tmp_path / one), str(tmp_path / other)]) == 1
-        weight = next(line for line in capsys.readouterr().out.splitlines() if "parameter/weight" in line)
-        assert weight.split()[1:] == ["1", "of", "4", "elements", "differ", "nan"]
-
-
 def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "export", str(root / "step-2"), str(tmp_path / "out")]) == 0
     assert "logits" in capsys.readouterr().out
@@ -125,9 +102,7 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path, capsys: pytes
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize(
-    "words", ["list GONE", "show GONE", "check GONE", "diff GONE GONE", "export GONE out", "list FILE"]
-)
+@pytest.mark.parametrize("words", ["list GONE", "show GONE", "check GONE", "export GONE out", "list FILE"])
 def test_a_folder_that_is_not_there_is_one_message_on_stderr_and_status_2(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +118,7 @@ def test_a_folder_that_is_not_there_is_one_message_on_stderr_and_status_2(
     )
 
 
-@pytest.mark.parametrize("words", ["show ONE", "diff ONE ONE", "export ONE out"])
+@pytest.mark.parametrize("words", ["show ONE", "export ONE out"])
 def test_damage_is_told_on_stderr_with_status_1(words: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-2" / INDEX).unlink()
     assert main(["checkpoint", *(word.replace("ONE", str(root / "step-2")) for word in words.split())]) == 1
@@ -166,7 +141,7 @@ def test_a_checkpoint_without_its_index_is_listed_and_checked_as_damaged(
         assert "step-1" in printed
 
 
-@pytest.mark.parametrize("words", ["show RUN", "diff RUN/checkpoints/step-1 RUN", "export RUN into"])
+@pytest.mark.parametrize("words", ["show RUN", "export RUN into"])
 def test_a_run_in_place_of_a_checkpoint_is_told_its_checkpoints(
     words: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

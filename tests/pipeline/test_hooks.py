@@ -37,11 +37,10 @@ def ups(model: nn.Module) -> Iterator[nn.Module]:
 
 
 HOOKS: dict[str, Hook] = {
-    "backward of blocks": lambda model: [block.register_full_backward_hook(doubled) for block in blocks(model)],
     "backward of layers": lambda model: [layer.register_full_backward_hook(doubled) for layer in ups(model)],
-    "backward pre of blocks": lambda model: [block.register_full_backward_pre_hook(doubled) for block in blocks(model)],
+    "backward pre of layers": lambda model: [layer.register_full_backward_pre_hook(doubled) for layer in ups(model)],
+    "old backward of layers": lambda model: [layer.register_backward_hook(doubled) for layer in ups(model)],
     "backward pre of the model": lambda model: model.register_full_backward_pre_hook(doubled),
-    "old backward": lambda model: [block.register_backward_hook(doubled) for block in blocks(model)],
     "forward": lambda model: [block.register_forward_hook(lambda _, __, y: y * 0.7) for block in blocks(model)],
     "forward, always": lambda model: [
         block.register_forward_hook(lambda _, __, y: None if y is None else y * 0.7, always_call=True)
@@ -65,14 +64,14 @@ def test_hooks_do_what_they_do_on_one_process(hook: str, plan: str) -> None:
 
 def test_the_hooks_change_the_result() -> None:
     plain = by_one(lambda _model: None)
-    for name in ("backward of blocks", "backward of layers", "parameters", "accumulated"):
+    for name in ("backward of layers", "backward pre of layers", "parameters", "accumulated"):
         assert abs(by_one(HOOKS[name])[0][1] - plain[0][1]) > 1e-3
 
 
 @pytest.mark.parametrize("at", ["body.blocks.1", "body.blocks.2.up", "head"])
-@pytest.mark.parametrize("name", ["backward of layers", "backward pre of blocks"])
+@pytest.mark.parametrize("name", ["backward of layers", "backward pre of layers"])
 def test_hooks_wherever_a_stage_begins(name: str, at: str) -> None:
-    if name == "backward pre of blocks" and at.endswith("up"):
+    if at.endswith("up"):  # no stage begins inside of a block with hooked modules
         with pytest.raises(PlanError, match=re.escape(at)):
             by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=CutOptions(at=(at,)))
     else:
@@ -110,6 +109,14 @@ def refused(hook: Hook, reason: str, **options: Any) -> None:
         by_plan(PLANS[0], lambda: hooked(hook), **options)
 
 
-def test_backward_hooks_of_a_module_that_stages_share() -> None:
-    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
-        refused(lambda model, put=register: put(model.body, doubled), "body has backward hooks, but several stages may")  # type: ignore[misc]
+@pytest.mark.parametrize("name", ["body", "body.blocks.0", "head"])
+def test_backward_hooks_of_pieces_and_around_them(name: str) -> None:
+    for register in (
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+        nn.Module.register_backward_hook,
+    ):
+        refused(
+            lambda model, put=register: put(model.get_submodule(name), doubled),  # type: ignore[misc]
+            f"{name} has backward hooks, which see no gradient",
+        )

@@ -16,7 +16,7 @@ from meshwise.planner.forked_workers import ForkedWorkers
 from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.plan_space import PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, EstimateLevel, PlanSearch, SearchEffort, SearchResult, figures_of, search
-from meshwise.planner.search_tables import FULL, best_table, lost_table, search_record
+from meshwise.planner.search_tables import FULL, best_table, lost_table
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
@@ -243,11 +243,11 @@ def test_nothing_slower_than_the_best_is_called_best() -> None:
     result = everything()
     rows = best_table(result, top=2)
     assert [row[-1] for row in rows[1:]] == [str(one.plan) for one in result.best()[:2]]
-    seconds = [one["seconds"] for one in search_record(result, top=9)["best"]]
+    seconds = [one.figures.seconds for one in result.best()]
     assert seconds == sorted(seconds)
-    lost = search_record(result, top=2)["lost"]
-    assert sum(group["plans"] for group in lost) + 2 == len(result.candidates)
-    assert all(group["by"] >= 0 for group in lost)
+    lost = lost_table(result, top=2)[1:]
+    assert sum(int(plans) for plans, *_ in lost) + 2 == len(result.candidates)
+    assert not any(least.startswith("-") for _, _, least, *_ in lost)
 
 
 def test_what_the_real_code_refuses_is_refused_in_its_words() -> None:

@@ -44,7 +44,6 @@ def test_values_made_of_sizes_are_known(case: str) -> None:
     ask, answer = KNOWN[case]
     with ShapeConstants() as constants, constants.forward():
         assert ask() == answer
-    assert not constants.asked
 
 
 def written_over() -> Tensor:
@@ -136,7 +135,6 @@ def test_the_integers_of_a_batch_are_known(case: str) -> None:
     batch = MetaBatch.of(BATCH, rows=5)
     with ShapeConstants(batch.values) as constants, constants.forward():
         assert ask(batch.batch["mask"], batch.batch["x"]) == answer
-    assert constants.asked
 
 
 def test_other_numbers_of_a_batch_are_unknown() -> None:
@@ -147,7 +145,6 @@ def test_other_numbers_of_a_batch_are_unknown() -> None:
         pytest.raises(RuntimeError, match="meta tensors"),
     ):
         batch.batch["x"].sum().item()
-    assert not constants.asked
 
 
 def test_writes_to_a_batch_reach_neither_the_user_nor_other_ranks() -> None:
@@ -241,7 +238,6 @@ def test_a_model_that_reads_its_batch_is_rehearsed_like_one_with_constants(plan:
     asking, knowing = of(asks), of("nobody")
     questions = ("any", "scalar", "arange", "gt")
     assert [name for name in operations(asking) if not name.startswith(questions)] == operations(knowing)
-    assert (asking.asked, knowing.asked) == (asks == "mask", False)
 
 
 def _own_loss(output: Any, batch: Any) -> tuple[Tensor, Any]:
@@ -280,4 +276,3 @@ def test_models_of_transformers_are_rehearsed_as_they_are(family: str, batch: st
         rows["attention_mask"][0, 3:] = 1 if batch == "whole" else 0
     rehearsal = rehearse(RehearsalSubject(model, _own_loss, rows), plan=plan, ranks=2)
     assert rehearsal.step(0)
-    assert rehearsal.asked == (batch != "tokens")

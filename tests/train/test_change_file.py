@@ -30,19 +30,19 @@ def test_keys_are_set_and_comments_stay(tmp_path: Path) -> None:
         changes={
             ("plan",): "dp=4 pp=2",
             ("model", "cut_at"): ["blocks.1"],
-            ("predicted", "seconds"): 0.5,
-            ("predicted", "memory"): 12,
+            ("swap", "buffers"): 5,
+            ("swap", "megabytes"): 12,
         },
     )
     assert path.read_text() == (
         '# the job of the week\nloss = "mse"\nplan = "dp=4 pp=2"  # for now\n\n'
         '[model]\nname = "gpt"   # ours\ncut_at = ["blocks.1"]\n\n'
-        "[train]\nbatch = 8\n\n[predicted]\nseconds = 0.5\nmemory = 12\n"
+        "[train]\nbatch = 8\n\n[swap]\nbuffers = 5\nmegabytes = 12\n"
     )
-    change_file(path, changes={("model", "cut_at"): None, ("predicted", "seconds"): 0.25})
+    change_file(path, changes={("model", "cut_at"): None, ("swap", "buffers"): 4})
     job = tomllib.loads(path.read_text())
     assert job["model"] == {"name": "gpt"}
-    assert job["predicted"] == {"seconds": 0.25, "memory": 12}
+    assert job["swap"] == {"buffers": 4, "megabytes": 12}
     assert list(tmp_path.iterdir()) == [path]
 
 

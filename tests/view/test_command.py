@@ -25,7 +25,6 @@ def test_plans_are_compared_drawn_and_written(tmp_path: Path, capsys: pytest.Cap
     assert first.split() == ["zero", "0", "3"]
     assert "rank 1 │" in out  # of the pipeline
     assert "ranks 0–1 │" in out  # of the replicas
-    assert "memory of rank 0, at most" in out
     assert html.read_text().count('<section class="plan"') == 2
     assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2}
     assert "dp=2 zero=3" in svg.read_text()
@@ -35,26 +34,7 @@ def test_one_plan_is_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB, "--plan=dp=2", ON, "--draw"]) == 0
     out = capsys.readouterr().out
     assert "utilisation" in out
-    assert "p parameters" in out
-
-
-ASKS = """
-from torch.nn import functional
-
-def loss(output, batch):
-    if batch[1].max() < 0:
-        raise ValueError("no labels")
-    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
-"""
-
-
-def test_a_model_that_reads_its_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = "uses the values of the job's first batch"
-    assert main([*JOB, "--plan=dp=2", ON]) == 0
-    assert message not in capsys.readouterr().out
-    (tmp_path / "asks.py").write_text(ASKS)
-    assert main([*JOB, "--plan=dp=2", ON, f"--loss={tmp_path / 'asks.py'}:loss"]) == 0
-    assert message in " ".join(capsys.readouterr().out.split())
+    assert "ranks 0–1 │" in out
 
 
 def test_a_measured_step_is_shown_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,11 +47,9 @@ def test_a_measured_step_is_shown_with_the_plan(tmp_path: Path, capsys: pytest.C
     assert 'data-row="rank 1"' in (tmp_path / "a.html").read_text()
 
 
-def test_a_mesh_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mesh.svg"
-    assert main(["draw", "mesh", "--plan=pp=2 dp=auto tp=2", "--on=2x4 h100", f"--svg={path}"]) == 0
+def test_a_mesh_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "mesh", "--plan=pp=2 dp=2 tp=2"]) == 0
     assert "dp 1 │ 6  7" in capsys.readouterr().out
-    assert "8 ranks, 4 to a node" in path.read_text()
 
 
 BAD = [
@@ -81,15 +59,15 @@ BAD = [
     ([*JOB, ON, "--measure"], "--measure without --memory has no effect"),
     (JOB, "nothing to predict: give --memory, or --on with a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
-    (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),
-    (["draw", "mesh", "--plan=dp=2", "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
-    (["draw", "mesh", "--plan=dp=auto"], "dp=auto fills a cluster: name it"),
-    (["draw", "mesh", "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
-    (["draw", "mesh", "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),
-    (["draw", "mesh", f"--on={'9' * 400} h100", "--plan=dp=auto"], "has more ranks than 1048576"),
-    (["draw", "mesh", "--on=1000000x8 h100", "--plan=dp=auto"], "has more ranks than 1048576"),
-    (["draw", "mesh", "--on=/", "--plan=dp=auto"], "/ cannot be read: Is a directory; name a TOML file"),
-    (["draw", "mesh", "--plan=dp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
+    (["draw", "mesh"], "give a plan with a number for dp: meshwise draw mesh --plan"),
+    (["draw", "schedule", "--plan=pp=2", "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
+    (["draw", "mesh", "--plan=dp=auto"], "give a plan with a number for dp"),
+    ([*JOB, "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
+    ([*JOB, "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),
+    ([*JOB, f"--on={'9' * 400} h100"], "has more ranks than 1048576"),
+    ([*JOB, "--on=1000000x8 h100"], "has more ranks than 1048576"),
+    ([*JOB, "--on=/"], "/ cannot be read: Is a directory; name a TOML file"),
+    (["draw", "schedule", "--plan=pp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
     ([*JOB, ON, f"--html={__file__}/a.html"], f"no permission to write to it or to {__file__}"),
     (["draw", "schedule", f"--table={__file__}.gone"], f"{__file__}.gone cannot be read: No such file"),
     (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} is not text, but a table of actions is"),

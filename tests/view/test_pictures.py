@@ -1,8 +1,6 @@
 """What is drawn: which shapes a picture has, where, and that a file of each kind comes of it."""
 
 import dataclasses
-import io
-import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -10,9 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from meshwise.base.mesh import Mesh
 from meshwise.cli.output_files import write_png
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
@@ -20,15 +16,13 @@ from meshwise.simulate.cluster import Device
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN
 from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.plan_pictures import picture_sheet, pictures
-from meshwise.view.schedule_text import SHADES
+from meshwise.view.schedule_text import SHADES, draw_to_scale
 from meshwise.view.shapes import Bars, Picture, PictureText, ticks
 from meshwise.view.svg import svg_file
-from meshwise.view.terminal_drawing import drawings
 from meshwise.view.timeline_picture import timeline_picture
 from view.accounts import SHARDED, SPLIT, account, prediction
 
@@ -95,25 +89,6 @@ def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
     assert any(name.startswith("1") and "activations" in name for name in entries[0].names)
 
 
-def test_a_mesh_has_a_cell_for_every_rank_and_a_colour_for_every_node() -> None:
-    picture = mesh_picture(Mesh.of(pp=2, dp=2, tp=2), ranks_per_node=4)
-    numbers = [shape.text for shape in picture.shapes if isinstance(shape, PictureText) and shape.text.isdecimal()]
-    assert sorted(numbers) == [str(rank) for rank in range(8)]
-    assert "rank 5: pp 1 dp 0 tp 1, node 1" in bars_of(picture, "node-1")[0].names
-    assert len(bars_of(picture, "node-0")[0].boxes) == 4
-
-
-@pytest.mark.parametrize(
-    "mesh", [Mesh.of(dp=1), Mesh.of(pp=64, dp=6, tp=8), Mesh.of(pp=2, dp=3, depth=2, row=2, col=9)]
-)
-def test_a_mesh_of_any_size_fits_a_page_and_its_last_rank_is_there(mesh: Mesh) -> None:
-    picture = mesh_picture(mesh, ranks_per_node=8)
-    texts = [shape.text for shape in picture.shapes if isinstance(shape, PictureText)]
-    assert picture.width <= 1300
-    assert str(mesh.size - 1) in texts or "the first" in texts[0]
-    assert "0" in texts
-
-
 def test_plans_are_compared_by_what_differs_and_the_parts_of_a_step_add_up() -> None:
     table = {row[0]: row[1:] for row in comparison_table(both())}
     assert table["zero"] == ("1", "3")
@@ -129,7 +104,7 @@ def test_a_file_of_each_kind_is_written(tmp_path: Path) -> None:
     picture = picture_sheet(both())
     tree = ET.fromstring(svg_file(picture))
     titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"where the step goes, on the mean over the ranks", SHARDED, "8 ranks, 4 to a node"} <= set(titles)
+    assert {one.title for one in both()} <= set(titles)
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     write_png(picture_sheet(both()[1:]), path=tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -169,25 +144,15 @@ def test_a_row_of_the_trace_has_one_thing_at_a_time_or_one_within_another(tmp_pa
             open_until.append(stop)
 
 
-def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:
-    console = Console(width=90, file=io.StringIO())
-    for drawing in drawings(both()[:1], width=90):
-        console.print(drawing, soft_wrap=True)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0].startswith(f"{both()[0].title}: step ")
-    assert "pp=1" in lines
+def test_the_terminal_shows_each_rank_by_letters() -> None:
+    timeline = both()[0].timeline
+    lines = draw_to_scale(timeline, width=90, seconds=timeline.seconds, rows=both()[0].names).plain.splitlines()
     rows = [line for line in lines if line.startswith("ranks ")]
     assert [row[:11] for row in rows] == ["ranks 0–3 │", "ranks 4–7 │"]
     assert all("░" in row and "F" in row for row in rows)
     assert max(map(len, lines)) <= 92
-    below = list(itertools.takewhile(lambda line: line.startswith("  "), lines[lines.index(rows[-1]) + 1 :]))
-    entries = "  ".join(line.strip() for line in below).split("  ")
+    entries = "  ".join(line.strip() for line in lines[len(rows) :]).split("  ")
     assert {entry[0] for entry in entries} == {letter for row in rows for letter in row.partition("│")[2]} & set(SHADES)
-    legend = next(line for line in lines if "p parameters" in line)
-    assert "a activations" in legend
-    columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 2 + len(below) :][:8]]
-    assert columns[-1][0] == "p"  # at the bottom, between steps as well
-    assert "a" in columns[0]
 
 
 def test_round_numbers_are_1_2_or_5_apart() -> None:

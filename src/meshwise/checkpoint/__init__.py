@@ -12,13 +12,13 @@ A checkpoint holds logical tensors by name, each as rectangles. It is a folder o
 
 Every rank calls `save`, `PendingSave.wait`, `load`, and `save`, `load` and `restore` of `TrainingState`. Each of these
 calls succeeds on every rank, or raises an error on every rank. A single process calls `newest_valid`, `read_index`,
-`damages` (which compares every byte with its checksum), `differences` (of two checkpoints) and `prune`.
+`damages` (which compares every byte with its checksum) and `prune`.
 """
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError
 from meshwise.checkpoint.checkpoint_folder import newest_valid, prune
 from meshwise.checkpoint.checkpoint_index import CheckpointIndex, read_index
-from meshwise.checkpoint.damage_check import damages, differences
+from meshwise.checkpoint.damage_check import damages
 from meshwise.checkpoint.load_state import CheckpointReader, load
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
@@ -34,7 +34,6 @@ __all__ = [
     "SaveError",
     "TrainingState",
     "damages",
-    "differences",
     "load",
     "newest_valid",
     "prune",

@@ -1,15 +1,12 @@
-"""Compare every byte of a checkpoint with its checksum (`damages`, `is_valid`), and two checkpoints (`differences`)."""
+"""Compare every byte of a checkpoint with its checksum (`damages`, `is_valid`)."""
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointIndex, read_index
-from meshwise.checkpoint.load_state import CheckpointReader
+from meshwise.checkpoint.checkpoint_index import BLOCK, read_index
 from meshwise.checkpoint.read_rectangles import SourceFile, read_blocks
 from meshwise.checkpoint.safetensors_format import TensorEntry, read_header
 
@@ -50,51 +47,6 @@ def is_valid(folder: Path) -> bool:
             return False
         (folder / _VERIFIED).touch()
     return True
-
-
-@dataclass(frozen=True)
-class CheckpointDifference:
-    """Difference of one logical tensor between two checkpoints.
-
-    | description   in words
-    | elements      number of elements that differ; 0 if the tensors cannot be compared element by element
-    | largest       largest absolute difference; NaN if a differing element is NaN
-    """
-
-    name: str
-    description: str
-    elements: int = 0
-    largest: float = 0.0
-
-
-def differences(first: CheckpointIndex, *, second: CheckpointIndex) -> Iterator[CheckpointDifference]:
-    """Yield a difference for each logical tensor that is not bit for bit equal in both. The two may have other plans.
-
-    Raises DamageError or OSError, as loading does.
-    """
-    readers = CheckpointReader(first), CheckpointReader(second)
-    for name in sorted(first.tensors.keys() | second.tensors.keys()):
-        ours, theirs = first.tensors.get(name), second.tensors.get(name)
-        if ours is None or theirs is None:
-            yield CheckpointDifference(name, f"only in {(second if ours is None else first).folder}")
-        elif (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield CheckpointDifference(name, f"{ours.dtype} {ours.shape} and {theirs.dtype} {theirs.shape}")
-        elif found := _compare(name, readers):
-            yield found
-
-
-def _compare(name: str, readers: Sequence[CheckpointReader]) -> CheckpointDifference | None:
-    """Return the difference of a tensor with the same dtype and shape in both checkpoints; None if there is none."""
-    stored = readers[0].index.tensors[name]
-    elements, largest = 0, 0.0
-    for a, b in zip(*(reader.pieces(name) for reader in readers), strict=True):
-        unequal = a.view(torch.uint8).ne(b.view(torch.uint8)).view(-1, stored.dtype.itemsize).any(dim=1)
-        if count := int(unequal.sum()):
-            apart = (a.double() - b.double()).abs()[unequal]
-            elements, largest = elements + count, float(apart.max().clamp(min=largest))
-    if not elements:
-        return None
-    return CheckpointDifference(name, f"{elements} of {math.prod(stored.shape)} elements differ", elements, largest)
 
 
 def _altered_blocks(source: SourceFile) -> Iterator[Damage]:

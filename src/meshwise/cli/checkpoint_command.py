@@ -1,12 +1,11 @@
-"""The command `meshwise checkpoint`: list, show, check, compare and export checkpoints.
+"""The command `meshwise checkpoint`: list, show, check and export checkpoints.
 
     list FOLDER              list the checkpoints of a run, newest first
     show CHECKPOINT          print the tensors of a checkpoint, and the job and counts saved with them
     check FOLDER             compare every byte with its checksum, in one checkpoint or in all checkpoints of a run
-    diff ONE OTHER           list the tensors that are not bit for bit equal; the two plans may differ
     export CHECKPOINT INTO   write a Hugging Face folder, and compare its logits on random tokens
 
-The exit status is 0 on success, 1 for damage, differences and failed exports, 2 if there is no checkpoint.
+The exit status is 0 on success, 1 for damage and failed exports, 2 if there is no checkpoint.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from pathlib import Path
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
 from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
-from meshwise.checkpoint.damage_check import damages, differences
+from meshwise.checkpoint.damage_check import damages
 from meshwise.checkpoint.export_model import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.job import Job, JobError
@@ -36,9 +35,8 @@ def main(words: Sequence[str]) -> int:
     """Run a subcommand and return the exit status. Raises JobError for a folder without a checkpoint."""
     console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
-    for name in ("checkpoint", "one", "other"):
-        if name in flags:
-            _require(getattr(flags, name))
+    if "checkpoint" in flags:
+        _require(flags.checkpoint)
     act: Callable[[argparse.Namespace, OutputConsole], int] = flags.act
     try:
         return act(flags, console)
@@ -56,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
         "list": (_list, "folder"),
         "show": (_show, "checkpoint"),
         "check": (_check, "folder"),
-        "diff": (_diff, "one other"),
         "export": (_export, "checkpoint into"),
     }
     for name, (act, places) in verbs.items():
@@ -123,18 +120,6 @@ def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
             console.print(f"  {damage}", markup=False)
         wrong += bool(found)
     return 1 if wrong else 0
-
-
-def _diff(flags: argparse.Namespace, console: OutputConsole) -> int:
-    rows = [("tensor", "", "largest difference")] + [
-        (found.name, found.description, f"{found.largest:.3g}" if found.elements else "")
-        for found in differences(read_index(flags.one), second=read_index(flags.other))
-    ]
-    if len(rows) == 1:
-        console.print("bit for bit the same")
-        return 0
-    console.show(text_table(rows, wrapped=("tensor", "")))
-    return 1
 
 
 def _export(flags: argparse.Namespace, console: OutputConsole) -> int:

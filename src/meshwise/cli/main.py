@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, Command] = {  # by the name of the subcommand, in the ord
     "simulate": Command("predict the time and memory of a plan, without the ranks", simulate_command.main),
     "plan": Command("choose the fastest plan for a cluster", plan_command.main),
     "batch": Command("find the critical batch of a job by short trials", batch_command.main, starts_ranks=True),
-    "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint_command.main),
+    "checkpoint": Command("list, show, check and export checkpoints", checkpoint_command.main),
     "bench": Command("measure collectives, and this machine for simulations", bench_command.main, starts_ranks=True),
     "draw": Command("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
     "launch": Command("print the file with which a cluster starts a job", launch_command.main),

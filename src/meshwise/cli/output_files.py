@@ -1,7 +1,7 @@
 """Write the output files of a command: pictures (PNG, SVG), HTML pages, Chrome traces and other files.
 
 A command first calls `check_outputs` or `check_drawings`, which refuse a path that cannot be written. After the work,
-`write_and_say`, `write_drawings` and `write_picture` write the files: each file is replaced whole or not at all.
+`write_and_say` and `write_drawings` write the files: each file is replaced whole or not at all.
 `read_step` reads the measured step that a drawing shows.
 """
 
@@ -22,7 +22,7 @@ from meshwise.train.run_folder import TIMELINE
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.palette import COLORS, UNSEEN, style
 from meshwise.view.plan_account import PlanAccount
-from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
+from meshwise.view.plan_comparison import Row, comparison_table
 from meshwise.view.plan_pictures import picture_sheet, pictures
 from meshwise.view.shapes import Bars, Picture, PictureText, Shape
 from meshwise.view.svg import svg, svg_file
@@ -108,13 +108,9 @@ def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, titl
     write_and_say(files.html, write=lambda path: path.write_text(page(accounts, title=title), encoding="utf-8"))
     write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
-        write_picture(picture_sheet(accounts), png=files.png, svg=files.svg)
-
-
-def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:
-    """Write a picture to the paths that are not None, and print them. Raises JobError when a file cannot be written."""
-    write_and_say(png, write=lambda path: write_png(picture, path=path))
-    write_and_say(svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
+        picture = picture_sheet(accounts)
+        write_and_say(files.png, write=lambda path: write_png(picture, path=path))
+        write_and_say(files.svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
 
 
 _DOTS = 100
@@ -166,9 +162,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
-    """Return an HTML page about some plans: a comparison of them, then pictures of each plan in one time scale."""
-    body = f'<h1>{escape(title)}</h1><section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
-    body += f'<div class="wide">{html_table(comparison_table(accounts))}</div></section>'
+    """Return an HTML page about some plans: a table of them, then pictures of each plan in one time scale."""
+    table = html_table(comparison_table(accounts))
+    body = f'<h1>{escape(title)}</h1><section id="overview"><div class="wide">{table}</div></section>'
     for number, (account, drawn) in enumerate(zip(accounts, pictures(accounts), strict=True), start=1):
         figures = "".join(f"<figure>{svg(picture)}</figure>" for picture in drawn)
         body += f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'

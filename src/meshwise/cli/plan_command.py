@@ -1,10 +1,7 @@
 """The command `meshwise plan`: search the fastest plans for a job on a cluster, and say why other plans are slower."""
 
-import contextlib
 import dataclasses
-import json
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +18,9 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
-from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
-from meshwise.planner.search_tables import best_table, lost_table, search_record
+from meshwise.planner.search import SearchEffort, SearchResult, prediction_of, search
+from meshwise.planner.search_tables import best_table, lost_table
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.train.console_output import console_of_width, counted, text_table
@@ -58,10 +54,8 @@ class PlanJob(StudiedJob, DrawingFiles):
     """Most plans to rehearse. A `?` after the rank of a plan: a plan that was not rehearsed could be faster."""
     workers: int | None = None
     """Processes that rehearse at the same time. Default: the number of cores that this process may use."""
-    json: bool = False
-    """Print one JSON object in place of tables."""
     write: bool = False
-    """Write the best plan, its cut of the model, and its predicted time and memory into the job's file."""
+    """Write the best plan and its cut of the model into the job's file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
-    survey = _watched(surveys, effort=effort, quiet=job.json)
+    survey = _watched(surveys, effort=effort)
     if not survey.candidates:
         fixed = f" with {job.fix}" if job.fix else ""
         raise JobError(
@@ -98,16 +92,11 @@ def main(arguments: Sequence[str]) -> int:
         )
     best = survey.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
-        _write(path, best[0], on=job.on)
+        change_file(path, changes={("plan",): str(best[0].plan), ("model", "cut_at"): list(best[0].at) or None})
     module = shapes_of(subject.model, seed=subject.options.seed).module
     parameters = sum(one.numel() for one in module.parameters())
-    if job.json:
-        model = {"name": job.model.name, "parameters": parameters, "batch": job.train.batch}
-        question = {"model": model, "on": job.on, "fixed": _fixed_keys(space)}
-        print(json.dumps({**question, **search_record(survey, top=job.top)}, indent=2))
-    else:
-        heading = _heading(job, cluster, space, limit=limit, parameters=parameters)
-        _print_result(survey, heading=heading, top=job.top, seconds=time.monotonic() - began)
+    heading = _heading(job, cluster, space, limit=limit, parameters=parameters)
+    _print_result(survey, heading=heading, top=job.top, seconds=time.monotonic() - began)
     if not best:
         raise JobError(_closest(survey))
     if job.write:
@@ -116,8 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         shown = best[:_MOST_DRAWN]
         predictions = [prediction_of(subject, candidate=one, cluster=cluster) for one in shown]
         accounts = [predicted_account(each, title=str(one.plan)) for each, one in zip(predictions, shown, strict=True)]
-        with contextlib.redirect_stdout(sys.stderr if job.json else sys.stdout):
-            write_drawings(accounts, files=job, title=f"the best plans on {job.on}")
+        write_drawings(accounts, files=job, title=f"the best plans on {job.on}")
     return 0
 
 
@@ -143,8 +131,8 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     return prepared.rehearsal_subject(), space
 
 
-def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
-    """Run the search to its end and return the last result; print progress on a terminal unless `quiet`."""
+def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort) -> SearchResult:
+    """Run the search to its end and return the last result; print progress on a terminal."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -153,7 +141,7 @@ def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bo
         TimeElapsedColumn(),
     )
     last = None
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("plan", total=effort.rehearsals, state="")
         for last in surveys:
             best = last.best()
@@ -162,13 +150,6 @@ def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bo
             progress.update(task, completed=last.rehearsals, state=state)
     assert last is not None
     return last
-
-
-def _fixed_keys(space: PlanSpace) -> dict[str, Any]:
-    """Return the plan keys that are equal in all plans, with their values: from `--fix` and from the job's plan."""
-    usual, base = Plan(dp=1).to_toml(), space.base.to_toml()
-    kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
-    return {**space.fixed, **kept}
 
 
 def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, parameters: int) -> Iterator[str]:
@@ -180,7 +161,9 @@ def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, 
     room = f", at most {size_text(limit)} a rank" if limit < math.inf else ""
     yield f"cluster   {job.on}: {nodes} of {each}{device}{room}"
     yield f"searched  {' '.join(key for key in SEARCHED if key not in space.fixed) or 'nothing'}"
-    if fixed := _fixed_keys(space):
+    usual, base = Plan(dp=1).to_toml(), space.base.to_toml()
+    kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
+    if fixed := {**space.fixed, **kept}:  # the keys that are equal in all plans
         yield f"fixed     {' '.join(f'{key}={plan_notation(value)}' for key, value in fixed.items())}"
 
 
@@ -190,8 +173,6 @@ def _print_result(survey: SearchResult, *, heading: Iterable[str], top: int, sec
         console.print(line, highlight=False, markup=False)
     summary = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(summary, highlight=False)
-    if any(one.figures.asked for one in survey.candidates.values()):
-        console.print(ASKS_ITS_BATCH, highlight=False)
     if survey.best():
         console.show(text_table(best_table(survey, top=top), wrapped=_WRAPPED))
     lost = lost_table(survey, top=top)
@@ -219,15 +200,3 @@ def _closest(survey: SearchResult) -> str:
         f"{size_text(one.figures.memory)}: {missing:,.0f} bytes ({size_text(missing)}) are missing. Take more ranks, "
         "or a smaller train.batch or data.context"
     )
-
-
-def _write(path: Path, best: Candidate, *, on: str) -> None:
-    changes: dict[tuple[str, ...], Any] = {
-        ("plan",): str(best.plan),
-        ("model", "cut_at"): list(best.at) or None,
-        ("predicted", "plan"): str(best.plan),
-        ("predicted", "on"): on,
-        ("predicted", "seconds"): best.figures.seconds,
-        ("predicted", "memory"): best.figures.memory,
-    }
-    change_file(path, changes=changes)

@@ -16,7 +16,6 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
 from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.meta_value_errors import ASKS_ITS_BATCH
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.simulation_tables import memory_table, time_table
@@ -26,7 +25,8 @@ from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
-from meshwise.view.terminal_drawing import drawings
+from meshwise.view.schedule_text import draw_to_scale
+from meshwise.view.time_text import time_text
 
 _PLANS_PER_TABLE = 4
 """Largest number of plans side by side in one table."""
@@ -44,7 +44,7 @@ class SimulateJob(StudiedJob, DrawingFiles):
     run: Path | None = None
     """The folder of a run that was trained with `--train.timeline`; its measured step is compared with the plans."""
     draw: bool = False
-    """Draw the mesh, the timeline of each rank, and its memory over time."""
+    """Draw the mesh and the timeline of each rank in the terminal; the other drawings show memory too."""
     memory: bool = False
     """Print the memory of each rank by category."""
     measure: bool = False
@@ -71,8 +71,6 @@ def main(arguments: Sequence[str]) -> int:
     subject = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{subject} on {job.on or counted(size, of='rank')}"
     console.print(title, highlight=False)
-    if any(rehearsal.asked for rehearsal in rehearsals):
-        console.print(ASKS_ITS_BATCH)
     if cluster is not None:
         _print_times([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
@@ -98,9 +96,12 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
     for first in range(1, len(rows[0]), _PLANS_PER_TABLE):
         console.show(text_table([(row[0], *row[first : first + _PLANS_PER_TABLE]) for row in rows]))
     if job.draw:
-        for drawing in drawings(accounts, width=console.width):
-            console.print()
-            console.show(drawing)
+        longest = max(account.timeline.seconds for account in accounts)
+        for account in accounts:
+            mesh = "" if account.mesh is None else f"\n{account.mesh.picture()}"
+            seconds = time_text(account.timeline.seconds, unit=account.unit)
+            console.print(f"\n{account.title}: step {seconds}{mesh}", highlight=False, markup=False, soft_wrap=True)
+            console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))
     write_drawings(accounts, files=job, title=title)
 
 

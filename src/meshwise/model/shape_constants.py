@@ -8,14 +8,14 @@ A rehearsal's tensors have no values, so a model that reads values could not be 
 
 The first condition is the same for every batch: `positions` is made from no other tensor (as by `arange`, `ones_like`)
 or only from such tensors. The values of such small tensors are computed along with their meta tensors. The second
-condition depends on integers of the batch, which have the user's values (`meta_batch.py`). Another batch may have other
-values, so `asked` records that a value was read. Tensors from parameters, draws or other numbers have no values.
+condition depends on integers of the batch, which have the user's values (`meta_batch.py`). Tensors from parameters,
+draws or other numbers have no values.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +46,6 @@ _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
 """Operations that read only the dtype or the sizes of a tensor argument."""
 
 
-class _Known(NamedTuple):
-    """Values of a meta tensor, on the CPU, and whether they depend on the batch."""
-
-    values: Tensor
-    by_batch: bool
-
-
 class ShapeConstants(TorchDispatchMode):
     """Mode that gives the model the known values of meta tensors, in all steps of one rank's rehearsal.
 
@@ -63,15 +56,13 @@ class ShapeConstants(TorchDispatchMode):
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """`given`: meta tensors of a batch, and their values."""
         super().__init__()
-        self.asked = False
-        """True once the model has read a value that depends on the batch."""
         self._forwards = 0
         self._values = WeakTensorKeyDictionary()
         self._places: set[int] = set()
         self._drawn = WeakTensorKeyDictionary()
         with without_modes():
             for bare, values in given:
-                self._note(bare, values.clone(), by_batch=True)  # a clone, because the model may write to them
+                self._note(bare, values.clone())  # a clone, because the model may write to them
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -93,13 +84,10 @@ class ShapeConstants(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             drawn = self._is_drawn(func, given)
             known = not drawn and self._is_known(func, given)
-            by_batch = known and _is_of(func, given) and self._is_by_batch(given)
             if known and kwargs.get("device") == _CPU and any(one.is_meta for one in given):
-                self.asked |= by_batch
                 return self._on_values(func, args, kwargs)
             if known and _is_answer(func, args) and any(one.is_meta for one in given):
-                self.asked |= by_batch
-                return map_tensors(lambda one: self._keep(one, by_batch=by_batch), self._on_values(func, args, kwargs))
+                return map_tensors(self._keep, self._on_values(func, args, kwargs))
             if not known and func._overloadpacket is aten.index:
                 args = (args[0], self._by_number(args[1]))
             output = func(*args, **kwargs)
@@ -108,12 +96,12 @@ class ShapeConstants(TorchDispatchMode):
                     if not one.is_meta:
                         self._drawn[one] = True
             if func._schema.is_mutable:
-                self._changed(func, args, kwargs, known=known, by_batch=by_batch)
+                self._changed(func, args, kwargs, known=known)
             elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything
                     values_made = list(tensors(self._on_values(func, args, kwargs)))
                     for one, values in zip(tensors(output), values_made, strict=True):
-                        self._note(one, values, by_batch=by_batch)
+                        self._note(one, values)
         return output
 
     def _is_drawn(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
@@ -121,9 +109,6 @@ class ShapeConstants(TorchDispatchMode):
         if func._overloadpacket in _LIKE:
             return False
         return _is_seeded(func) or any(not one.is_meta and one in self._drawn for one in given)
-
-    def _is_by_batch(self, given: Sequence[Tensor]) -> bool:
-        return any(known.by_batch for known in map(self._values.get, given) if known is not None)
 
     def _is_models(self, output: Any) -> bool:
         """Return whether the model, not the engine, made a tensor from sizes alone.
@@ -159,13 +144,13 @@ class ShapeConstants(TorchDispatchMode):
             return _CPU
         if isinstance(given, Tensor) and given.is_meta:
             known = self._values.get(given)
-            return torch.empty_like(given, device="cpu") if known is None else known.values
+            return torch.empty_like(given, device="cpu") if known is None else known
         return given
 
-    def _keep(self, values: Tensor, *, by_batch: bool) -> Tensor:
+    def _keep(self, values: Tensor) -> Tensor:
         """Return a new meta tensor with known values."""
         bare = torch.empty_like(values, device="meta")
-        self._note(bare, values, by_batch=by_batch)
+        self._note(bare, values)
         return bare
 
     def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -176,18 +161,17 @@ class ShapeConstants(TorchDispatchMode):
             if mask is None:
                 found.append(one)
                 continue
-            self.asked |= mask.by_batch
             with without_modes():
-                places = mask.values.nonzero().unbind(1)
-            found += [self._keep(place, by_batch=mask.by_batch) for place in places]
+                places = mask.nonzero().unbind(1)
+            found += map(self._keep, places)
         return found
 
-    def _note(self, bare: Tensor, values: Tensor, *, by_batch: bool) -> None:
-        """Remember the values of a meta tensor."""
-        self._values[bare] = _Known(values, by_batch)
+    def _note(self, bare: Tensor, values: Tensor) -> None:
+        """Remember the values of a meta tensor, a tensor on the CPU."""
+        self._values[bare] = values
         self._places.add(bare.untyped_storage()._cdata)
 
-    def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool, by_batch: bool) -> None:
+    def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool) -> None:
         """Apply an in-place operation to its arguments' known values; if it cannot be applied, forget them."""
         by_name = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
         names = (one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
@@ -197,8 +181,6 @@ class ShapeConstants(TorchDispatchMode):
         if known and written:
             with contextlib.suppress(RuntimeError):
                 self._on_values(func, args, kwargs)
-                for one in changed if by_batch else ():
-                    self._values[one] = self._values[one]._replace(by_batch=True)
                 return
         self._places -= places
         self.forget(changed)

@@ -50,8 +50,6 @@ class PlanFigures:
     """Seconds of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
     exposed: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step in which a rank only waits for collectives, by their axes (`dp·cp`); mean over ranks."""
-    asked: bool = False
-    """True if the model or the loss read values of the batch when the plan was rehearsed."""
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of the step by part: `compute`, `bubble`, and `waits for` each set of axes."""

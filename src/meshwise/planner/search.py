@@ -386,5 +386,5 @@ def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: C
 def figures_of(prediction: Prediction) -> PlanFigures:
     """Return the time and memory of a prediction as figures of its plan."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
-    idle, asked = prediction.bubble * prediction.seconds, prediction.rehearsal.asked
-    return PlanFigures(prediction.seconds, memory, idle, dict(prediction.exposed), asked)
+    idle = prediction.bubble * prediction.seconds
+    return PlanFigures(prediction.seconds, memory, idle, dict(prediction.exposed))

@@ -1,10 +1,8 @@
-"""Turn the result of a plan search into tables of text and into JSON values."""
+"""Turn the result of a plan search into tables of text."""
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
 from meshwise.simulate.simulation_tables import Table, size_text
@@ -50,44 +48,6 @@ def lost_table(result: SearchResult, *, top: int) -> Table:
         to = f"to {amount[1]}" if amount[1] and amount[1] != amount[0] else ""
         rows.append((str(len(candidates)), reason, amount[0], to, str(nearest.plan)))
     return rows
-
-
-def search_record(result: SearchResult, *, top: int) -> dict[str, Any]:
-    """Return the result of a search as JSON values: counts, the best `top` plans, and the reasons of the others."""
-    return {
-        "considered": len(result.candidates),
-        "rehearsed": result.rehearsals,
-        "proven": result.proven,
-        "limit": _number(result.limit),
-        "best": [_record(one) for one in result.best()[:top]],
-        "lost": [
-            {
-                "plans": len(candidates),
-                "reason": reason,
-                "by": _number(min(_excess(one, result, reason) for one in candidates)),
-                "nearest": _record(min(candidates, key=lambda one: _excess(one, result, reason))),
-            }
-            for reason, candidates in _reasons(result, top).items()
-        ],
-    }
-
-
-def _number(value: float) -> float | None:
-    """Return a number, or None for infinity, which JSON lacks."""
-    return value if math.isfinite(value) else None
-
-
-def _record(one: Candidate) -> dict[str, Any]:
-    figures = one.figures
-    return {
-        "plan": str(one.plan),
-        "cut_at": list(one.at),
-        "rehearsed": one.rehearsed,
-        "seconds": figures.seconds,
-        "memory": figures.memory,
-        "bubble": figures.bubble,
-        "exposed": dict(figures.exposed),
-    }
 
 
 def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:

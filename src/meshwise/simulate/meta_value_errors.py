@@ -16,9 +16,6 @@ from meshwise.model.shape_constants import ShapeConstants
 ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
 """Reason to append to an error if `asks_for_values` is True for it."""
 
-ASKS_ITS_BATCH = "The model reads values of its batch. The rehearsal uses the values of the job's first batch."
-"""Note to print if a rehearsal's `asked` is True: with another batch, other operations may run."""
-
 _NO_VALUES = (
     f"{ASKED}. Only integers and booleans of the batch have values, if the batch has values and is not too large. "
     "Mixtures of experts in transformers read values of their router; with experts_implementation='batched_mm' they do "

@@ -65,11 +65,6 @@ class Rehearsal:
     )
     """Results of `step`, by its arguments."""
 
-    @property
-    def asked(self) -> bool:
-        """True if the model or the loss read values of the batch, so that another batch may run other operations."""
-        return any(tape.asked for tape in self.tapes)
-
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
         """Return the segments of a whole step of the rank with this index along pp.
 

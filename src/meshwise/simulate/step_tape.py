@@ -145,5 +145,3 @@ class Tape:
     """Traffic between tiers during the micro-batches of a step."""
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
     """Traffic between tiers at the update."""
-    asked: bool = False
-    """True if the model or the loss read values of the batch."""

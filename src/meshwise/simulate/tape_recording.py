@@ -110,7 +110,6 @@ class TapeRecording:
             self._away(trainer, saved=saved),
             microbatch_traffic(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
             update_traffic(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
-            constants.asked,
         )
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:

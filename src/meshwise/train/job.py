@@ -330,20 +330,6 @@ class SampleJob:
 
 
 @dataclass(frozen=True)
-class PredictedJob:
-    """Predictions that `meshwise plan --write` has written; a run compares them with its measurements at the end."""
-
-    plan: str = ""
-    """The plan that was predicted; under another plan the predictions are ignored."""
-    on: str = ""
-    """The cluster of the prediction, as in "64x8 h100"."""
-    seconds: float = 0.0
-    """Predicted seconds of a step; 0: no prediction."""
-    memory: int = 0
-    """Predicted bytes on the rank that needs most, libraries included."""
-
-
-@dataclass(frozen=True)
 class Job:
     """A training job, read from a TOML file and dotted flags; a flag overrides the file."""
 
@@ -356,7 +342,6 @@ class Job:
     train: TrainJob = TrainJob()
     sample: SampleJob = SampleJob()
     swap: SwapJob = SwapJob()
-    predicted: PredictedJob = PredictedJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
     """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` uses all ranks."""
     loss: str = "cross-entropy"

@@ -37,7 +37,6 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_out_of_memory
-from meshwise.plan import Plan
 from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train import run_events
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
@@ -81,7 +80,6 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     job = prepared.job
     attempt = JobAttempt.current()
     start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world)
-    memory_before = _used_memory(world.device)
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -99,7 +97,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         sinks += [lines, JsonLines(folder.metrics), *loggers]
     try:
         with EventDispatcher(sinks) as events:
-            return _Run(trainer, prepared, folder, events, memory_before=memory_before).run(start)
+            return _Run(trainer, prepared, folder, events).run(start)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
         if is_out_of_memory(error):
@@ -110,14 +108,9 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
 
 
 class _Run:
-    """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints.
+    """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints."""
 
-    | memory_before   bytes that this process used before it made the trainer
-    """
-
-    def __init__(
-        self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: EventDispatcher, *, memory_before: int
-    ) -> None:
+    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: EventDispatcher) -> None:
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -131,8 +124,6 @@ class _Run:
         self._sizes, self._size = BatchSizes(job.train), 0
         self._reader: Iterator[Any] = iter(())
         self._validation: float | None = None
-        self._seconds: list[float] = []
-        self._memory_before = memory_before
         self._checkpoints = RunCheckpoints(
             trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
         )
@@ -145,7 +136,6 @@ class _Run:
         self._progress = restore_run(trainer, start=start, prepared=self._prepared, emit=self._emit)
         self._steps()
         self._write_parameters()
-        self._compare_prediction()
         self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
@@ -189,7 +179,6 @@ class _Run:
             result = self._step(step, batch)
             busy = busy_timer.stop()
             progress.count(result, batch=self._size)
-            self._seconds.append(result.seconds)
             now = time.monotonic()
             self._emit(
                 run_events.Step(
@@ -229,14 +218,6 @@ class _Run:
             last = now
         for slow in pace.compare():
             self._emit(slow)
-
-    def _compare_prediction(self) -> None:
-        """Emit the prediction of `meshwise plan` and the measured values, if there is a prediction for this plan."""
-        predicted = self._job.predicted
-        if len(self._seconds) > 1 and predicted.seconds and Plan.parse(predicted.plan) == self._job.plan:
-            seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
-            own = max(0, memory - self._memory_before)
-            self._emit(run_events.Compared(predicted.on, predicted.seconds, predicted.memory, seconds, own))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         traced = profile(self._trainer, into=self._folder.path / PROFILE) if step == self._job.train.profile else None
@@ -331,16 +312,6 @@ def _device(world: World) -> str:
     on_cpu = f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
     name = gpu_properties(world.device).name if world.device.type == "cuda" else on_cpu
     return f"{name}, joined by {world.medium}" if world.size > 1 else name
-
-
-def _used_memory(device: torch.device) -> int:
-    """Return the bytes that this process uses now; without /proc, its peak."""
-    if (memory := streams_of(device).memory) is not None:
-        return memory.held
-    try:
-        return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * resource.getpagesize()
-    except OSError:
-        return _peak_memory(device)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -139,20 +139,10 @@ def _text(event: Event, *, of: str) -> str:
         case run_events.Sample():
             lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
-        case run_events.Compared():
-            return _compared(event)
         case run_events.End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
-
-
-def _compared(event: run_events.Compared) -> str:
-    return (
-        f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
-        f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "
-        f"{_bytes(event.memory)} ({_apart(event.predicted_memory, event.memory)})"
-    )
 
 
 def _resumed(event: run_events.Resume) -> list[str]:
@@ -178,10 +168,6 @@ def _numbers(step: Step, *, of: str) -> str:
         f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} {unit}/s  "
         f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
     )
-
-
-def _apart(predicted: float, measured: float) -> str:
-    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %" if measured else "not measurable"
 
 
 def _indented(picture: str) -> list[str]:

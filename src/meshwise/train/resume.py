@@ -34,7 +34,7 @@ from meshwise.train.run_folder import RunStart, find_run_start
 T = TypeVar("T")
 
 FREE_KEYS = (
-    *("plan", "ranks", "restarts", "comm", "swap", "sample", "predicted"),
+    *("plan", "ranks", "restarts", "comm", "swap", "sample"),
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),

@@ -204,21 +204,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The prediction of `meshwise plan --write` on the cluster `on`, and the measurement of rank 0.
-
-    | seconds   of a step; the measured seconds are the median, without the first step
-    | memory    peak bytes; without the bytes that the process used before it made the trainer
-    """
-
-    on: str
-    predicted_seconds: float
-    predicted_memory: int
-    seconds: float
-    memory: int
-
-
-@dataclass(frozen=True)
 class End:
     """The run has ended after `seconds`. `outputs`: paths of files by name; `following`: the next command to try."""
 
@@ -244,7 +229,6 @@ Event: TypeAlias = (
     | Stopped
     | Validation
     | Sample
-    | Compared
     | End
 )
 """Any event of a run."""

@@ -5,7 +5,7 @@ One rank makes the cut and sends it to the other ranks as names and numbers. `bu
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -14,12 +14,12 @@ from torch import nn
 
 from meshwise.base.text_format import align_columns
 from meshwise.model.parameter_units import Patterns, partition
-from meshwise.pipeline.cut.backward_hooks import refuse_hooks
 from meshwise.pipeline.cut.balance import StageBounds, balance, bounds_by_name, loads_of
 from meshwise.pipeline.cut.meta_device import has_no_values
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import Call, probe
 from meshwise.pipeline.cut.probe_result import ProbeResult
+from meshwise.pipeline.cut.split_blocks import has_backward_hooks
 from meshwise.pipeline.run.remote_parameter import REMEDY
 from meshwise.pipeline.schedules.action import Schedule
 
@@ -239,7 +239,7 @@ def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelC
 def _cut(model: nn.Module, balanced: StageBounds, request: CutRequest) -> ModelCut:
     seen, bounds = balanced.seen, balanced.bounds
     if len(bounds) > 2:
-        refuse_hooks(model, pieces={called.module for called in seen.calls})
+        _refuse_hooks(model, {called.module for called in seen.calls})
     _refuse_effects(seen, bounds)
     keys, stages = tuple(called.key for called in seen.calls), len(bounds) - 1
     holders = _holders(model, seen, bounds)
@@ -258,6 +258,17 @@ def _cut(model: nn.Module, balanced: StageBounds, request: CutRequest) -> ModelC
         by="operations" if request.by == "time" and has_no_values(model) else request.by,
         split_blocks=balanced.split_blocks,
     )
+
+
+def _refuse_hooks(model: nn.Module, pieces: Collection[str]) -> None:
+    """Raise CutError if a piece, or a module around pieces, has backward hooks: no stage sees all its gradients."""
+    paths = (piece.split(".") for piece in pieces)
+    for name in sorted({".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}):
+        if has_backward_hooks(model.get_submodule(name)):
+            raise CutError(
+                f"{name} has backward hooks, which see no gradient that another stage computes or receives. Put them "
+                "on modules inside of blocks, on parameters, or on the whole model"
+            )
 
 
 def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ Such a block is a split block. The block's own code between the modules, such as
 its modules must hold all its parameters, and each must run once, in a fixed order. A block cannot be split if it
 
 - holds parameters itself, or reads parameters of its modules without calling the modules;
-- has backward hooks, which see the gradients of the whole block;
+- has backward hooks, or modules with backward hooks: a piece may have none;
 - has a list of equal modules, such as experts, from which the data may choose;
 - is called more than once, or again in the backward (torch's checkpoint), where the received values are missing.
 """
@@ -22,17 +22,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.parameter_reads import read_from_children
-from meshwise.pipeline.cut.backward_hooks import has_backward_hooks
 
 
 def inner_modules(block: nn.Module) -> tuple[str, ...]:
     """Return the names (relative to the block) of the modules at which a stage may begin; empty if there is none."""
     names = tuple(_modules_with_forward(block, ""))
     theirs = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
-    if has_backward_hooks(block):
+    if any(map(has_backward_hooks, block.modules())):
         return ()
     computes = any(id(parameter) not in theirs for parameter in block.parameters()) or read_from_children(block)
     return () if computes or len(names) < 2 or _has_equal_modules(block, names) else names
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks that see gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_repeated() -> bool:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.forward import StageForwardLeft
 from meshwise.model.torch_private import without_modes
-from meshwise.pipeline.cut.backward_hooks import PieceBackwardHooks
 from meshwise.pipeline.cut.meta_device import sizes_known
 from meshwise.pipeline.run.packed_tree import enter
 
@@ -214,7 +213,6 @@ class PieceForward:
         self.compiled: Callable[..., Any] | None = None
         """Compiled forward of the piece under `compile=blocks`."""
         self._module, self._shadow, self._route, self._state = module, shadow, route, state
-        self._hooks = PieceBackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +237,7 @@ class PieceForward:
     def _own(self, args: Any, kwargs: Any) -> Any:
         # tp changes the class of the module after this object is made.
         forward = self.compiled or partial(type(self._module).forward, self._module)
-        return self._hooks.around(forward, args=args, kwargs=kwargs)
+        return forward(*args, **kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return NaN in the shapes and dtypes of the piece's output."""
@@ -311,10 +309,6 @@ class StageRoute:
     def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
         self._keys, self._modules = keys, modules
         self.start, self.stop = start, stop
-
-    def computes(self, module: nn.Module) -> bool:
-        """Return whether the stage computes a call of this module."""
-        return any(one is module for one in self._modules[self.start : self.stop])
 
     def key(self, position: int, *, module: nn.Module) -> str:
         """Return the key of the call at this position. Raises StageError if it is not a call of `module`."""
