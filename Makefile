@@ -88,6 +88,7 @@ pictures: install  ## draw docs/images again, but for what was measured; needs C
 	$(DRAW) schedule --plan "pp=4 microbatches=8 schedule=zb-h1" --png docs/images/schedule-zb-h1.png
 	$(DRAW) schedule --plan "pp=4 microbatches=8 schedule=zb-v" --png docs/images/schedule-zb-v.png
 	$(DRAW) schedule --plan "pp=4 microbatches=8 schedule=interleaved virtual_stages=2" --png docs/images/schedule-interleaved.png
+	$(DRAW) mesh --plan "pp=4 dp=2 tp=2" --on "2x8 a100-80" --png docs/images/mesh.png
 	$(BESIDE) --html build/plans.html
 	$(CHROMIUM) --user-data-dir=$$(mktemp -d) --window-size=1300,2000 --screenshot=docs/images/page.png file://$(CURDIR)/build/plans.html
 

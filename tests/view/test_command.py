@@ -47,9 +47,11 @@ def test_a_measured_step_is_shown_with_the_plan(tmp_path: Path, capsys: pytest.C
     assert 'data-row="rank 1"' in (tmp_path / "a.html").read_text()
 
 
-def test_a_mesh_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["draw", "mesh", "--plan=pp=2 dp=2 tp=2"]) == 0
+def test_a_mesh_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mesh.svg"
+    assert main(["draw", "mesh", "--plan=pp=2 dp=auto tp=2", "--on=2x4 h100", f"--svg={path}"]) == 0
     assert "dp 1 │ 6  7" in capsys.readouterr().out
+    assert "8 ranks, 4 to a node" in path.read_text()
 
 
 BAD = [
@@ -59,15 +61,15 @@ BAD = [
     ([*JOB, ON, "--measure"], "--measure without --memory has no effect"),
     (JOB, "nothing to predict: give --memory, or --on with a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
-    (["draw", "mesh"], "give a plan with a number for dp: meshwise draw mesh --plan"),
-    (["draw", "schedule", "--plan=pp=2", "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
-    (["draw", "mesh", "--plan=dp=auto"], "give a plan with a number for dp"),
-    ([*JOB, "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
-    ([*JOB, "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),
-    ([*JOB, f"--on={'9' * 400} h100"], "has more ranks than 1048576"),
-    ([*JOB, "--on=1000000x8 h100"], "has more ranks than 1048576"),
-    ([*JOB, "--on=/"], "/ cannot be read: Is a directory; name a TOML file"),
-    (["draw", "schedule", "--plan=pp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
+    (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),
+    (["draw", "mesh", "--plan=dp=2", "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
+    (["draw", "mesh", "--plan=dp=auto"], "dp=auto fills a cluster: name it"),
+    (["draw", "mesh", "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
+    (["draw", "mesh", "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),
+    (["draw", "mesh", f"--on={'9' * 400} h100", "--plan=dp=auto"], "has more ranks than 1048576"),
+    (["draw", "mesh", "--on=1000000x8 h100", "--plan=dp=auto"], "has more ranks than 1048576"),
+    (["draw", "mesh", "--on=/", "--plan=dp=auto"], "/ cannot be read: Is a directory; name a TOML file"),
+    (["draw", "mesh", "--plan=dp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
     ([*JOB, ON, f"--html={__file__}/a.html"], f"no permission to write to it or to {__file__}"),
     (["draw", "schedule", f"--table={__file__}.gone"], f"{__file__}.gone cannot be read: No such file"),
     (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} is not text, but a table of actions is"),

@@ -64,6 +64,10 @@ seen.dragged = plot.viewBox.baseVal.x / plot.width.baseVal.value;
 const memory = plan.querySelectorAll(".plot")[1], place = memory.getBoundingClientRect();
 point("pointermove", memory, place.left + 0.3 * place.width, place.top + 10);
 seen.memory = shown();
+const mesh = plan.querySelector("svg.picture:has(.node-1)");
+const cell = mesh.querySelector(".node-1").getBoundingClientRect();
+point("pointermove", mesh, cell.left + 4, cell.top + 4);
+seen.mesh = shown();
 seen.loaded = performance.getEntriesByType("resource").map((entry) => entry.name);
 seen.wide = document.documentElement.scrollWidth <= innerWidth;
 seen.wrong = wrong;
@@ -112,6 +116,7 @@ def test_the_bar_under_the_pointer_is_named(seen: dict[str, Any]) -> None:
     milliseconds = float(re.search(r"from ([\d.]+) ms", where)[1])  # type: ignore[index]
     assert milliseconds == pytest.approx(1e3 * event.start, rel=2e-3)
     assert "activations" in seen["memory"]
+    assert re.match(r"rank 4: pp 1 dp 0 tp 0, node 1", seen["mesh"])
 
 
 def test_keys_walk_from_action_to_action(seen: dict[str, Any]) -> None:
@@ -135,7 +140,7 @@ def test_the_plans_are_compared_in_a_table(seen: dict[str, Any]) -> None:
 
 def test_without_scripts_it_has_all_tables_and_pictures_and_names_are_escaped(text: str) -> None:
     still = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-    assert still.count("<svg xmlns") == 2 * 2 + 1  # of each plan time and memory, and a stage more
+    assert still.count("<svg xmlns") == 2 * 3 + 1  # of each plan time, memory and mesh, and a stage more
     assert still.count("<table>") == 1
     assert "Two plans &amp; a &lt;cluster&gt;" in still
     assert "prefers-color-scheme:dark" in still

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.base.mesh import Mesh
 from meshwise.cli.output_files import write_png
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
@@ -16,6 +17,7 @@ from meshwise.simulate.cluster import Device
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.simulation_tables import size_text
 from meshwise.view.chrome_trace import write_chrome_trace
+from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN
 from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
@@ -89,6 +91,25 @@ def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
     assert any(name.startswith("1") and "activations" in name for name in entries[0].names)
 
 
+def test_a_mesh_has_a_cell_for_every_rank_and_a_colour_for_every_node() -> None:
+    picture = mesh_picture(Mesh.of(pp=2, dp=2, tp=2), ranks_per_node=4)
+    numbers = [shape.text for shape in picture.shapes if isinstance(shape, PictureText) and shape.text.isdecimal()]
+    assert sorted(numbers) == [str(rank) for rank in range(8)]
+    assert "rank 5: pp 1 dp 0 tp 1, node 1" in bars_of(picture, "node-1")[0].names
+    assert len(bars_of(picture, "node-0")[0].boxes) == 4
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh.of(dp=1), Mesh.of(pp=64, dp=6, tp=8), Mesh.of(pp=2, dp=3, depth=2, row=2, col=9)]
+)
+def test_a_mesh_of_any_size_fits_a_page_and_its_last_rank_is_there(mesh: Mesh) -> None:
+    picture = mesh_picture(mesh, ranks_per_node=8)
+    texts = [shape.text for shape in picture.shapes if isinstance(shape, PictureText)]
+    assert picture.width <= 1300
+    assert str(mesh.size - 1) in texts or "the first" in texts[0]
+    assert "0" in texts
+
+
 def test_plans_are_compared_by_what_differs_and_the_parts_of_a_step_add_up() -> None:
     table = {row[0]: row[1:] for row in comparison_table(both())}
     assert table["zero"] == ("1", "3")
@@ -104,7 +125,7 @@ def test_a_file_of_each_kind_is_written(tmp_path: Path) -> None:
     picture = picture_sheet(both())
     tree = ET.fromstring(svg_file(picture))
     titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
-    assert {one.title for one in both()} <= set(titles)
+    assert {*(one.title for one in both()), "8 ranks, 4 to a node"} <= set(titles)
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     write_png(picture_sheet(both()[1:]), path=tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -3,7 +3,7 @@
 | draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
 | draw attention  which rank computes which part of an attention over split tokens, and the balance of the ranks
 | draw cut        the pipeline stages into which a job's model is cut
-| draw mesh       the rank at each coordinate of a plan's mesh
+| draw mesh       the rank at each coordinate of a plan's mesh, and the ranks that share a node
 | draw experts    the experts, tokens and parts of matrices of each rank in a mixture
 | draw timeline   the actions of each rank in a measured step of a run, beside the ideal times of its schedule
 """
@@ -19,8 +19,15 @@ from torch.utils.data import default_collate
 
 from meshwise.attention.mask_pattern import parse_pattern
 from meshwise.attention.work_table import work_table
-from meshwise.cli.flag_values import local_ranks, run_chosen
-from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_console, read_step, write_drawings
+from meshwise.cli.flag_values import local_ranks, named_cluster, run_chosen
+from meshwise.cli.output_files import (
+    DrawingFiles,
+    check_drawings,
+    drawing_console,
+    read_step,
+    write_drawings,
+    write_picture,
+)
 from meshwise.engine.cut_agreement import CutInputs, cut_source, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
@@ -34,8 +41,10 @@ from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
 from meshwise.view.expert_table import expert_table
+from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.plan_account import PlanAccount, measured_accounts
 from meshwise.view.schedule_text import draw_in_columns, draw_to_scale, rank_table
+from meshwise.view.shapes import stacked
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,12 @@ class DrawMeshFlags:
 
     plan: str = ""
     """The plan, as in "pp=2 dp=2 tp=2"."""
+    on: str = ""
+    """A cluster, as in "4x8 h100": its number of ranks replaces dp=auto, and the picture shows its nodes."""
+    png: Path | None = None
+    """Write a PNG here; needs the extra `plot`."""
+    svg: Path | None = None
+    """Write an SVG here."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +147,19 @@ def _draw_attention(words: Sequence[str]) -> None:
 
 def _draw_mesh(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw mesh", default=DrawMeshFlags())
-    if not flags.plan or Plan.parse(flags.plan).dp is None:
-        raise JobError('give a plan with a number for dp: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
-    drawing_console().print(Plan.parse(flags.plan).mesh().picture(), highlight=False, markup=False, soft_wrap=True)
+    if not flags.plan:
+        raise JobError('give a plan: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
+    check_drawings(DrawingFiles(png=flags.png, svg=flags.svg))
+    plan = Plan.parse(flags.plan)
+    cluster = named_cluster(flags.on) if flags.on else None
+    if cluster is not None:
+        plan = plan.resolve(cluster.ranks)
+    elif plan.dp is None:
+        raise JobError('dp=auto fills a cluster: name it, as in --on "4x8 h100"')
+    mesh = plan.mesh()
+    nodes = mesh_picture(mesh, ranks_per_node=cluster.ranks_per_node if cluster else 0)
+    drawing_console().print(mesh.picture(), highlight=False, markup=False, soft_wrap=True)
+    write_picture(stacked([nodes]), png=flags.png, svg=flags.svg)
 
 
 def _draw_experts(words: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Write the output files of a command: pictures (PNG, SVG), HTML pages, Chrome traces and other files.
 
 A command first calls `check_outputs` or `check_drawings`, which refuse a path that cannot be written. After the work,
-`write_and_say` and `write_drawings` write the files: each file is replaced whole or not at all.
+`write_and_say`, `write_drawings` and `write_picture` write the files: each file is replaced whole or not at all.
 `read_step` reads the measured step that a drawing shows.
 """
 
@@ -108,9 +108,13 @@ def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, titl
     write_and_say(files.html, write=lambda path: path.write_text(page(accounts, title=title), encoding="utf-8"))
     write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
-        picture = picture_sheet(accounts)
-        write_and_say(files.png, write=lambda path: write_png(picture, path=path))
-        write_and_say(files.svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
+        write_picture(picture_sheet(accounts), png=files.png, svg=files.svg)
+
+
+def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:
+    """Write a picture to the paths that are not None, and print them. Raises JobError when a file cannot be written."""
+    write_and_say(png, write=lambda path: write_png(picture, path=path))
+    write_and_say(svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
 
 
 _DOTS = 100

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwise.base.text_format import time_text
 from meshwise.cli.flag_values import checked_comm, local_ranks, named_cluster
 from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_console, read_step, write_drawings
 from meshwise.comm.api.streams import gpu_count
@@ -26,7 +27,6 @@ from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import PlanAccount, predicted_account
 from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.schedule_text import draw_to_scale
-from meshwise.view.time_text import time_text
 
 _PLANS_PER_TABLE = 4
 """Largest number of plans side by side in one table."""

@@ -27,6 +27,13 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "activations": ("#eda34f", "#e29a48"),
     "staging": ("#c06fa5", "#b5669a"),
     "communication": ("#8390a5", "#7c899f"),
+    # nodes, one after the other
+    "node-0": ("#bcd4f5", "#2f4d78"),
+    "node-1": ("#c6e6d2", "#2c5a41"),
+    "node-2": ("#f6dfae", "#66501c"),
+    "node-3": ("#dccdf3", "#4b3a73"),
+    "node-4": ("#f5c8c3", "#733a34"),
+    "node-5": ("#c3e5e7", "#255659"),
     # lines, letters and grounds
     "ink": ("#1d232c", "#e6e9ee"),
     "inside": ("#10203a", "#0b1220"),

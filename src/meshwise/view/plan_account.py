@@ -32,6 +32,8 @@ class PlanAccount:
     plan: Plan | None = None
     room: float = 0.0
     """Bytes that a rank may use: infinite without a limit, 0 if unknown."""
+    ranks_per_node: int = 0
+    """0 if unknown."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Other facts by title, in the order of the table."""
     peak: Mapping[str, int] = field(default_factory=dict)
@@ -80,6 +82,7 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
         rows=tuple(f"ranks {one[0]}–{one[-1]}" if each > 1 else f"rank {one[0]}" for one in parts),
         plan=plan,
         room=room,
+        ranks_per_node=cluster.ranks_per_node,
         facts=facts,
         peak={str(category): size for category, size in peak.device.items() if size},
         histories=tuple(replay.history(index) for index in shown),

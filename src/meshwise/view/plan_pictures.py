@@ -1,16 +1,17 @@
-"""Draw the timeline and memory of plans as pictures, all plans to the same scale."""
+"""Draw the timeline, memory and mesh of plans as pictures, all plans to the same scale."""
 
 from collections.abc import Iterator, Sequence
 
 from meshwise.base.text_format import time_text
 from meshwise.view.memory_picture import memory_pictures
+from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.plan_account import PlanAccount
 from meshwise.view.shapes import Picture, PictureText, stacked
 from meshwise.view.timeline_picture import WIDTH, timeline_picture
 
 
 def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
-    """Yield, for each plan, its pictures: the timeline, then the memory of ranks if it is known."""
+    """Yield, for each plan, its pictures: the timeline, then memory of ranks and the mesh if they are known."""
     span = max(account.timeline.seconds for account in accounts)
     most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
     for account in accounts:
@@ -19,6 +20,8 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
         drawn = [timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=unit)]
         limit = account.room
         drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=limit)
+        if account.mesh is not None:
+            drawn.append(mesh_picture(account.mesh, ranks_per_node=account.ranks_per_node))
         yield drawn
 
 
