@@ -93,9 +93,17 @@ Axes: TypeAlias = str | Sequence[str]
 class Work:
     """A collective in progress. Its tensors must not be used until `wait` returns; `wait` may be called again."""
 
-    def __init__(self, world: "World | None" = None, *, record: CallRecord | None = None) -> None:
+    def __init__(
+        self,
+        world: "World | None" = None,
+        *,
+        record: CallRecord | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """finish: called by the first `wait`, to complete the collective; None if a subclass overrides `_finish`."""
         self._world = world
         self._new_record = record
+        self._at_wait = finish
         self._done = world is None
 
     @property
@@ -117,8 +125,10 @@ class Work:
         self._done = True
 
     def _finish(self) -> None:
-        """Complete the collective; each implementation does its own work here."""
-        raise NotImplementedError
+        """Complete the collective."""
+        assert self._at_wait is not None
+        self._at_wait()
+        self._at_wait = None  # it may hold copies of tensors
 
 
 class World(abc.ABC):

@@ -47,37 +47,26 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> Sequence[Ro
     roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(RollCallEntry(rank, size, dict(facts)))))
     if rank == 0:
-        entries = _await_all(roll, size, until=time.monotonic() + seconds)
+        _await(lambda: _is_complete(_present(roll)), until=time.monotonic() + seconds)
+        entries = _present(roll)
         roll.set("all", json.dumps([asdict(entry) for entry in entries]))
     else:
-        entries = _await_list(roll, until=time.monotonic() + seconds + _GRACE_SECONDS)
+        listed = _await(lambda: roll.check(["all"]), until=time.monotonic() + seconds + _GRACE_SECONDS)
+        entries = [RollCallEntry(**entry) for entry in json.loads(roll.get("all"))] if listed else _present(roll)
     roll.add("read", 1)
     if rank == 0:
         _await(lambda: roll.add("read", 0) >= len(entries), until=time.monotonic() + _GRACE_SECONDS)
     return sorted(entries, key=lambda entry: entry.rank)
 
 
-def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
-    """Return the entries as soon as there are as many as the largest world size, but at the latest at time `until`."""
-
-    def complete() -> bool:
-        entries = _present(roll)
-        return len(entries) >= max(size, *(entry.size for entry in entries))
-
-    _await(complete, until=until)
-    return _present(roll)
-
-
-def _await_list(roll: Store, *, until: float) -> list[RollCallEntry]:
-    """Return rank 0's list of entries, or the entries in the store if the list does not come until time `until`."""
-    if _await(lambda: roll.check(["all"]), until=until):
-        return [RollCallEntry(**entry) for entry in json.loads(roll.get("all"))]
-    return _present(roll)
-
-
 def _present(roll: Store) -> list[RollCallEntry]:
     keys = [f"entry/{ticket}" for ticket in range(1, roll.add("count", 0) + 1)]
     return [RollCallEntry(**json.loads(roll.get(key))) for key in keys if roll.check([key])]
+
+
+def _is_complete(entries: Sequence[RollCallEntry]) -> bool:
+    """Return whether as many ranks have come as the largest world size that any of them names."""
+    return len(entries) >= max((entry.size for entry in entries), default=1)
 
 
 def _await(condition: Callable[[], bool], *, until: float) -> bool:

@@ -94,27 +94,6 @@ class _GuardedTensors:
             raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {record}")
 
 
-_Part: TypeAlias = tuple[PendingCollective, _GuardedTensors, Callable[[], None]]
-
-
-class _ThreadWork(Work):
-    """Call of one rank of a pending collective; `wait` copies the results when all ranks have called."""
-
-    def __init__(self, world: "ThreadWorld", record: CallRecord, part: _Part) -> None:
-        super().__init__(world, record=record)
-        self._rendezvous = world.rendezvous
-        self._rank = world.rank
-        self._part: _Part | None = part
-
-    def _finish(self) -> None:
-        assert self._part is not None
-        pending, guarded, take = self._part
-        guarded.check(self._new_record)
-        self._rendezvous.wait(pending, rank=self._rank)
-        take()
-        self._part = None
-
-
 class ThreadWorld(World):
     """World of one rank that is a thread; `run_threads` makes it."""
 
@@ -176,4 +155,11 @@ class ThreadWorld(World):
         guarded = _GuardedTensors(inputs=list(copies.items()), outputs=fill)
         deposit = {part: copies[x] for part, x in give.items()}
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=deposit)
-        return _ThreadWork(self, record, (pending, guarded, keep_inference_mode(partial(take, pending))))
+        collect = keep_inference_mode(partial(take, pending))
+
+        def finish() -> None:
+            guarded.check(record)
+            self.rendezvous.wait(pending, rank=self.rank)
+            collect()
+
+        return Work(self, record=record, finish=finish)

@@ -12,6 +12,7 @@ only this rank's part. Received, broadcast and scattered values are zero. `excha
 # ruff: noqa: ARG002 — most methods here do not need all their arguments
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,6 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.world import Axes, Group, Work, World
-
-
-class _Waited(Work):
-    """Work that calls `TraceWorld.waited` at its first `wait`."""
-
-    def _finish(self) -> None:
-        assert isinstance(self._world, TraceWorld)
-        assert self._new_record is not None
-        self._world.waited(self._new_record)
 
 
 class TraceWorld(World):
@@ -70,20 +62,20 @@ class TraceWorld(World):
                 x.copy_(give[index])
             else:
                 x.zero_()
-        return _Waited(self, record=record)
+        return Work(self, record=record, finish=partial(self.waited, record))
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         return self._all_reduce(record, group, x, how[1])
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         _with_zeros(x, op)
-        return _Waited(self, record=record)
+        return Work(self, record=record, finish=partial(self.waited, record))
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         into.copy_(parts[group.index])
         _with_zeros(into, op)
-        return _Waited(self, record=record)
+        return Work(self, record=record, finish=partial(self.waited, record))
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         return
