@@ -113,11 +113,8 @@ def _product_casts() -> ProductCasts | None:
 _METHODS = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm")
 _PRODUCTS = frozenset(
     [
-        *(
-            getattr(torch, name)
-            for name in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "einsum")
-        ),
-        *(getattr(Tensor, name) for name in _METHODS),
+        *(getattr(kind, name) for name in _METHODS for kind in (torch, Tensor)),
+        torch.einsum,
         *(Tensor.__matmul__, Tensor.__rmatmul__, functional.linear, functional.bilinear),
         *(getattr(functional, f"conv{kind}{dims}d") for kind in ("", "_transpose") for dims in (1, 2, 3)),
         functional.scaled_dot_product_attention,

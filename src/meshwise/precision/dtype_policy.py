@@ -3,9 +3,9 @@
 They follow from `precision` and `wire` of the plan and from nothing else in it. docs/precision.md has the table of
 dtypes. `Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
-The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them, as in Megatron-LM
-and FSDP2 (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). `precision/dtype_conversion.py` gives
-activations their dtype.
+The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
+al., "Mixed Precision Training", arXiv 1710.03740). Megatron-LM and FSDP2 do the same. `precision/dtype_conversion.py`
+gives activations their dtype.
 """
 
 from collections.abc import Iterable, Mapping

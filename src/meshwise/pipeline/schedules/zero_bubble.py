@@ -2,9 +2,9 @@
 
 docs/pipeline.md has their bubbles and memory. zb-h1 and zb-h2 (Qi et al., 2023) follow one rule, with f = i = w = 1. In
 each unit of time, a rank runs the next forward if the limits allow it, else the next I, else a W. The two differ only
-in their two limits. zb-v (Qi et al., 2024) and dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V),
-so that the loss is on rank 0. There this rule would leave gaps of a few units, so they are written as phases of
-repeated actions.
+in their two limits. zb-v (Qi et al., 2024) and dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V).
+So the loss is on rank 0. There this rule would leave gaps of a few units, so they are written as phases of repeated
+actions.
 
 DualPipeV's published formula for the bubble, (p - 1) (f + 2i - w), assumes that a forward and a backward run together.
 Here they run in turn, so the next rank has one result earlier.
