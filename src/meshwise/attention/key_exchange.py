@@ -1,14 +1,8 @@
 """How keys and values reach the queries of other ranks: gathered, rotated in a ring, or sent where they are needed.
 
-N ranks split the tokens; K is the size of keys and values of all ranks together. Elements that a rank receives:
-
-    | exchange   messages                    forward       backward
-    | gather     one all-gather              K(N-1)/N      K(N-1)/N, and a reduce-scatter of K
-    | rotate     N-1 to the next rank        K(N-1)/N      K(N-1)/N, and K for the gradients: 2N-1 messages
-    | direct     one for each pair of ranks  needed keys   needed keys and their gradients
-
-In a rotation the next block travels while the present one is computed (ring attention, arXiv 2310.01889). The gradients
-of a block travel with it, and are complete when they are back at its rank.
+docs/context.md has the elements that a rank receives. For N ranks, a rotation takes N-1 messages in the forward and
+2N-1 in the backward. The next block travels while the present one is computed (ring attention, arXiv 2310.01889). The
+gradients of a block travel with it, and are complete when they are back at its rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,15 +1,7 @@
 """Compute the attentions of a model whose tokens are split over ranks (`TokenAttention`).
 
-| context    order        keys and values
-| gather     zigzag       gathered
-| ring       contiguous   rotate
-| zigzag     zigzag       rotate
-| striped    striped      rotate
-| ulysses    zigzag       tokens are exchanged for heads
-| usp        zigzag       exchanged over `cp_heads` ranks, rotate over the others
-| window     contiguous   sent where the pattern needs them
-| auto       zigzag       sent where needed if the pattern needs less than half of the keys, else rotate; the order
-|                         is striped for packed documents
+docs/context.md has the order of tokens and the exchange of keys for each value of `context`. `auto` sends keys where
+they are needed if the pattern needs less than half of them, else it rotates; its order is striped for packed documents.
 """
 
 import dataclasses

@@ -1,17 +1,8 @@
 """Run a model on this rank's tokens as if it had all tokens (`TokenInterception`).
 
-The mode sees the torch functions that the model and the loss call, in the forward and in a repeated forward:
-
-    | function                            what it does when tokens are split
-    | x.shape, x.size                     dims of tokens are `TokenCount`s
-    | arange(count)                       the global positions of this rank's tokens
-    | table[:count]                       the rows of a longer table at these positions
-    | full((count, count)), m[:c, :c]     all tokens: a mask is made whole, and attention takes its own rows
-    | x[:, :-1], labels[:, 1:]            this rank's tokens but the last of all; the token after each of these
-    | scaled_dot_product_attention,       attention over the tokens of all ranks
-    |   attend, multi_head_attention_forward
-    | what mixes tokens otherwise         an error
-
+The mode sees the torch functions that the model and the loss call, in the forward and in a repeated forward.
+docs/context.md has a table of what they return. Dims of tokens are `TokenCount`s, and `arange` of such a count gives
+global positions. Attention is over the tokens of all ranks. A function that mixes tokens otherwise raises an error.
 Everything else works token by token and is left alone.
 """
 

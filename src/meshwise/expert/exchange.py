@@ -1,19 +1,11 @@
 """Exchange tokens between ranks for a mixture of experts: each token goes to the ranks of its experts, and back.
 
 A mixture computes `y[t] = sum over k of weights[t, k] * expert[index[t, k]](x[t])`. Its router has already chosen
-`index` and `weights`, each (tokens, k). The exchange runs in six steps on every rank:
-
-    | 1  take       the ranks of tp have equal tokens; each takes a part of them
-    | 2  sort       the pairs (token, choice) by expert; a pair with an index past the last expert is dropped
-    | 3  send       the number of pairs for each expert, then their tokens, to the rank of the expert
-    | 4  compute    the module's own forward, over its local experts, with one expert a row and weights of 1
-    | 5  return     the results to the ranks of the tokens; there they are weighted and summed
-    | 6  gather     the tokens of all ranks of tp
-
-Let T be the tokens of a rank, H their features, k the choices, N = ep. At balance, a rank sends 2 T k H (N-1)/N
-elements in the forward, and as many in the backward. The forward also sends an integer for each expert. Under `etp`, an
-all-reduce sums the results of step 4. No token is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 4).
-GShard has the two all-to-alls (Lepikhin et al., arXiv 2006.16668, section 3).
+`index` and `weights`, each (tokens, k). docs/experts.md has the steps and what a rank sends. A pair is a token and one
+of its choices; a pair with an index past the last expert is dropped. The ranks of tp have equal tokens: each takes a
+part of them before, and gathers all tokens after. Under `etp`, an all-reduce sums the results of the experts. No token
+is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 4). GShard has the two all-to-alls (Lepikhin et
+al., arXiv 2006.16668, section 3).
 """
 
 import itertools
@@ -132,7 +124,7 @@ class ExpertExchange:
         return gradient.take(mixed, world=world, axes=group.axes, sizes=sizes).wait()
 
     def _mixed(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-        """Return the output for this rank's tokens: steps 2 to 5."""
+        """Return the output for this rank's tokens: sort the pairs, send them, compute, return and sum the results."""
         routing, choices = self._routed(index), index.size(1)
         rows = self._moved(tokens[routing.order // choices], sent=routing.sent, received=routing.received)
         if torch.is_grad_enabled() and not rows.requires_grad:

@@ -1,17 +1,11 @@
 """Convert parameters and activations to the dtype of the computation.
 
-A model that is only cast to bf16 fails at the first tensor in another dtype. Such tensors are the data, a rotary
-table, a mask, or a norm that the author computes in fp32. Three measures make a plain model work unchanged:
+A model that is only cast to bf16 fails at the first tensor in another dtype. docs/precision.md has the three rules that
+make a plain model work unchanged: for stored parameters, for the inputs of modules, and for products between modules.
 
-- Floating parameters are stored in the dtype of the plan. Parameters of a norm with running statistics keep their own
-  dtype: its kernel accepts activations of any dtype, but parameters only in the dtype of the statistics.
-- A hook on each module that holds floating parameters itself converts the module's inputs to the parameters' dtype.
-- Products are computed in the dtype of the plan: of an fp32 tensor (a query after an fp32 rotary table) and a bf16
-  tensor, say. On the CPU autocast does it. On CUDA autocast would also compute norms, softmax and sums in fp32, and pay
-  casts and memory for it. There a mode converts the operands of products alone (`ProductCasts`).
-
-Statistics and the loss are computed in fp32. torch's kernels for norms and softmax do so for any input, and so do the
-split layers of this library. The model's output is converted to fp32 before the loss.
+On the CPU autocast converts products. On CUDA autocast would also compute norms, softmax and sums in fp32, and pay
+casts and memory for it. There a mode converts the operands of products alone (`ProductCasts`). torch's kernels for
+norms and softmax compute statistics in fp32 for any input, and so do the split layers of this library.
 """
 
 import contextlib
@@ -119,11 +113,8 @@ def _product_casts() -> ProductCasts | None:
 _METHODS = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm")
 _PRODUCTS = frozenset(
     [
-        *(
-            getattr(torch, name)
-            for name in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "einsum")
-        ),
-        *(getattr(Tensor, name) for name in _METHODS),
+        *(getattr(kind, name) for name in _METHODS for kind in (torch, Tensor)),
+        torch.einsum,
         *(Tensor.__matmul__, Tensor.__rmatmul__, functional.linear, functional.bilinear),
         *(getattr(functional, f"conv{kind}{dims}d") for kind in ("", "_transpose") for dims in (1, 2, 3)),
         functional.scaled_dot_product_attention,

@@ -1,22 +1,11 @@
 """Choose the dtypes of a training: for storage, computation, gradients, updates and buffers.
 
-A `Precision` holds these dtypes. They follow from `precision` and `wire` of the plan and from nothing else in the plan.
-`Trainer.precision` reports the dtypes that the tensors of a rank really have.
+They follow from `precision` and `wire` of the plan and from nothing else in it. docs/precision.md has the table of
+dtypes. `Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
-    |                 fp32          bf16        fp16
-    | parameters      as declared   bfloat16    float16      the values that the model reads; zero=3 gathers them
-    | compute         as declared   bfloat16    float16      matrix products, and activations saved for the backward
-    | reduction       as master     bfloat16    float16      gradients that are sent; with `wire=fp32` float32
-    | accumulation    as master     float32     float32      the sum of the gradients of a rank's micro-batches
-    | master          at least float32                       the unrounded values that the optimizer updates
-    | optimizer state as master                              torch's optimizers keep it in the dtype of the master
-    | buffers         as declared                            statistics and rotary tables lose too much when rounded
-
-"As declared" is the dtype that the model gives the tensor.
-
-The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them. Megatron-LM and
-FSDP2 do the same (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations are half
-as large, and no use of a parameter converts it. `precision/dtype_conversion.py` gives activations their dtype.
+The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
+al., "Mixed Precision Training", arXiv 1710.03740). Megatron-LM and FSDP2 do the same. `precision/dtype_conversion.py`
+gives activations their dtype.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +18,7 @@ from meshwise.plan import Plan
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a training; each field is a row of the table above.
+    """Dtypes of a training; each field is a row of the table in docs/precision.md.
 
     None means the `fp32` column of the table. Complex and integer parameters keep their declared dtype. Raises
     ValueError when `parameters` is bf16 or fp16 and `compute` is another dtype.

@@ -1,22 +1,11 @@
 """Adapt the loss scale of fp16 so that gradients neither underflow nor overflow.
 
-The smallest positive fp16 number is 6e-8, and many gradients are smaller. So the loss is multiplied by a scale, and the
-gradient is divided by the scale in fp32 (Micikevicius et al., arXiv 1710.03740, section 3.2). A scale that is too large
-makes the gradient overflow. Then every rank skips the update, and the scale is lowered:
+The loss is multiplied by a scale, and the gradient is divided by it in fp32 (Micikevicius et al., arXiv 1710.03740,
+section 3.2). If the gradient overflows, every rank skips the update, and the scale is lowered. The first overflow
+divides it by 2, the second in a row by 4, the third by 8. After `patience` applied updates it doubles.
 
-    | step       1       2       3       4 … 2003    2004 …
-    | scale      8192    4096    1024    128         256
-    | gradient   inf     inf     inf     finite      finite
-
-The first overflow halves the scale, the second in a row divides it by 4, the third by 8. After `patience` applied
-updates the scale doubles. At the first scale, 2^13, the gradient of a mean loss seldom overflows.
-
-The trainer sums the loss over the batch, and divides by the exact count of loss terms once, at the end of the step. The
-sum would overflow at a scale that suits the mean, and the exact count is unknown before the last forward. So the sum is
-multiplied by `factor`: the scale over an approximate count. The approximate count is the count of the step before. In
-the first step it is the number of elements of the smallest tensor of the batch, usually the labels. Scale and
-approximate count are powers of two, so they round nothing. The gradient is divided by `factor` again, so the
-approximate count matters only for values that underflow or overflow.
+The trainer sums the loss over the batch, and divides by the exact count of loss terms at the end of the step. So the
+sum is multiplied by `factor`: the scale over an approximate count. docs/precision.md says how the count is chosen.
 """
 
 import math

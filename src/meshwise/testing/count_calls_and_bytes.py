@@ -16,7 +16,6 @@ and equal on every machine.
 """
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -54,27 +53,22 @@ def count(records: Iterable[CallRecord]) -> Counts:
     return Counts(sorted(rows.items()))
 
 
-class SavedForBackward:
+class SavedForBackward(saved_tensors_hooks):
     """Context manager that measures the bytes that autograd saves inside it, without the parameters of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self._kept: dict[int, Tensor] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        super().__init__(self._pack, lambda tensor: tensor)
 
     @property
     def bytes(self) -> int:
         """Bytes saved so far: the sum of the sizes of all storages, each counted once."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
-    def __enter__(self) -> "SavedForBackward":
-        self._hooks.__enter__()
+    def __enter__(self) -> "SavedForBackward":  # type: ignore[override]
+        super().__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         place = tensor.untyped_storage().data_ptr()

@@ -2,12 +2,7 @@
 
 A model rewritten as a list of layers loses everything else: keyword arguments, masks, rotary tables, an encoder and a
 decoder. So a stage *is* the model, with the same class, names and forward. In a stage, the pieces (embedding, blocks,
-norm, head) of other stages have no parameters and do not compute:
-
-    the model        embedding   block 0   block 1   block 2   block 3   norm   head
-    stage 1 of 3     (nan)       (nan)     received  computes  computes  leaves
-                                           │                         │
-                                           output of block 1 ──►     └──► output of block 3
+norm, head) of other stages have no parameters and do not compute (docs/pipeline.md has a picture):
 
 - code between pieces (masks, rotary tables, residual sums) runs on every stage, from the same batch;
 - a piece of an earlier stage returns its output as this stage received it, if a later piece needs the output. Otherwise

@@ -1,16 +1,8 @@
 """Build the classic schedules, in which a backward is one action: naive, GPipe, 1F1B, interleaved and looped.
 
 Every rank first runs some forwards, then one forward and one backward in turn, then the remaining backwards. The
-schedules differ in the number of first forwards, and in the order in which a rank runs its stages. Let p be the number
-of ranks, m of micro-batches, v of stages per rank; f and b the forward and backward time of a stage. Bubble of a rank:
-
-    | naive         (p - 1) m (f + b)      one micro-batch at a time
-    | gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)
-    | 1f1b          (p - 1)   (f + b)      holds at most p               (Narayanan et al., 2019, 2021)
-    | interleaved   (p - 1)   (f + b)      f, b are 1/v of a rank's time (Narayanan et al., 2021)
-    | looped        (p - 1)   (f + b)      holds m v; runs all forwards of a stage in a row (Lamy-Poirier, 2023)
-
-"Holds": for how many micro-batches a rank keeps the activations of a stage at one time.
+schedules differ in the number of first forwards, and in the order in which a rank runs its stages. docs/pipeline.md has
+their bubbles and memory. p is the number of ranks, v the number of stages per rank.
 """
 
 from collections.abc import Sequence
@@ -29,12 +21,12 @@ def naive(pp: int, *, microbatches: int) -> Schedule:
 
 
 def gpipe(pp: int, *, microbatches: int) -> Schedule:
-    """Return the GPipe schedule: all forwards, then all backwards."""
+    """Return the GPipe schedule (Huang et al., 2019): all forwards, then all backwards."""
     return looped(pp, microbatches=microbatches, virtual_stages=1)
 
 
 def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: rank r first runs p - r - 1 forwards, then alternates, and holds at most p - r."""
+    """Return the 1F1B schedule: rank r first runs p - r - 1 forwards, then alternates (Narayanan et al., 2019)."""
     order = [(0, index) for index in range(microbatches)]
     return _alternating(pp, order, laps=1, ahead=[pp - rank - 1 for rank in range(pp)])
 
@@ -42,7 +34,7 @@ def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
 def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
     """Return interleaved 1F1B: stage s is on rank s mod p. Groups of p micro-batches pass through all ranks v times.
 
-    `microbatches` has to be a multiple of `pp`.
+    `microbatches` has to be a multiple of `pp` (Narayanan et al., 2021).
     """
     order = [
         (lap, start + index)
@@ -55,7 +47,7 @@ def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
 
 
 def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
-    """Return the breadth-first schedule: a rank runs all micro-batches through a stage before its next stage."""
+    """Return the breadth-first schedule (Lamy-Poirier, 2023): a rank runs all forwards of a stage in a row."""
     order = [(lap, index) for lap in range(virtual_stages) for index in range(microbatches)]
     return _alternating(pp, order, laps=virtual_stages, ahead=[len(order)] * pp)
 

@@ -1,11 +1,6 @@
 """Complete a schedule by passes from one table to another: transfers, gathers, reductions, early sends.
 
-| send_first     | after a rank's last forward, every B becomes I W, so that the gradient of I is sent before W runs |
-| merge_backward | every I directly followed by its W becomes B, which costs less than I and W |
-| add_transfers  | add sends and receives |
-| add_reductions | reduce each stage's gradients once, after its last backward |
-| add_gathers    | ZeRO-3: gather a stage's parameters before its first use, and free them after its last |
-| lower          | the passes that a run needs: all except `send_first` |
+`lower` applies the passes that a run needs; docs/pipeline.md has the actions that they add.
 """
 
 from collections import defaultdict, deque

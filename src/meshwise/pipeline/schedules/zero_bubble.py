@@ -1,19 +1,13 @@
 """Build zero-bubble schedules with split backwards: I runs at once, as the stage before waits for it, and W later.
 
-Let p be the number of ranks, and f, i, w the times of a stage's F, I, W. A rank's bubble, first to last action, is
+docs/pipeline.md has their bubbles and memory. zb-h1 and zb-h2 (Qi et al., 2023) follow one rule, with f = i = w = 1. In
+each unit of time, a rank runs the next forward if the limits allow it, else the next I, else a W. The two differ only
+in their two limits. zb-v (Qi et al., 2024) and dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V).
+So the loss is on rank 0. There this rule would leave gaps of a few units, so they are written as phases of repeated
+actions.
 
-    | zb-h1       (p - 1) (f + i - w)           holds p micro-batches, as 1F1B    (Qi et al., 2023)
-    | zb-h2       (p - 1) (f + i - 2w)          holds 2p - 1
-    | zb-v        0 when f = i = w              holds 2p halves, as 1F1B          (Qi et al., 2024)
-    | dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
-
-The last two schedules put stages r and 2p - 1 - r on rank r (a V), so that the loss is on rank 0. Their f, i and w are
-the times of such a stage, half as large as a stage of zb-h1. DualPipeV's published formula, (p - 1) (f + 2i - w),
-assumes that a forward and a backward run together. Here they run in turn, so the next rank has one result earlier.
-
-zb-h1 and zb-h2 follow one rule, with f = i = w = 1. In each unit of time, a rank runs the next forward if the limits
-allow it, else the next I, else a W. The two differ only in their two limits. In a V this rule would leave gaps of a few
-units, so zb-v and dualpipev are written as phases of repeated actions.
+DualPipeV's published formula for the bubble, (p - 1) (f + 2i - w), assumes that a forward and a backward run together.
+Here they run in turn, so the next rank has one result earlier.
 """
 
 from collections.abc import Sequence

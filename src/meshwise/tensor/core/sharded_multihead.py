@@ -12,6 +12,7 @@ L and S are the numbers of query and key tokens, N the rows, E and H this rank's
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,21 +37,6 @@ class MultiheadSharding(BoundToRank):
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of torch's forward, with torch's defaults."""
-
-    self: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_padding_mask: Tensor | None = None
-    need_weights: bool = True
-    attn_mask: Tensor | None = None
-    average_attn_weights: bool = True
-    is_causal: bool = False
-
-
 class ShardedMultiheadAttention(nn.MultiheadAttention):
     """torch's attention on this rank's `num_heads` heads; it becomes the first base of the module's class."""
 
@@ -63,7 +49,9 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return torch's results for torch's arguments: the output, and the attention weights of all ranks' heads."""
-        call = _Call(**_SIGNATURE.bind(self, *args, **kwargs).arguments)
+        bound = _SIGNATURE.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        call = SimpleNamespace(**bound.arguments)
         batched = call.query.dim() == 3
         q, k, v = self._project(call.query, call.key, call.value)
         if not batched:
@@ -119,7 +107,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         return k, v, k.size(1) - length
 
-    def _mask(self, call: _Call, *, like: Tensor, appended: int) -> Tensor | None:
+    def _mask(self, call: SimpleNamespace, *, like: Tensor, appended: int) -> Tensor | None:
         """Return one mask to add to the scores, (N or 1, H or 1, L or 1, S), from both masks; None without masks."""
         masks, context = [], self.sharding.context
         given, padding = (
