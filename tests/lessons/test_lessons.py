@@ -161,6 +161,7 @@ MISSION = {  # what a user should be able to learn or do: the words of its lesso
     "checkpoints, faults, restarts": ("Faults and resume", "faults.md"),
     "fewer bytes": ("Fewer bytes", "plans.md"),
     "a trillion parameters": ("A trillion parameters", "simulation.md"),
+    "starting on a cluster": ("Faults and resume", "clusters.md"),
     "hardware and links": ("Hardware and links", "simulation.md"),
 }
 
