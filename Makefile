@@ -72,6 +72,11 @@ lessons: install  ## every lesson of the course, on four threads and on four pro
 	OMP_NUM_THREADS=1 $(BIN)/meshwise lesson all
 	OMP_NUM_THREADS=1 $(BIN)/meshwise lesson all --processes
 
+site: install  ## the site: lessons with their output, guides and reference, into build/site; its links are checked
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[site]'
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m site_source build/site-source
+	$(BIN)/python -m mkdocs build --strict --quiet --config-file build/mkdocs.yml
+
 docs: install  ## make the generated pages of docs/ again
 	PYTHONPATH=tests $(BIN)/python -m plans_page
 	PYTHONPATH=tests $(BIN)/python -m life_of_a_step

@@ -64,8 +64,8 @@ def test_it_is_written_where_one_says(job: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--nodes", "0"], "nodes = 0"),
-        (["--hours", "1", "--grace", "3600"], "grace has to be shorter"),
+        (["--nodes", "0"], "nodes = 0 has to be at least 1"),
+        (["--hours", "1", "--grace", "3600"], "grace = 3600 seconds are not before the end of 1 h"),
         (["--folder", "/my runs"], "folder = '/my runs'"),
         (["--image", "a'b"], 'image = "a\'b"'),
         (["--for", "slrum"], "invalid choice 'slrum'"),

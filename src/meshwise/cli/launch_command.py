@@ -75,11 +75,11 @@ def recipe(flags: LaunchFlags, *, job: Job) -> str:
     """Return the file for a cluster. Raises JobError for numbers that cannot work, PlanError for a plan that does not
     fit the ranks.
     """
-    if min(flags.nodes, flags.ranks_per_node, flags.hours, flags.grace) < 1 or flags.grace >= 3600 * flags.hours:
-        raise JobError(
-            f"nodes = {flags.nodes}, ranks_per_node = {flags.ranks_per_node}, hours = {flags.hours} and grace = "
-            f"{flags.grace} have to be at least 1, and grace has to be shorter than the time limit"
-        )
+    for name in ("nodes", "ranks_per_node", "hours", "grace"):
+        if getattr(flags, name) < 1:
+            raise JobError(f"{name} = {getattr(flags, name)} has to be at least 1")
+    if flags.grace >= 3600 * flags.hours:
+        raise JobError(f"grace = {flags.grace} seconds are not before the end of {flags.hours} h; use --grace 300")
     if not job.train.save_every:
         raise JobError(
             f"{flags.job}: train.save_every = 0: a job that is started again would begin from step 0; "

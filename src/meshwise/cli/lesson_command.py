@@ -40,8 +40,6 @@ class LessonFlags:
     """Run the ranks as four processes. By default they are threads of this process."""
     html: Path | None = None
     """Write the lesson as an HTML page here: text, code, output and pictures. It loads no other files."""
-    markdown: Path | None = None
-    """Write the lesson as Markdown here, with the same content."""
     folder: Path | None = None
     """Folder of the lessons. Default: `lessons` here, or in the repository of an editable installation."""
 
@@ -77,15 +75,15 @@ def main(words: Sequence[str]) -> int:
     """List, run or write lessons; return the exit status 0. Raises JobError, and the error of a lesson that fails."""
     flags = parse_flags(words, prog="meshwise lesson", default=LessonFlags())
     paths = find_lessons(flags.folder)
-    check_outputs([flags.html, flags.markdown])
+    check_outputs([flags.html])
     wanted = [path for path in paths if flags.number in ("all", path.name[:2], path.name[:2].lstrip("0"))]
     if not flags.number:
         print("\n".join(f"{path.name[:2]}  {title_of(path)}" for path in paths))
         print("\nmeshwise lesson 07 runs one, --processes on four processes; --html PATH writes its page")
     elif not wanted:
         raise JobError(f"no lesson {flags.number!r}; the lessons are 01 to {paths[-1].name[:2]}, or all")
-    elif (flags.html or flags.markdown) and (flags.number == "all" or flags.processes):
-        raise JobError("--html and --markdown write one lesson that ran on threads; name its number, as in 07")
+    elif flags.html and (flags.number == "all" or flags.processes):
+        raise JobError("--html writes one lesson that ran on threads; name its number, as in 07")
     elif flags.processes:
         run(_RANKS, _rank, args=(wanted,))
     elif flags.number == "all":
@@ -99,10 +97,9 @@ def _run_one(path: Path, flags: LessonFlags) -> None:
     console, written = drawing_console(), ""
     for result in run_lesson(path):
         written += f"{result.markdown}\n"
-        if not (flags.html or flags.markdown):
+        if not flags.html:
             console.print(Markdown(result.cell.text if result.cell.is_text else f"```python\n{result.cell.text}\n```"))
             console.print(result.printed, highlight=False, markup=False, soft_wrap=True)
-    write_and_say(flags.markdown, write=lambda file: file.write_text(written, encoding="utf-8"))
     body = f"<style>{_CONTENT}</style>{MarkdownIt('commonmark').enable('table').render(written)}"
     page = html_document(body, title=title_of(path))
     write_and_say(flags.html, write=lambda file: file.write_text(page, encoding="utf-8"))
@@ -150,7 +147,6 @@ def read_cells(path: Path) -> Iterator[LessonCell]:
 def run_lesson(path: Path) -> Iterator[CellResult]:
     """Run the cells of a lesson in order, and yield each with its output. Raises the error of a cell that fails."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
-    kept = os.environ.get("MESHWISE_LESSON_PICTURES")
     sys.path.insert(0, str(path.parent))
     try:
         with tempfile.TemporaryDirectory(prefix="meshwise-lesson-") as folder:
@@ -169,5 +165,3 @@ def run_lesson(path: Path) -> Iterator[CellResult]:
     finally:
         sys.path.remove(str(path.parent))
         os.environ.pop("MESHWISE_LESSON_PICTURES")
-        if kept is not None:
-            os.environ["MESHWISE_LESSON_PICTURES"] = kept
