@@ -76,7 +76,7 @@ BROKEN = [
     ("only_plans_name_the_replica_axis", "meshwise.engine.a", "axes = (\"pp\", \"dp\")"),
     ("steps_do_not_wait_for_the_device", "meshwise.optim.a", "def f(x):\n    return x.item()"),
     ("steps_do_not_wait_for_the_device", "meshwise.tensor.core.a", "x = torch.tensor([1], device=y.device)"),
-    ("steps_do_not_wait_for_the_device", "meshwise.engine.step", "class A:\n    def f(x):\n        if bool(x.any()): 1"),
+    ("steps_do_not_wait_for_the_device", "meshwise.engine.step", "def f(x):\n    if bool(x.any()): 1"),
     ("no_global_state", "meshwise.base.a", "def f():\n    global x\n    x = 1"),
     ("no_global_state", "meshwise.base.a", "CACHE = {}"),
     ("no_global_state", "meshwise.base.a", "SEEN: set[int] = set()"),
