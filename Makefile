@@ -52,11 +52,12 @@ test-gpu: install  ## the tests that need a CUDA device; they skip where there i
 # The machine's own torch and no network: PYTHON is an interpreter that has torch, pytest, numpy, rich, tyro, tomlkit and
 # safetensors (WHEELS: a folder with the wheels of those that it lacks, carried along).
 gpu-here: export PYTHONPATH := src:tests$(if $(WHEELS),:$(WHEELS)/unpacked)
-gpu-here:  ## on a machine with GPUs, without installing: doctor, the tests marked gpu, the grid on one GPU, the step's figures
+gpu-here:  ## on a machine with GPUs, without installing: doctor, the GPU tests, grids on one GPU and on two, figures
 	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --target $(WHEELS)/unpacked --no-deps $(notdir $(basename $(wildcard $(WHEELS)/*.whl))))
 	$(PYTHON) -m meshwise doctor
 	$(PYTHON) -m pytest -p no:cacheprovider -n 0 -m gpu
 	$(PYTHON) -m pytest -p no:cacheprovider -n 0 --on gpu tests/data_parallel/test_agreement.py tests/pipeline/test_grid.py
+	$(PYTHON) benchmarks/gpu_pair.py
 	$(PYTHON) benchmarks/gpu_step.py
 
 check: install  ## lint, format and types, changing nothing

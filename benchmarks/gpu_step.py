@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from meshwise.comm.api.streams import streams_of
+from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 
@@ -198,6 +198,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
     device = torch.device(flags.device)
+    if device.type == "cuda" and not gpu_count():
+        print("skipped: torch finds no GPU here; --device cpu --models tiny --steps 1 shows that it runs")
+        return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}")
     titles = ("model", "contestant", "dropout", "recompute", "tokens/s", "kernels", "idle", "peak GiB")

@@ -69,6 +69,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--on") == "gpu" and not torch.cuda.device_count():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="--on gpu needs a CUDA device, and torch sees none here"))
     if config.getoption("--on") != "threads":
         for item in items:
             if marker := item.get_closest_marker("threads"):

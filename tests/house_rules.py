@@ -221,6 +221,74 @@ def only_plans_name_the_replica_axis(source: Source) -> Iterator[str]:
                 yield module.at(node, "'dp' is written out; use row_axes, token_axes, loss_axes or replica_axes")
 
 
+# ---- waits for the device ---------------------------------------------------------------------------------------
+
+IN_A_STEP = ("data_parallel", "tensor", "expert", "pipeline", "attention", "optim", "memory", "precision", "engine")
+WAITING_METHODS = frozenset({"item", "tolist", "nonzero", "masked_select", "cpu", "numpy"})
+REDUCTIONS = frozenset({"any", "all", "sum", "max", "min", "mean"})
+MAY_WAIT: Mapping[str, str] = {
+    # Between steps, or once: checkpoints, trials at the begin, errors, measurements.
+    "meshwise.data_parallel.checkpoint_refill": "a checkpoint is read",
+    "meshwise.engine.step_result": "the batch of the first step is compared; a gradient that is not finite is named",
+    "meshwise.engine.staged_runner._absent": "predictions, not steps",
+    "meshwise.memory.recompute": "a repeated forward that differs is named",
+    "meshwise.memory.swap_file": "memory of the host",
+    "meshwise.optim.slice_trial": "the optimizer is tried before the first step",
+    "meshwise.optim.group_hyperparameters": "settings of the optimizer that are tensors",
+    "meshwise.pipeline.run.measured_step": "clocks of ranks are compared after a measurement",
+    # In a step, where sizes or the work to do depend on values.
+    "meshwise.engine.gather_rows": "the number of rows of each rank",
+    "meshwise.engine.open_step": "the loss of each backward is compared between ranks",
+    "meshwise.data_parallel.batch_norm_statistics": "for a batch of one value, which is refused",
+    "meshwise.expert.exchange": "the number of tokens for each expert: once for each mixture",
+    "meshwise.expert.expert_parallel": "which experts have tokens; figures between steps",
+    "meshwise.attention.token_state": "whether a batch is packed",
+    "meshwise.attention.work_table": "a mask on the CPU",
+    "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
+    # On the CPU; on CUDA the same check is one of the device (torch._assert_async).
+    "meshwise.tensor.core.vocab_parallel_loss._require_classes": "classes are checked",
+    "meshwise.tensor.core.sharded_embedding": "numbers are checked",
+}
+"""Files and functions that may let the host wait for the device, and for what; a step reads its totals in `World`."""
+
+
+def steps_do_not_wait_for_the_device(source: Source) -> Iterator[str]:
+    """Yield calls for which the host waits until a GPU has done its work: reads of values, and copies from lists."""
+    for module in source.values():
+        if module.part.split(".")[0] not in IN_A_STEP:
+            continue
+        for function in _functions(module.tree, module.name):
+            place, body = function
+            if any(within(place, allowed) for allowed in MAY_WAIT):
+                continue
+            for node in body:
+                if isinstance(node, ast.Call) and _waits(node):
+                    yield module.at(node, f"{ast.unparse(node)[:60]} waits for the device; see MAY_WAIT")
+
+
+def _functions(tree: ast.AST, name: str) -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yield each scope's dotted name, and its nodes without those of inner functions and classes."""
+    body, waiting = [], list(ast.iter_child_nodes(tree))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, FUNCTION | ast.ClassDef):
+            yield from _functions(node, f"{name}.{node.name}")
+        else:
+            body.append(node)
+            waiting += ast.iter_child_nodes(node)
+    yield name, body
+
+
+def _waits(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Name):
+        given = call.args[0] if call.func.id in ("bool", "int", "float") and call.args else None
+        return isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr in REDUCTIONS
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    made = ast.unparse(call.func) in ("torch.tensor", "torch.as_tensor")
+    return call.func.attr in WAITING_METHODS or (made and any(each.arg == "device" for each in call.keywords))
+
+
 # ---- state -------------------------------------------------------------------------------------------------------
 
 MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
@@ -469,6 +537,7 @@ RULES: tuple[Rule, ...] = (
     only_comm_imports_torch_distributed,
     only_streams_use_torch_cuda,
     only_plans_name_the_replica_axis,
+    steps_do_not_wait_for_the_device,
     no_global_state,
     nothing_hung_on_tensors,
     nothing_patched,

@@ -37,6 +37,13 @@ def test_every_exception_to_named_arguments_is_still_needed(monkeypatch: pytest.
     assert len(broken) == len(allowed), "\n".join([*broken, *allowed])
 
 
+def test_every_place_that_may_wait_still_does(monkeypatch: pytest.MonkeyPatch, house: Source) -> None:
+    allowed = dict(house_rules.MAY_WAIT)
+    for place in allowed:
+        monkeypatch.setattr(house_rules, "MAY_WAIT", {other: allowed[other] for other in allowed if other != place})
+        assert list(house_rules.steps_do_not_wait_for_the_device(house)), f"{place} waits for nothing any more"
+
+
 def test_importing_the_package_stays_light() -> None:
     heavy = {"matplotlib", "tensorboard", "tyro", "rich", "IPython"}
     code = f"import sys, meshwise; print(sorted({heavy} & set(sys.modules)))"
@@ -67,6 +74,9 @@ BROKEN = [
     ("only_streams_use_torch_cuda", "meshwise.memory.tiers", "import torch\nstream = torch.cuda.Stream()"),
     ("only_streams_use_torch_cuda", "meshwise.comm.network.nccl_world", "from torch.cuda import Event"),
     ("only_plans_name_the_replica_axis", "meshwise.engine.a", "axes = (\"pp\", \"dp\")"),
+    ("steps_do_not_wait_for_the_device", "meshwise.optim.a", "def f(x):\n    return x.item()"),
+    ("steps_do_not_wait_for_the_device", "meshwise.tensor.core.a", "x = torch.tensor([1], device=y.device)"),
+    ("steps_do_not_wait_for_the_device", "meshwise.engine.step", "def f(x):\n    if bool(x.any()): 1"),
     ("no_global_state", "meshwise.base.a", "def f():\n    global x\n    x = 1"),
     ("no_global_state", "meshwise.base.a", "CACHE = {}"),
     ("no_global_state", "meshwise.base.a", "SEEN: set[int] = set()"),

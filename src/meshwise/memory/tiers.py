@@ -200,10 +200,7 @@ class Tiers:
     def store(self, values: Tensor, *, into: Tensor) -> None:
         """Start to copy `values` on the device into the offloaded tensor `into`; `settle` waits for the copy."""
         if self.file is None or (offset := self.file.locate(into)) is None:
-            if self._out is None:
-                into.copy_(values)
-            else:
-                self._copy_out(values, into)
+            self._copy_out(values, into)
             return
         source = values.view(torch.uint8)
         for low in range(0, source.numel(), self.staging.size):

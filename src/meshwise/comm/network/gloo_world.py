@@ -263,12 +263,8 @@ class GlooWorld(World):
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
-            return _Started(
-                self,
-                call.record,
-                transport,
-                _staged(self.streams, program, reads, writes, worker=transport.worker(queue)),
-            )
+            staged = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
+            return _Started(self, call.record, transport, staged)
         steps = program(reads, writes)
         rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried:

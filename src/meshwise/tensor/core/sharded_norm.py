@@ -52,7 +52,7 @@ class SplitNorm(BoundToRank):
             return x.new_zeros(()), (own[0] / total)[..., None]
         parts = own.new_empty(len(self.sizes), *own.shape)
         self.world.all_gather(own, into=parts, axes=self.axes).wait()
-        counts = torch.tensor(self.sizes, dtype=x.dtype, device=x.device).view(-1, *[1] * (own.dim() - 1))
+        counts = torch.cat([own.new_full([1] * own.dim(), size) for size in self.sizes])  # copies nothing from the host
         means, variances = parts.unbind(1)
         mean = (counts * means).sum(0) / total
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
