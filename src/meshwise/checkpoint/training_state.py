@@ -1,7 +1,7 @@
 """Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
 parameter, optimizer, scalar, number, reduction, buffer     slots of logical tensors (data_parallel.stored_slices)
-replica/2/parameter, replica/2/optimizer, …      under a `sync` across steps: of replica 2; the slots above have the mean
+replica/2/parameter, replica/2/optimizer, …    under a `sync` across steps: of replica 2; the slots above: the mean
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
                                                  on the same number of ranks
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
