@@ -229,8 +229,8 @@ class Replicas:
     def slices_to_save(self, own: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
         """Yield the slices of a checkpoint from the slices of this replica (collectives).
 
-        The usual slots of parameters and of the optimizer's state have the mean of the replicas. Slots that begin with
-        `replica/` and a number have each replica's own. The first replica saves all other slices.
+        Parameters and the optimizer's state are saved as the mean of the replicas, in their usual slots, and for each
+        replica in slots that begin with `replica/` and its number. Other slices are saved by the first replica.
         """
         self._settle()
         for each in own:

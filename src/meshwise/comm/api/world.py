@@ -13,7 +13,6 @@ import abc
 import copy
 import math
 import pickle
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.comm.api.flat_parts import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.flight_recorder import (
     CallLine,
@@ -107,7 +105,6 @@ class Work:
         self._new_record = record
         self._at_wait = finish
         self._done = world is None
-        self._posted = time.monotonic()
 
     @property
     def ready(self) -> bool:
@@ -120,10 +117,7 @@ class Work:
             return
         assert self._world is not None
         assert self._new_record is not None
-        if self._world.link is not None:
-            with self._world.flight_recorder.waiting(self._new_record):
-                self._world.over_link(self._finish, record=self._new_record, posted=self._posted)
-        elif self.ready:
+        if self.ready:
             self._finish()
         else:
             with self._world.flight_recorder.waiting(self._new_record):
@@ -147,8 +141,6 @@ class World(abc.ABC):
 
     medium: ClassVar[str] = ""
     """Name of the transport, for messages to the user: `shared memory`, `gloo`, `NCCL`, `threads`."""
-    link: EmulatedLink | None = None
-    """A slower network that this rank emulates, through views made after it was set; None: no emulation."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, device: torch.device, flight_recorder: FlightRecorder | None = None
@@ -345,15 +337,7 @@ class World(abc.ABC):
         if group.size > 1:
             record = self._new_record("barrier", group, ())
             with self.flight_recorder.waiting(record):
-                self.over_link(lambda: self._barrier(record, group), record=record, posted=time.monotonic())
-
-    def over_link(self, finish: Callable[[], None], *, record: CallRecord, posted: float) -> None:
-        """Run `finish`, which completes a call, as slowly as over `link`. `posted`: `time.monotonic()` at the call."""
-        if self.link is None:
-            finish()
-        else:
-            ranks = self.group(record.axes).size
-            self.link.call(finish, record=record, ranks=ranks, posted=posted)
+                self._barrier(record, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Block, and return the small `value` of every rank along `axes` (None: of all ranks), in group order."""
