@@ -226,9 +226,8 @@ class _Run:
                 return self._trainer.step(batch, local=True, total=self._size)
         except NonFiniteError as error:
             self._emit(run_events.NonFinite(step, str(error)))
-            if self._trainer.plan.sync == "step":
-                # Every rank raises here, but no rank may end before rank 0 has printed the reason.
-                self._trainer.world.barrier()
+            # Every rank raises here, but no rank may end before rank 0 has printed the reason.
+            self._trainer.world.barrier()
             raise
 
     def _set_rate(self) -> float:
