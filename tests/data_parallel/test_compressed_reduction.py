@@ -93,8 +93,8 @@ def replay(wire: str, ranks: int, *, zero: int, feedback: bool, steps: int) -> d
             if zero == 0:
                 due = total.view(ranks, -1) + owners
                 total = torch.cat([through(each.view(1, -1)).view(-1) for each in due])
+                due.view(-1)[used:] = total[used:] = 0
                 owners = (due - total.view(ranks, -1)) * feedback
-                total[used:] = 0
         error = (wanted - sent) * feedback
         with torch.no_grad():
             for p, part in zip(module.parameters(), total.split([37 * 19, 37, size - used])[:2], strict=True):

@@ -83,6 +83,8 @@ class CodecReduction(Reduction):
         error = peers.state.get("error/owner")
         rows = (sums if error is None else sums.add_(error)).view(1, -1)
         packed = self._encoded(rows, None if error is None else error.view_as(rows))
+        if error is not None:
+            peers.clear_padding(error, start=peers.shard.start)
         received = packed.new_empty(peers.size, packed.shape[1])
         peers.world.all_gather(packed, into=received, axes=peers.axes).wait()
         gradients.copy_(self.codec.decode(received, elements=rows.shape[1], dtype=rows.dtype).view(-1))

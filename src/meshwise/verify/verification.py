@@ -19,6 +19,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
+from meshwise.verify.codec_contract import codec_contract
 from meshwise.verify.rounding_bounds import BoundJudge, TrialForward
 from meshwise.verify.step_comparison import ReferenceSide, StepComparison, on_first_rank
 from meshwise.verify.verification_inputs import VerificationInputs
@@ -44,8 +45,9 @@ def verify(
     `connect()`; if that world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
     other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or with random
     numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
-    the plan does not fit the world. Raises ValueError without a batch, for a loss that does not return (sum, count),
-    and when one batch gives two different losses. Raises any error of model and loss.
+    the plan does not fit the world. With a codec as `wire`, the plan is compared with `wire=auto`, and one step checks
+    that the codec's gradient and errors add up to the true gradient. Raises ValueError without a batch, for a loss that
+    does not return (sum, count), and when one batch gives two different losses. Raises any error of model and loss.
     """
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
@@ -74,7 +76,8 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
     judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
-    trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
+    exact = dataclasses.replace(plan, wire="auto") if plan.codec else plan
+    trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
     reference = on_first_rank(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
     comparison = StepComparison(trainer, outputs=outputs, judge=judge, reference=reference)
@@ -83,7 +86,10 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
         comparison.step(number, batch=batch)
     trainer.close()
     gap = None if reference is None else reference.outputs[0].choices.smallest
-    notes = tuple(subject.notes(trial))
+    notes, first = tuple(subject.notes(trial)), comparison.first
+    if plan.codec:
+        note, broken = codec_contract(subject, plan=plan, world=world)
+        notes, first = (*notes, note), first or broken
     if gap is not None:
         notes = (*notes, f"note: routers chose by scores that were at least {gap:.1e} apart, relative to the largest")
     many = "s" * (len(subject.batches) > 1)
@@ -93,7 +99,7 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
         notes=notes,
         steps=tuple(comparison.steps),
         parameters=tuple(comparison.parameters()),
-        first=comparison.first,
+        first=first,
         near_tie=gap is not None and gap <= judge.least_gap,
     )
     shared: Report = world.exchange(report if world.rank == 0 else None)[0]
