@@ -194,6 +194,9 @@ REFUSED_TEXT = [
     ("tp=4 tp_mode=3d", "i j l of tp_mode=3d needs a cubic number of ranks. Nearest that works: 'tp=8'"),
     ("dp=6 shards=4 zero=1", "shards must divide dp. Nearest that works: 'dp=3x2 zero=1'"),
     ("dp=2x2 shards=2 zero=1", "shards is given twice in the plan 'dp=2x2 shards=2 zero=1'"),
+    ("wire=in8", "qsgd:4, powersgd:4, topk:0.01 (or another number). Nearest that works: 'wire=int8'"),
+    ("wire=topk:2", "Nearest that works: 'wire=topk:0.01'"),
+    ("wire=int8:3", "Nearest that works: 'wire=int8'"),
     ("microbatches=0", "microbatches=0: microbatches is 1 and up. Nearest that works: 'microbatches=1'"),
 ]  # fmt: skip
 
@@ -212,6 +215,7 @@ def test_a_toml_value_of_another_type_is_refused() -> None:
 
 MET_BY = {"tp_mode!=1d": "tp_mode=2d", "tp_mode!=2.5d": "tp_mode=2d", "zero!=3": "zero=2"}
 MET_BY |= {"offload.params!=device": "offload=params:disk", "schedule!=1f1b": "schedule=zb-h1"}
+MET_BY |= {"wire.codec!=none": "wire=int8", "precision=fp16": "precision=fp16"}
 MET_BY |= {"context!=auto": "context=ring", "context!=usp": "context=ring", "ep>1": "ep=2 dp=2"}
 
 

@@ -34,6 +34,8 @@ PLANS = (
     "dp=2 zero=2 microbatches=2",
     "dp=2 zero=3 microbatches=4",
     "dp=2x2 zero=3 microbatches=2",
+    "dp=2 wire=1bit",
+    "dp=2 zero=2 wire=powersgd:2",
     "tp=2",
     "tp=4 tp_mode=2d dp=2",
     "pp=2 microbatches=4",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
+from meshwise.data_parallel.bucket import Bucket
 from meshwise.engine.parallelize import Options
 from meshwise.plan import PlanError
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
@@ -280,3 +281,18 @@ def test_an_mlp_with_a_scalar_output_passes_in_many_seeds_in_float32() -> None:
         model = MLP(MLPConfig(widths=(3, 5, 1)))
         report = verify(model, squares, [batch] * 3, "dp=2 microbatches=2", dtype=torch.float32, lr=1e-2)
         assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("plan", ["dp=3 wire=1bit", "dp=2 zero=2 wire=topk:0.1", "dp=2 pp=2 wire=powersgd:1"])
+def test_of_a_codec_the_report_states_what_was_checked(plan: str) -> None:
+    report = check(plan=plan)
+    assert report.ok, str(report)
+    assert "compared with wire=auto; the codec's gradient and errors add up to the true gradient" in str(report)
+    assert "no contract of the codec was checked" in str(check(plan=f"{plan} feedback=0"))
+
+
+def test_a_codec_that_loses_its_errors_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bucket, "summed_state", lambda bucket, _name: torch.zeros_like(bucket.owned_gradient()))
+    report = check(plan="dp=2 wire=int4")
+    assert not report.ok
+    assert "first to differ: the sum of the codec's gradient and errors, in step 1" in str(report)

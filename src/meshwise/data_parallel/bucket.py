@@ -186,6 +186,9 @@ class Bucket:
             self.reduction_state[name] = torch.zeros(own.numel(), dtype=wide, device=self.device)
         for name in reduction.summed_state:
             self.reduction_state[name] = torch.zeros(self.place.size, dtype=wide_sum, device=self.device)
+        for name in reduction.owner_state:
+            size = self.shard[1] - self.shard[0]
+            self.reduction_state[f"{name}/owner"] = torch.zeros(size, dtype=wide_sum, device=self.device)
 
     def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
         """Return neighbouring runs as one chunk to update, and add their slices to `slices`."""
@@ -312,7 +315,8 @@ class Bucket:
             direct = first and not shard_group.storage.tiers.is_offloaded("gradients")
             into = self.reduced if direct else wire.new_empty(self.reduced.numel())
             self._filled.clear()
-        peers = ReducingRanks(shard_group.world, shard_group.axes, slice(*self.shard), self.reduction_state)
+        world, state = shard_group.world, self.reduction_state
+        peers = ReducingRanks(world, shard_group.axes, slice(*self.shard), state, self.place)
         self._arriving = shard_group.storage.reduction.start(wire, into=into, peers=peers)
         self._rounds += 1
 
@@ -467,7 +471,17 @@ class Bucket:
         world, axes = self.shard_group.world, self.shard_group.axes
         total = self.reduction_state[name].clone()
         world.reduce_scatter(total, into=total[slice(*self.shard)], axes=axes).wait()
-        return total[slice(*self.shard)]
+        own = self.reduction_state.get(f"{name}/owner")
+        return total[slice(*self.shard)] if own is None else total[slice(*self.shard)] + own
+
+    def summed_state(self, name: str) -> Tensor:
+        """Return the sum over the ranks of the `summed_state` called `name`, owned elements (a collective)."""
+        shard = self.summed_shard(name)
+        if self.storage.reduction.shards_updates:
+            return shard
+        whole = shard.new_empty(self.place.size)
+        self.shard_group.world.all_gather(shard.contiguous(), into=whole, axes=self.shard_group.axes).wait()
+        return whole
 
     # ---- dtypes and bytes --------------------------------------------------------------------------------------
 

@@ -129,11 +129,15 @@ class CheckpointRefill:
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
 
-        A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere.
+        A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere. State
+        that is not saved is removed.
         """
+        reduction = bucket.shard_group.storage.reduction
+        for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in reduction.names]:
+            del bucket.reduction_state[name]
         for name, values in bucket.reduction_state.items():
             values.zero_()
-            start, stop = bucket.owned if name in bucket.shard_group.storage.reduction.owned_state else bucket.shard
+            start, stop = bucket.owned if name in reduction.owned_state else bucket.shard
             for piece in bucket.place.pieces:
                 if f"reduction/{name}" in self._slots[piece.row.name]:
                     whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)

@@ -12,13 +12,14 @@ A reduction may keep state between steps, such as a compression error or the mom
 tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import Tensor
 
 from meshwise.comm.api.world import Axes, Work, World
+from meshwise.data_parallel.bucket_place import BucketPlace
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Reduction:
     summed_state: tuple[str, ...] = ()
     """Names of state tensors that every rank keeps for all elements, in the dtype of accumulated gradients. Ranks have
     different values, whose sum is the logical tensor."""
+    owner_state: tuple[str, ...] = ()
+    """Names of `summed_state` to which each rank adds a further tensor for its shard, `NAME/owner` in the state."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all state that is saved."""
+        return (*self.owned_state, *self.summed_state)
 
     @property
     def each_microbatch(self) -> bool:
@@ -66,13 +74,27 @@ class ReducingRanks:
 
     | world, axes   the ranks whose gradients are summed
     | shard         elements of the bucket that are this rank's shard
-    | state         the tensors of `owned_state` and `summed_state`, by name; `start` may write to them
+    | state         the tensors of `owned_state`, `summed_state` and `owner_state`, by name; `start` may write to them.
+    |               It may add others, which are not saved
+    | place         places of the parameters in the bucket
     """
 
     world: World
     axes: Axes
     shard: slice
-    state: Mapping[str, Tensor]
+    state: MutableMapping[str, Tensor]
+    place: BucketPlace
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.group(self.axes).size
+
+    def clear_padding(self, values: Tensor, *, start: int) -> Tensor:
+        """Zero the padding in `values`, the elements of the bucket from `start` on; return `values`."""
+        for low, high in self.place.padding:
+            values[max(low - start, 0) : max(high - start, 0)].zero_()
+        return values
 
 
 @dataclass(frozen=True)

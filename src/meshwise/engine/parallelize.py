@@ -21,6 +21,7 @@ from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.connect import connect
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics, disable_sync_batch_norm, running_norms
 from meshwise.data_parallel.bucket import StorageConfig
+from meshwise.data_parallel.compressed_reduction import compressed
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
@@ -192,7 +193,10 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(module))
-    storage = StorageConfig(ZERO[plan.zero], precision, tiers, plan.replica_axes, plan.outer_axes)
+    reduction = ZERO[plan.zero]
+    if plan.codec:
+        reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
+    storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context)
 

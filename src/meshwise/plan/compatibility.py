@@ -7,7 +7,7 @@ from functools import cache
 from operator import eq, ge, gt, ne
 from typing import Any
 
-from meshwise.plan.plan_keys import Offload, keys_of
+from meshwise.plan.plan_keys import keys_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Refusal:
         keys = keys_of(plan)
         for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
-            value = getattr(Offload.parse(value), part) if part else value
+            value = keys[key].part(value, name=part) if part else value
             if value is None or not holds(value, bound if keys[key].words else int(bound)):
                 return False
         return True
@@ -67,6 +67,16 @@ COMPATIBILITY = (
     ),
     Refusal(when="zero=0 shards>0", reason="only zero shards state", instead="zero=1"),
     Refusal(when="shards>0 ep>1", reason="experts and shards would both divide the ranks of dp", instead="shards=0"),
+    Refusal(
+        when="shards>0 wire.codec!=none",
+        reason="a codec sums over all ranks of dp at once, not over groups and then between them",
+        instead="shards=0",
+    ),
+    Refusal(
+        when="precision=fp16 wire.codec!=none",
+        reason="the error that a codec keeps has the loss scale of an earlier step",
+        instead="precision=bf16",
+    ),
     Refusal(when="cp=1 context!=auto", reason="only cp splits tokens", instead="context=auto"),
     Refusal(when="context!=usp cp_heads>1", reason="only usp has two kinds of cp ranks", instead="cp_heads=1"),
     Refusal(

@@ -24,7 +24,9 @@ from meshwise.plan.plan_keys import (
     offload,
     one_of,
     plan_notation,
+    read_codec,
     whole_number,
+    wire,
 )
 from meshwise.plan.plan_text import check_keys, read_words
 
@@ -97,8 +99,14 @@ class Plan:
     precision: str = one_of(
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
     )
-    wire: str = one_of(
-        "auto fp32 bf16 fp16", means="dtype in which gradients are reduced; auto: the dtype of the computation"
+    wire: str = wire(
+        "dtype in which gradients are reduced, or the codec that compresses them; auto: the dtype of the computation"
+    )
+    feedback: int = whole_number(
+        1,
+        means="with a codec as `wire`, 1: what it loses is added to the next gradient; 0: it is lost",
+        least=0,
+        most=1,
     )
     offload: str = offload(
         "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
@@ -240,6 +248,11 @@ class Plan:
     def outer_axes(self) -> tuple[str, ...]:
         """With `shards`, the axes of dp whose ranks hold replicas of one shard."""
         return OUTER_REPLICAS if self.shards and self.shards != self.dp else ()
+
+    @property
+    def codec(self) -> tuple[str, float] | None:
+        """Name and number of the codec in `wire`; None if it is a dtype."""
+        return read_codec(self.wire)
 
     @property
     def tiers(self) -> Offload:

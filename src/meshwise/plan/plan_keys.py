@@ -4,12 +4,13 @@ Each key is a field of the dataclass `Plan` with a `Key` as metadata. The check,
 docs/plans.md all use this metadata.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +51,10 @@ class Key:
     auto: bool = False
     size: bool = False
     file: bool = False
+
+    def part(self, value: Any, *, name: str) -> str:
+        """Return the part `name` of a value, for keys whose values have parts."""
+        raise NotImplementedError
 
     def read(self, value: Any) -> Any:
         """Return the Python value of a TOML value. A value that cannot be read is unchanged, and `check` refuses it."""
@@ -221,6 +226,10 @@ OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 class OffloadKey(Key):
     """The key `offload`, whose values are texts of `Offload`."""
 
+    def part(self, value: Any, *, name: str) -> str:
+        """Return the tier of the state `name`."""
+        return str(getattr(Offload.parse(value), name))
+
     def read(self, value: Any) -> Any:
         """Return the shortest text with the same meaning; a value that cannot be read unchanged: `check` refuses it."""
         try:
@@ -242,6 +251,63 @@ class OffloadKey(Key):
 def offload(means: str) -> Any:
     """Return a dataclass field for the key `offload`, by default `none`. `means`: its meaning."""
     return field(default=NO_OFFLOAD, metadata={"key": OffloadKey(means, words=(NO_OFFLOAD,))})
+
+
+WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
+"""Values of `wire` that are a dtype."""
+WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
+    {
+        "int8": ("", lambda _: False),
+        "int4": ("", lambda _: False),
+        "fp8": ("", lambda _: False),
+        "1bit": ("", lambda _: False),
+        "qsgd": ("4", lambda bits: bits in (4, 8)),
+        "powersgd": ("4", lambda rank: rank >= 1 and rank == int(rank)),
+        "topk": ("0.01", lambda fraction: 0 < fraction <= 1),
+    }
+)
+"""Values of `wire` that compress: name, an example of its number (empty: it has none), and the test of a number."""
+
+
+def read_codec(wire: str) -> tuple[str, float] | None:
+    """Return (name, number) of a compressed `wire`, such as `topk:0.01`; None for a dtype. Raises PlanError."""
+    if wire in WIRE_DTYPES:
+        return None
+    name, colon, number = wire.partition(":")
+    example, fits = WIRE_CODECS.get(name, ("", lambda _: False))
+    if name in WIRE_CODECS and (not colon if not example else re.fullmatch(r"[0-9.e-]+", number)):
+        with contextlib.suppress(ValueError):
+            if not example or fits(float(number)):
+                return name, float(number or 0)
+    near = name if name in WIRE_CODECS else _near(name, (*WIRE_DTYPES, *WIRE_CODECS))
+    hint = f"{near}:{WIRE_CODECS[near][0]}".rstrip(":") if near in WIRE_CODECS else near
+    raise PlanError(f"wire={wire}: wire is {WireKey('').range()}. Nearest that works: 'wire={hint}'".replace("`", ""))
+
+
+@dataclass(frozen=True)
+class WireKey(Key):
+    """The key `wire`: a dtype, or a codec of gradients with its number."""
+
+    def part(self, value: Any, *, name: str) -> str:  # noqa: ARG002 - its only part is `codec`
+        """Return the name of the codec in a value, or `none`."""
+        found = read_codec(value)
+        return found[0] if found else "none"
+
+    def range(self) -> str:
+        """Return a description of the allowed values, as Markdown."""
+        codecs = (f"`{name}:{example}`".replace(":`", "`") for name, (example, _) in WIRE_CODECS.items())
+        return ", ".join([*(f"`{word}`" for word in WIRE_DTYPES), *codecs]) + " (or another number)"
+
+    def check(self, value: Any, *, name: str) -> None:
+        """Raise PlanError for a value that is neither a dtype nor a codec. `name`: the key, for the message."""
+        if not isinstance(value, str):
+            raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}=int8'")
+        read_codec(value)
+
+
+def wire(means: str) -> Any:
+    """Return a dataclass field for the key `wire`, by default `auto`. `means`: its meaning."""
+    return field(default=WIRE_DTYPES[0], metadata={"key": WireKey(means, words=WIRE_DTYPES)})
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:

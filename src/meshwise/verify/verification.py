@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
@@ -19,10 +19,10 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
-from meshwise.verify.rounding_bounds import BoundJudge, TrialForward
+from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, TrialForward
 from meshwise.verify.step_comparison import ReferenceSide, StepComparison, on_first_rank
 from meshwise.verify.verification_inputs import VerificationInputs
-from meshwise.verify.verification_report import Report
+from meshwise.verify.verification_report import Divergence, Report
 
 
 def verify(
@@ -44,8 +44,9 @@ def verify(
     `connect()`; if that world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
     other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or with random
     numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
-    the plan does not fit the world. Raises ValueError without a batch, for a loss that does not return (sum, count),
-    and when one batch gives two different losses. Raises any error of model and loss.
+    the plan does not fit the world. With a codec as `wire`, the plan is compared with `wire=auto`, and one step checks
+    that the codec's gradient and errors add up to the true gradient. Raises ValueError without a batch, for a loss that
+    does not return (sum, count), and when one batch gives two different losses. Raises any error of model and loss.
     """
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
@@ -74,7 +75,8 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
     judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
-    trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
+    exact = dataclasses.replace(plan, wire="auto") if plan.codec else plan
+    trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
     reference = on_first_rank(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
     comparison = StepComparison(trainer, outputs=outputs, judge=judge, reference=reference)
@@ -83,7 +85,10 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
         comparison.step(number, batch=batch)
     trainer.close()
     gap = None if reference is None else reference.outputs[0].choices.smallest
-    notes = tuple(subject.notes(trial))
+    notes, first = tuple(subject.notes(trial)), comparison.first
+    if plan.codec:
+        note, broken = codec_contract(subject, plan=plan, world=world)
+        notes, first = (*notes, note), first or broken
     if gap is not None:
         notes = (*notes, f"note: routers chose by scores that were at least {gap:.1e} apart, relative to the largest")
     many = "s" * (len(subject.batches) > 1)
@@ -93,8 +98,48 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
         notes=notes,
         steps=tuple(comparison.steps),
         parameters=tuple(comparison.parameters()),
-        first=comparison.first,
+        first=first,
         near_tie=gap is not None and gap <= judge.least_gap,
     )
     shared: Report = world.exchange(report if world.rank == 0 else None)[0]
     return shared
+
+
+def codec_contract(subject: VerificationInputs, *, plan: Plan, world: World) -> tuple[str, Divergence | None]:
+    """Return a note on the codec of `plan`, and the divergence if its contract is broken (collectives).
+
+    From equal parameters, one step is run with the codec and one without. For every bucket, the gradient with the codec
+    and the errors of all ranks / count must add up to the gradient without it. Clipping is left out. Without feedback
+    nothing keeps the errors, and nothing is checked.
+    """
+    note = f"note: wire={plan.wire} makes the training inexact; the plan was compared with wire=auto"
+    if not plan.feedback:
+        return f"{note}; feedback=0 keeps no errors, so no contract of the codec was checked", None
+    true, coded = (_gradients(subject, dataclasses.replace(plan, wire=wire), world) for wire in ("auto", plan.wire))
+    pairs = list(zip(coded, true, strict=True))
+    largest = [float((one - other).abs().max() / other.abs().max().clamp(min=1e-30)) for one, other in pairs]
+    worst = max(world.exchange(max(largest, default=0.0)))
+    rounding = max(world.exchange(max((torch.finfo(one.dtype).eps for one in true), default=0.0)))
+    figure = BoundedDifference(worst, _ROUNDINGS * rounding, 1)
+    note += f"; the codec's gradient and errors add up to the true gradient, at most {worst:.1e} apart"
+    return note, Divergence("the sum of the codec's gradient and errors", 1, figure) if figure.over else None
+
+
+def _gradients(subject: VerificationInputs, plan: Plan, world: World) -> list[Tensor]:
+    """Return the gradients of a first step that this rank owns, by bucket, with the errors of a codec added."""
+    arguments = subject.arguments(subject.listener())
+    options = dataclasses.replace(arguments["options"], clip_norm=None)
+    trainer = parallelize(subject.prepared(), plan, world=world, **{**arguments, "options": options})
+    tokens = trainer.step(next(subject.converted())).tokens
+    found = []
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets if bucket.trainable):
+        gradient = bucket.owned_gradient()
+        if "error" in bucket.reduction_state:
+            gradient = gradient + bucket.summed_state("error") / tokens
+        found.append(gradient.clone())
+    trainer.close()
+    return found
+
+
+_ROUNDINGS = 2**14
+"""Allowed difference in units of the dtype's rounding error, relative to the largest element of a bucket."""

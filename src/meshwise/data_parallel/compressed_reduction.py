@@ -1,0 +1,180 @@
+"""Sum gradients over the ranks as few bytes: quantised, sparse or of low rank, with the error kept for the next step.
+
+A rank's message is its gradient plus the error of its last message. N ranks, a bucket of P elements in N shards:
+
+    | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
+    | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
+
+    | collectives of a bucket    1                 3
+    | codec, zero=0              all-to-all c(P)   all-gather c(P)     c: bytes of the codec, for each of the N shards
+    | codec, zero 1 to 3         all-to-all c(P)   none
+    | powersgd:r                 all-reduce r Σm   all-reduce r Σn     m, n: sizes of each matrix; vectors go along in 1
+
+What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all ranks
+add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
+1905.13727) takes Q of the last step for the next one; after a load it begins anew.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.api.world import Work
+from meshwise.data_parallel.bucket_place import BucketPiece
+from meshwise.data_parallel.reduction import ReducedPart, ReducingRanks, Reduction
+from meshwise.data_parallel.wire_codec import CODECS, Codec
+
+
+class StagedWork(Work):
+    """A collective, and the work that follows when it is complete; further collectives may be part of it."""
+
+    def __init__(self, first: Work, *, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._first = first
+        self._then: Callable[[], None] | None = then
+
+    def wait(self) -> None:
+        """Wait for the collective, and do what follows, once."""
+        then, self._then = self._then, None
+        if then is not None:
+            self._first.wait()
+            then()
+
+
+@dataclass(frozen=True)
+class CodecReduction(Reduction):
+    """Sum of encoded gradients, with the errors of `codec` in the state `error` if that is one of `summed_state`."""
+
+    codec: Codec = field(default_factory=lambda: CODECS["int8"](0))
+
+    def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
+        """Start to sum encoded gradients, as in `Reduction.start`."""
+        if peers.size == 1 or not gradients.is_floating_point():
+            return super().start(gradients, into=into, peers=peers)
+        if not self.shards_updates:
+            return ReducedPart(
+                self._send(gradients, peers, lambda sums: self._share(sums, gradients, peers)), gradients
+            )
+        target = gradients[peers.shard] if into is None else into
+        return ReducedPart(self._send(gradients, peers, target.copy_), target)
+
+    def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
+        """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard."""
+        error = peers.state.get("error")
+        rows = (gradients if error is None else gradients.add_(error)).view(peers.size, -1)
+        packed = self._encoded(rows, None if error is None else error.view_as(rows))
+        if error is not None:
+            peers.clear_padding(error, start=0)
+        received = torch.empty_like(packed)
+        sent = peers.world.all_to_all(packed, into=received, axes=peers.axes)
+
+        def add_up() -> None:
+            sums = self.codec.decode(received, elements=rows.shape[1], dtype=rows.dtype).sum(0)
+            done(peers.clear_padding(sums, start=peers.shard.start))
+
+        return StagedWork(sent, then=add_up)
+
+    def _share(self, sums: Tensor, gradients: Tensor, peers: ReducingRanks) -> None:
+        """Send the sum of this rank's shard, encoded, to every rank; put what all ranks send into `gradients`."""
+        error = peers.state.get("error/owner")
+        rows = (sums if error is None else sums.add_(error)).view(1, -1)
+        packed = self._encoded(rows, None if error is None else error.view_as(rows))
+        if error is not None:
+            peers.clear_padding(error, start=peers.shard.start)
+        received = packed.new_empty(peers.size, packed.shape[1])
+        peers.world.all_gather(packed, into=received, axes=peers.axes).wait()
+        gradients.copy_(self.codec.decode(received, elements=rows.shape[1], dtype=rows.dtype).view(-1))
+        peers.clear_padding(gradients, start=0)
+
+    def _encoded(self, rows: Tensor, error: Tensor | None) -> Tensor:
+        """Return `rows` encoded, and put what is lost into `error`."""
+        packed = self.codec.encode(rows)
+        if error is not None:
+            found = self.codec.decode(packed, elements=rows.shape[1], dtype=rows.dtype)
+            error.copy_(_finite(rows - found))
+        return packed
+
+
+@dataclass(frozen=True)
+class LowRankReduction(Reduction):
+    """Sum of gradients, with each matrix approximated by factors of `rank` (PowerSGD); vectors are summed exactly."""
+
+    rank: int = 4
+
+    def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
+        """Start to sum the products of matrices with the factors of the last step, and the vectors."""
+        if peers.size == 1 or not gradients.is_floating_point():
+            return super().start(gradients, into=into, peers=peers)
+        error = peers.state.get("error")
+        if error is not None:
+            gradients.add_(error)
+        pieces = [piece for piece in peers.place.pieces if self._is_split(piece)]
+        matrices = [gradients[piece.start : piece.stop].view(piece.shape[0], -1) for piece in pieces]
+        ends = [0, *(end for piece in pieces for end in (piece.start, piece.stop)), peers.place.size]
+        rest = [gradients[low:high] for low, high in zip(ends[::2], ends[1::2], strict=True)]
+        if "factors" not in peers.state:
+            peers.state["factors"] = torch.cat([gradients[:0], *(self._begin(piece, gradients) for piece in pieces)])
+        widths = [matrix.shape[1] * self.rank for matrix in matrices]
+        right = [flat.view(-1, self.rank) for flat in peers.state["factors"].split(widths)]
+        first = torch.cat([*((m @ q).view(-1) for m, q in zip(matrices, right, strict=True)), *rest])
+        work = peers.world.all_reduce(first, axes=peers.axes)
+
+        def project() -> None:
+            *products, sums = first.split([*(len(m) * self.rank for m in matrices), sum(map(len, rest))])
+            left = [torch.linalg.qr(flat.view(-1, self.rank)).Q for flat in products]
+            second = torch.cat([gradients[:0], *((m.T @ p).reshape(-1) for m, p in zip(matrices, left, strict=True))])
+            own = second.clone() if error is not None else second
+            again = peers.world.all_reduce(second, axes=peers.axes)
+            if error is not None:
+                error.zero_()
+                for piece, m, p, q in zip(pieces, matrices, left, own.split(widths), strict=True):
+                    error[piece.start : piece.stop] = _finite(m - p @ q.view(-1, self.rank).T).view(-1)
+            again.wait()
+            peers.state["factors"] = second
+            for m, p, q in zip(matrices, left, second.split(widths), strict=True):
+                torch.mm(p, q.view(-1, self.rank).T, out=m)
+            for part, found in zip(rest, sums.split([len(part) for part in rest]), strict=True):
+                part.copy_(found)
+            if into is not None:
+                into.copy_(gradients[peers.shard])
+
+        mine = gradients if not self.shards_updates else gradients[peers.shard] if into is None else into
+        return ReducedPart(StagedWork(work, then=project), mine)
+
+    def _is_split(self, piece: BucketPiece) -> bool:
+        """Return whether two factors are smaller than the matrix."""
+        if len(piece.shape) < 2 or piece.start == piece.stop:
+            return False
+        height, elements = piece.shape[0], piece.stop - piece.start
+        return self.rank * (height + elements // height) < elements
+
+    def _begin(self, piece: BucketPiece, like: Tensor) -> Tensor:
+        """Return the first factor of a matrix, (width · rank,): normal numbers seeded by the parameter's name."""
+        generator = torch.Generator().manual_seed(zlib.crc32(piece.row.name.encode()))
+        width = (piece.stop - piece.start) // piece.shape[0]
+        return torch.randn(width * self.rank, generator=generator, dtype=torch.float64).to(like)
+
+
+def compressed(plain: Reduction, *, codec: tuple[str, float], feedback: bool) -> Reduction:
+    """Return the reduction of a ZeRO stage, `plain`, with encoded gradients.
+
+    codec: a name of `wire` and its number. feedback: keep the errors for the next step.
+    """
+    name, number = codec
+    kept = {one.name: getattr(plain, one.name) for one in fields(Reduction)}
+    if feedback:
+        kept["summed_state"] = ("error",)
+    if name == "powersgd":
+        return LowRankReduction(**kept, rank=int(number))
+    if feedback and not plain.shards_updates:
+        kept["owner_state"] = ("error",)
+    return CodecReduction(**kept, codec=CODECS[name](number))
+
+
+def _finite(error: Tensor) -> Tensor:
+    """Return the error with 0 where it is not finite: such a step is not applied, and must not spoil later ones."""
+    return error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
