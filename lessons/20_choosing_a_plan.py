@@ -17,14 +17,14 @@
 import torch
 
 import meshwise as mw
-from classroom import show
+from meshwise.base.text_format import align_columns
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.view.plan_account import predicted_account
-from meshwise.view.plan_comparison import comparison_picture
+from meshwise.view.plan_comparison import comparison_table
 
 LAYERS, WIDTH, CONTEXT, BATCH, GPUS = 4, 8192, 1024, 64, 16
 P = 12 * LAYERS * WIDTH**2
@@ -75,7 +75,7 @@ for line in PLANS:
     seconds, state = hand[line]
     fits = "fits" if prediction.fits else "does not fit"
     print(f"{line:33} {seconds:5.2f} s {state:5.1f} GiB   {prediction.seconds:5.2f} s {peak:5.1f} GiB  {fits}")
-show(comparison_picture(accounts))
+print(align_columns(comparison_table(accounts)))
 assert all(found[line][1] > hand[line][1] * 0.95 for line in PLANS), "activations come on top of the state"
 assert found["dp=16"][1] > 2.5 * found["dp=16 zero=3"][1]
 assert found["dp=2 tp=8 zero=1"][0] > found["dp=8 tp=2 zero=1"][0], "more tp, more traffic in every layer"
