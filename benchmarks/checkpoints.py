@@ -9,8 +9,7 @@ as it reads. What was just written is read from the system's cache.
 
 The cost of a save is that of ten steps with a save begun before the first, divided by that of ten steps without, its
 neighbours: with and without come first in turn, and the figure is the median over a dozen pairs, because a machine with
-other work to do makes single ones differ by more than a save costs.
-"""
+other work to do makes single ones differ by more than a save costs."""
 
 from __future__ import annotations
 

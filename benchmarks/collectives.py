@@ -9,8 +9,7 @@ follows from what has to be read and written, where a copy by n ranks reads n te
 
     all-reduce       every rank's tensor is read and written         1 copy
     all-gather       each reads and writes what it did not have      (n-1)/n
-    reduce-scatter   every tensor is read, one is written            (n+1)/2n
-"""
+    reduce-scatter   every tensor is read, one is written            (n+1)/2n"""
 
 from __future__ import annotations
 

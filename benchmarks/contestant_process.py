@@ -2,8 +2,7 @@
 
 Orders come as JSON lines on stdin, answers go as JSON lines to the file descriptor named in ANSWERS, away from whatever
 a peer prints. Times are readings of the monotonic clock, which all processes of a machine share, so the wall time of a
-turn is the last rank's end minus the first rank's start and needs no barrier inside what is timed.
-"""
+turn is the last rank's end minus the first rank's start and needs no barrier inside what is timed."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def reset_peak() -> None:
 def peak_megabytes() -> float:
     """High-water mark of resident memory, 10^6 bytes: since `reset_peak` on Linux, of the whole process elsewhere.
 
-    Memory that the ranks share counts once: each has its part of it.
-    """
+    Memory that the ranks share counts once: each has its part of it."""
     status, shared = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
     if status.exists() and shared.exists():
         peak = _kilobytes(status, "VmHWM:") - _kilobytes(status, "RssShmem:") + _kilobytes(shared, "Pss_Shmem:")

@@ -1,8 +1,7 @@
 """Who is measured: one row per contestant, and how each is set up on the one model of `gpt.py`.
 
 Each peer runs as its own documentation advises for speed, without changing what it computes: fp32, no clipping, no
-compression. Imports of peers are inside their builders, because each lives in an interpreter of its own.
-"""
+compression. Imports of peers are inside their builders, because each lives in an interpreter of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ import gpt
 
 Step = Callable[[int], float | None]
 """Trains one step of the given number and returns the mean loss over this rank's rows (or over all of them); None on a
-rank that has no loss.
-"""
+rank that has no loss."""
 
 Builder = Callable[[gpt.Shape, int, int], Step]
 
@@ -27,8 +25,7 @@ Builder = Callable[[gpt.Shape, int, int], Step]
 @dataclass(frozen=True)
 class Contestant:
     """`stage`: the ZeRO stage it is compared at. `package`: what has to be installed in its interpreter. `module`: the
-    one whose function `contestant` knows it.
-    """
+    one whose function `contestant` knows it."""
 
     name: str
     stage: int

@@ -5,8 +5,7 @@
 Each rank is a process on one core. In every round all ranks compute the whole attention, each by itself with torch's
 scaled_dot_product_attention, and then together the same attention split by each `context`: forward and backward. The
 fraction of ideal is the time of the whole, divided by ranks times the time split. The last column is the largest
-difference of the outputs, relative to the largest output.
-"""
+difference of the outputs, relative to the largest output."""
 
 import argparse
 import statistics

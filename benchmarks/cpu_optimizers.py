@@ -3,8 +3,7 @@
     python benchmarks/cpu_optimizers.py --python deepspeed=PATH --threads 1 4 --docs docs/benchmarks.md
 
 All contestants update the same fp32 parameters with the same gradients in one process, in turns whose order alternates.
-DeepSpeed's needs an interpreter that has it: with `--python`, everything runs in that one, our code too.
-"""
+DeepSpeed's needs an interpreter that has it: with `--python`, everything runs in that one, our code too."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ take turns with the tier's own file, on equal terms:
 
 Both go past the page cache where the file system has that, and neither syncs: a direct write is on the device when it
 ends. Every file is written once before anything is measured, so no contestant pays for the file system's first
-allocation.
-"""
+allocation."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class Disk:
 def measure(folder: Path, *, size: int, rounds: int) -> Disk:
     """Read and write `size` bytes of each kind in `rounds` turns. The files that it makes in `folder` are removed.
 
-    Raises ValueError when there is too little room, or no dd; TierError when nothing can be written there.
-    """
+    Raises ValueError when there is too little room, or no dd; TierError when nothing can be written there."""
     size = max(1, size // _BLOCK) * _BLOCK
     if shutil.which("dd") is None:
         raise ValueError("dd, which the tier is measured beside, is not on the PATH")

@@ -6,8 +6,7 @@ Two things are timed, on one thread of one process. A dropout by itself, forward
 element: `F.dropout` alone, and inside `RandomDraws.running`. And the steps of a GPT with dropout 0.1 everywhere,
 attention included: with `random=global`, with `random=local` (torch's own kernels), and of the same GPT without
 dropout. Contestants take turns, in alternating order, so that a machine whose speed drifts treats them alike; figures
-are medians over the turns, of processor time.
-"""
+are medians over the turns, of processor time."""
 
 from __future__ import annotations
 

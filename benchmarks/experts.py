@@ -4,8 +4,7 @@
 
 A GPT of 4 blocks with 16 experts each, top-2, in fp32. All plans run in one set of processes, in turns of one step, in
 alternating order. The time of a step is that of the slowest rank, from a barrier on. A ratio is the median over the
-turns, with quartiles. Bytes of parameters are those of rank 0.
-"""
+turns, with quartiles. Bytes of parameters are those of rank 0."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Games of a contestant of ours beside a peer's, at several numbers of ranks: what `tensor_peers.py` and
-`pipeline_peers.py` have in common. A game is played turn by turn, as a match of `peers.py` is.
-"""
+`pipeline_peers.py` have in common. A game is played turn by turn, as a match of `peers.py` is."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Event:
     marker          of the table on the page
     packages        peers beside torch, whose interpreters have to be named
     remarks         what stands under the table beside what always does
-    more            what stands under the table of ratios: other tables of the same pairs
-    """
+    more            what stands under the table of ratios: other tables of the same pairs"""
 
     script: str
     about: str

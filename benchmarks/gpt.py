@@ -2,8 +2,7 @@
 
 It needs torch and nothing else, because it is also imported by interpreters that have a peer installed and not this
 project. Every contestant starts from the same weights, sees the same tokens and calls the same AdamW kernel; what is
-left to differ is how the work is split.
-"""
+left to differ is how the work is split."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     PYTHONPATH=src python benchmarks/gpu_pair.py "pp=2 microbatches=4 schedule=zb-h1"
 
 Each plan is trained for two steps beside one process (`verify`). A hang is reported with the calls in which the ranks
-wait. The exit status is 1 if a plan is not the same model.
-"""
+wait. The exit status is 1 if a plan is not the same model."""
 
 from __future__ import annotations
 

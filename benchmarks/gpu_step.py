@@ -9,8 +9,7 @@
     | compiled     `torch.compile` of each block, of both
 
 Contestants take turns: each round runs every variant once, in alternating order. A figure is the median of the rounds.
-Kernels and idle share are of one step under torch's profiler: the share of the step in which no kernel ran.
-"""
+Kernels and idle share are of one step under torch's profiler: the share of the step in which no kernel ran."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 The model has 24 blocks of width 64 and 2 x 16 tokens a rank, so nearly all time goes into starting operations. Every
 loop computes the norm of the gradient, tests it for being finite and reads the loss, as meshwise does; the loops of
 DTensor and of torch's pipelining read the loss alone. All contestants of a row are resident together and take turns of
-a few steps. One more step of each is counted: Python calls, and torch operations of forward, backward and update.
-"""
+a few steps. One more step of each is counted: Python calls, and torch operations of forward, backward and update."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ def _ours(plan: str, *, dropout: bool = False) -> Contestant:
 @dataclass(frozen=True)
 class Row:
     """A peer and plans that do the same work, on so many ranks; `bars`: how much of the peer's time each may take.
-    `rows`: sequences of the global batch.
-    """
+    `rows`: sequences of the global batch."""
 
     title: str
     peer: Contestant

@@ -9,8 +9,7 @@ same state. Two figures: the median over the turns of (its step) / (the single p
 same of the best step of each, which is nearer to what a quiet machine would show. The table tells which of them hold
 a bar. A pipeline of p stages and m micro-batches under 1F1B stands still for (p-1) / (m+p-1) of its time, so its ideal
 is (m+p-1)/m. Processes that split nothing and exchange nothing show what the machine takes from four that compute at
-once.
-"""
+once."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ _MET = {(True, True): "yes", (True, False): "median", (False, True): "best", (Fa
 @dataclass(frozen=True)
 class Entry:
     """A contestant, how it splits the model, and at most how many ideals its step is to take on `BAR_RANKS` ranks;
-    `alike`: how many of its first losses are one process's.
-    """
+    `alike`: how many of its first losses are one process's."""
 
     split: str
     contestant: Contestant
@@ -67,8 +65,7 @@ ENTRIES = (
 @dataclass(frozen=True)
 class Distance:
     """What was measured of an entry, in units of ideal; `processor`: of the processor time of the single process;
-    `megabytes`: the peak of the worst rank in the timed steps.
-    """
+    `megabytes`: the peak of the worst rank in the timed steps."""
 
     entry: Entry
     median: float
@@ -90,8 +87,7 @@ class Distance:
 @dataclass(frozen=True)
 class Rules:
     """How contestants are measured: the interpreters by package, what is trained, on how many ranks, how many timed
-    turns, and the losses of the first steps.
-    """
+    turns, and the losses of the first steps."""
 
     pythons: Mapping[str, str]
     shape: Shape
@@ -102,8 +98,7 @@ class Rules:
 
 def measure(entries: Sequence[Entry], *, single: Team, rules: Rules) -> Iterator[Distance | ContestantFailed]:
     """Let them and the single process take turns, one group that is resident together. Of each entry its distance, or
-    how it failed, also by losses that are not the reference's.
-    """
+    how it failed, also by losses that are not the reference's."""
     with contextlib.ExitStack() as stack:
         teams: dict[Entry, Team] = {}
         for entry in entries:

@@ -12,8 +12,7 @@
                   nor are micro-batches: of one sequence
 
 Clusters are those that are shipped, as they are. Squared ReLU and GELU are one operation alike; of rotations all
-features are taken, where Nemotron rotates half; norms are one kernel.
-"""
+features are taken, where Nemotron rotates half; norms are one kernel."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ of nodes, p5.48xlarge, crazyguitar/aws-gpu-communication-benchmark@fd167f97: dat
                any published row has reserved
 
 Fitted on the runs of the smallest model on one node, by their tokens per second and memory [p]: `LAUNCH`, `LATE`, and
-the part of the peak that products reach on `h100`. Prices are else `h100` as it is shipped.
-"""
+the part of the peak that products reach on `h100`. Prices are else `h100` as it is shipped."""
 
 from __future__ import annotations
 
@@ -234,8 +233,7 @@ def begins(model: Llama, stages: int) -> tuple[str, ...]:
     """What each stage but the first begins with, by nanotron's rule: what passes a stage's share ends it.
 
     So does what comes to just that share. That happens in the smallest model only, whose runs say so (docs/planner.md);
-    the source compares with >.
-    """
+    the source compares with >."""
     costs = {"embedding": 0, **{f"blocks.{n}": model.block for n in range(model.layers)}, "norm": 0, "head": 0}
     costs["head"] = VOCABULARY * model.width
     found: list[str] = []
@@ -305,8 +303,7 @@ def machines(nodes: int) -> Cluster:
 def in_buckets(cluster: Cluster, *, model: Llama, plan: Plan) -> Cluster:
     """The cluster where an all-reduce of a block's gradients takes as long as DDP's buckets of them.
 
-    Buckets are filled in the order in which gradients come. Those of an embedding or a head are one bucket.
-    """
+    Buckets are filled in the order in which gradients come. Those of an embedding or a head are one bucket."""
     here = max(1, cluster.ranks_per_node // plan.tp)
     curve = cluster.between.collectives["all_reduce"]
     square, gated = model.width**2 // plan.tp, model.width * model.hidden // plan.tp
@@ -331,8 +328,7 @@ def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> Pla
     there begins after the last backward: what was hidden comes on top, and so does what it does beside. Seconds are as
     long as the published utilisation makes them where embedding and head are two, for that is what the runs were ranked
     by. Memory is what torch's allocator has reserved, as the runs report it. It gives back what nobody uses before it
-    takes more than `room`.
-    """
+    takes more than `room`."""
     plan, cluster = prediction.rehearsal.plan, prediction.cluster
     dp = plan.dp or 1
     if dp > 1 and plan.zero == 0:

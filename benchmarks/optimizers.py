@@ -3,8 +3,7 @@
     python benchmarks/optimizers.py [--ranks 4] [--width 256] [--layers 4] [--rounds 9]
 
 Both optimizers update the same slices of the same model under dp=RANKS zero=1, in alternating rounds. It prints the
-median milliseconds of a step of either, their ratio in each round, and of AdamW over the same elements.
-"""
+median milliseconds of a step of either, their ratio in each round, and of AdamW over the same elements."""
 
 import argparse
 import statistics

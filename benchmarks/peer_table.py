@@ -16,8 +16,7 @@ from contestants import PEERS, Contestant
 @dataclass(frozen=True)
 class Pair:
     """Two neighbouring turns, ours and one peer's, per step: wall seconds, processor seconds of all ranks together, and
-    each rank's peak memory so far (MB).
-    """
+    each rank's peak memory so far (MB)."""
 
     peer: str
     round_number: int
@@ -32,8 +31,7 @@ class Pair:
 @dataclass(frozen=True)
 class Line:
     """One peer against ours. `quartiles`: of the paired ratios of wall time ours/peer, lower, median, upper.
-    `processor`: the median paired ratio of processor time.
-    """
+    `processor`: the median paired ratio of processor time."""
 
     peer: str
     stage: int

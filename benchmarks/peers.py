@@ -11,8 +11,7 @@ both are started, both stay resident, and they take turns of a few steps, ours f
 
 The figure is the median of the paired ratios over all matches; a round plays every match once, with fresh processes.
 While one has its turn the other waits on a pipe; the processor time the waiting side used is measured and reported.
-A contestant whose losses differ from plain torch's on one process computes something else, and is disqualified.
-"""
+A contestant whose losses differ from plain torch's on one process computes something else, and is disqualified."""
 
 from __future__ import annotations
 

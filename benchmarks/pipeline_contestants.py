@@ -2,8 +2,7 @@
 
 Every rank is one stage (or two, where the schedule has them) of the whole batch in 8 micro-batches. The peers are given
 a list of layers and told where to cut it: into the stages whose largest has the least to compute. Imports of peers are
-inside their builders, because each lives in an interpreter of its own.
-"""
+inside their builders, because each lives in an interpreter of its own."""
 
 from __future__ import annotations
 

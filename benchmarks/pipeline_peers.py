@@ -5,8 +5,7 @@
     python benchmarks/pipeline_peers.py --only "4 ranks" --rounds 1
 
 Each of ours meets the peer with the same schedule; then the best of ours meets the fastest peer. The last game is ours
-against ours: 1F1B and GPipe differ in what they hold.
-"""
+against ours: 1F1B and GPipe differ in what they hold."""
 
 from __future__ import annotations
 

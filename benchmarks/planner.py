@@ -11,8 +11,7 @@ lists without outcomes, is what is searched here, less tp over nodes; and it is 
 
 One number is fitted, on runs of the smallest model on one node, so that model's cells do not count. All rows of the
 table were in view when these prices were chosen: this is no blind test. `CHECKED` has three more runs, from comments in
-the authors' script.
-"""
+the authors' script."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 
 One run says little: two runs in fp32 that differ in their seed alone end apart. So every precision is trained from each
 seed, which fixes the first parameters and the order of the data, and what counts is the mean of the differences to fp32
-seed by seed, beside how far two seeds are apart in fp32. Exit status 1 when a mean is more than one per cent.
-"""
+seed by seed, beside how far two seeds are apart in fp32. Exit status 1 when a mean is more than one per cent."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Most published runs were made with Megatron-LM: fp16 with fp32 masters, attentio
 reduced at the end of the step. So the model here is written that way, and its rehearsal is priced on `a100-80` without
 overlap. Those of other code are in `later_runs.py`, on clusters as they are shipped. What was fitted, and on which
 rows, `FITTED` says; errors are told of all others, beside those of calculon (untuned) on the same rows. Memory is that
-of the fullest rank, where it is published.
-"""
+of the fullest rank, where it is published."""
 
 from __future__ import annotations
 
@@ -338,8 +337,7 @@ def main() -> None:
 def told(table: str, row: Row | Run) -> tuple[float, int]:
     """The seconds that a run is predicted to take, and the bytes of its fullest rank.
 
-    Megatron-LM has tokens in the first dim, so what sequence parallelism gathers lies there without copies.
-    """
+    Megatron-LM has tokens in the first dim, so what sequence parallelism gathers lies there without copies."""
     if isinstance(row, Run):
         return later_runs.predicted(row).seconds, 0
     base = load("a100-80")

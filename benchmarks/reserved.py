@@ -10,8 +10,7 @@ a micro-batch. So a rank's tensors are put through the allocator's rules (c10/cu
     where no room    is left, what a stream still holds of what was freed is waited for, and every segment that is
                      wholly free is given back
 
-Tensors of up to 1 MiB lie in segments of their own, which come to little and are left out.
-"""
+Tensors of up to 1 MiB lie in segments of their own, which come to little and are left out."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class Held:
     def gradients(self) -> list[int]:
         """Bytes of what a backward gives, in its order.
 
-        All of it is there until the backward is over: then it is added to the buffer (gradient_accumulator.py).
-        """
+        All of it is there until the backward is over: then it is added to the buffer (gradient_accumulator.py)."""
         return [2 * words for words in reversed(self.words)]
 
     @property
@@ -155,8 +153,7 @@ class Held:
         """Bytes of what an all-gather into lists of tensors puts beside the parameters.
 
         What this rank sends, a copy for each rank (`all_gather_coalesced`), and what NCCL writes them all to
-        (`newLikeFlat` in torch's ProcessGroupNCCL.cpp).
-        """
+        (`newLikeFlat` in torch's ProcessGroupNCCL.cpp)."""
         if self.dp == 1 or self.zero == 0:
             return []
         part = 2 * sum(self.words) // self.dp
@@ -171,8 +168,7 @@ def reserved(rehearsal: Rehearsal, *, index: int, held: Held, room: float = math
     """Bytes that a rank with this index along pp has reserved at most in a run's third step, which is what is reported.
 
     It gives back what nobody uses to have no more than `room` in the first two. In the third it does not: to do that in
-    every step takes time that nothing here knows of.
-    """
+    every step takes time that nothing here knows of."""
     allocator = Allocator(room)
     allocator.take(held.built)
     for step in range(3):
@@ -201,8 +197,7 @@ def _compute(part: Iterable[tuple[Action, TapeSegment]], held: Held, allocator: 
     """Forwards and backwards.
 
     A backward's gradients come one after the other, evenly, and are let go of at its end, when nothing is left of its
-    micro-batch.
-    """
+    micro-batch."""
     batches: dict[int | None, dict[int, list[Block]]] = {}
     for action, segment in part:
         own = batches.setdefault(action.microbatch, defaultdict(list))

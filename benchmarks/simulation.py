@@ -4,8 +4,7 @@
 
 Every plan is rehearsed and run: four processes of one thread that share memory, each of which counts its part of that.
 Before every fifth the machine is calibrated anew (`meshwise bench calibrate`), because its speed moves: what a step is
-compared with has to be of the same minute. Takes about five minutes on four quiet cores.
-"""
+compared with has to be of the same minute. Takes about five minutes on four quiet cores."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ class ContestantFailed(RuntimeError):
 @dataclass(frozen=True)
 class Turn:
     """Consecutive steps of one contestant: wall seconds per step, processor seconds of all ranks together per step, the
-    losses, and each rank's peak memory in 10^6 bytes.
-    """
+    losses, and each rank's peak memory in 10^6 bytes."""
 
     seconds: float
     processor_seconds: float

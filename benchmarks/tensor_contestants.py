@@ -1,8 +1,7 @@
 """Who is measured in `tensor_peers.py`: tensor parallelism of this project and its peers, on the model of `gpt.py`.
 
 The peers cannot split a fused q|k|v matrix, so their blocks hold three; the numbers are the same. Imports of peers are
-inside their builders, because each lives in an interpreter of its own.
-"""
+inside their builders, because each lives in an interpreter of its own."""
 
 from __future__ import annotations
 

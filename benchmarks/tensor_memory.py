@@ -5,8 +5,7 @@
 
 Parameters, and what a forward with its loss leaves for the backward, of the first rank of a world of any size, of which
 nobody else is there (the trace world). Plans of up to four ranks are run on processes as well, which have to say the
-same.
-"""
+same."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     python benchmarks/tensor_peers.py --only 2d --rounds 1                # 2d beside 1d
 
 Every rank holds its part of every matrix and sees the whole batch. The last match is between two schemes of ours, 2d
-and 1d at four ranks; what each moves in a step is counted on one rank.
-"""
+and 1d at four ranks; what each moves in a step is counted on one rank."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Steps of one GPT on one rank, plan by plan in turns of one step each, in one pro
 turns, of wall time and of processor time. The disk: the update of a model whose optimizer state rests
 there, and in turns with it some of dd that read and as many that write, past the page cache as well; what counts is how
 many of dd get most. The rate is bytes moved over the time from the first read of an update to its last write,
-computation included. `benchmarks/disk.py` measures the disk alone.
-"""
+computation included. `benchmarks/disk.py` measures the disk alone."""
 
 from __future__ import annotations
 

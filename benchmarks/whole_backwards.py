@@ -1,8 +1,7 @@
 """Plans of runs that computed every backward in one piece, as frameworks did whose measurements are published.
 
 Ours sends the gradient of a stage's input before it computes those of its weights where a rank has no forward left. A
-schedule that is read from a file is run as it stands there.
-"""
+schedule that is read from a file is run as it stands there."""
 
 from __future__ import annotations
 

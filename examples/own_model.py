@@ -6,8 +6,7 @@ The model and the loss know no rank. The plan is the one line that says how the 
     python examples/own_model.py "dp=4 zero=3 microbatches=2"
     torchrun --standalone --nproc-per-node=3 examples/own_model.py "dp=3 zero=2"
 
-Every plan prints the same losses, to rounding.
-"""
+Every plan prints the same losses, to rounding."""
 
 import sys
 from collections.abc import Iterator

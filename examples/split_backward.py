@@ -85,8 +85,7 @@ def alone(parameters: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> dict[s
 def main(world: mw.World, plan: str) -> float:
     """Run a step under the plan, compare its gradients with one process, and print where the time went.
 
-    Return the largest relative difference of a gradient.
-    """
+    Return the largest relative difference of a gradient."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64).unbind()
     options = mw.Options(example=(x, y), tensor_rules=RULES if mw.Plan.parse(plan).tp > 1 else None)

@@ -6,8 +6,7 @@
 
 Both runs return the results of all ranks, by rank. Ranks are threads if a lesson is started as an ordinary program.
 Under torchrun, and under `meshwise lesson 04 --processes`, every rank runs the whole lesson, and a run calls `main`
-once on each of them.
-"""
+once on each of them."""
 
 import os
 import threading
@@ -71,8 +70,7 @@ def _exchanged(result):
 
 def _group_of_thread(store, rank, size):
     """Return a process group of one thread. torch has one default group for each process, so it cannot be used here;
-    the table of ranks is what `dist.isend` and `dist.irecv` look up.
-    """
+    the table of ranks is what `dist.isend` and `dist.irecv` look up."""
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

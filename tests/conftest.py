@@ -1,7 +1,6 @@
 """Settings of all tests: one thread per process, fixed seeds and hypothesis examples, CUDA tests only with CUDA.
 
-Real processes are started once and reused.
-"""
+Real processes are started once and reused."""
 
 import gc
 import importlib
@@ -86,8 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _files_that_wait_among_others(items: list[pytest.Item]) -> list[pytest.Item]:
     """Spread the files with tests that wait for processes evenly over the run: by name they would come first, four at a
-    time with nothing to compute, and then four files would compute on two cores.
-    """
+    time with nothing to compute, and then four files would compute on two cores."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -101,8 +99,7 @@ def _files_that_wait_among_others(items: list[pytest.Item]) -> list[pytest.Item]
 
 class Imported:
     """What has been imported stays: no collection of garbage need look at it again. Else one of the oldest generation
-    takes a fifth of a second once the models of transformers are there, and they were 7 % of the whole suite.
-    """
+    takes a fifth of a second once the models of transformers are there, and they were 7 % of the whole suite."""
 
     def __init__(self) -> None:
         self._modules = 0

@@ -6,8 +6,7 @@ expensive and other grids have the pairs, a grid of strength 1 asks for every va
 the grid alone. A test names its grid and takes one argument for each axis:
 
     @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
-    def test_…(schedule: str, pp: int, zero: int) -> None: …
-"""
+    def test_…(schedule: str, pp: int, zero: int) -> None: …"""
 
 import itertools
 import random

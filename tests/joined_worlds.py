@@ -14,8 +14,7 @@ from meshwise.comm.shared_memory.local_world import LocalWorld
 def joined(world: World, name: str, how: str) -> World:
     """The same ranks over a world of their own, whose store is called `name`. Close it.
 
-    how: "shared memory", "borrowed memory" (where no process may read another's own), or "gloo".
-    """
+    how: "shared memory", "borrowed memory" (where no process may read another's own), or "gloo"."""
     found = job_store()
     assert found is not None
     store = PrefixStore(name, found)

@@ -6,8 +6,7 @@
 
 Ranks have copies of their arguments and of the test's variables. So a test that reads variables which its ranks have
 changed is marked to run on threads only. The output of ranks is printed by the test, and their errors are raised. If
-the watchdog ended ranks, its report is raised.
-"""
+the watchdog ended ranks, its report is raised."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ _GRACE_SECONDS = 2.0
 def install(*, on_gpu: bool = False) -> None:
     """From now on `meshwise.testing.run_ranks` has processes where it would have threads.
 
-    on_gpu: the ranks share the first GPU of this machine. This process must not use CUDA: its forks could not.
-    """
+    on_gpu: the ranks share the first GPU of this machine. This process must not use CUDA: its forks could not."""
     replace_threads(functools.partial(run_forked, device="cuda:0") if on_gpu else run_forked)
 
 

@@ -3,8 +3,7 @@
     python -m site_source build/site-source        beside it, mkdocs.yml gets its `nav` in build/mkdocs.yml
 
 Lessons are run, so that a page never shows an output that somebody typed. Links
-that leave docs/ (into examples/ or benchmarks/) become links to copies of these files.
-"""
+that leave docs/ (into examples/ or benchmarks/) become links to copies of these files."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def relinked(text: str, *, place: Path, into: Path) -> str:
     """Return a page with links that work on the site. `place`: the page's own path in the repository.
 
     Pages of docs/ and lessons stay pages. Another file of the repository is copied into `files`. A link to a folder
-    becomes a link to the first page. Raises ValueError for a link to nothing.
-    """
+    becomes a link to the first page. Raises ValueError for a link to nothing."""
 
     def link(found: re.Match[str]) -> str:
         target, anchor = (place.parent / found[1]).resolve(), found[2] or ""

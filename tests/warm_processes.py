@@ -7,8 +7,7 @@ imported once, by the server from which multiprocessing forks the processes.
               └─ crew of 4 ── rank 0, rank 1, …            and each rank sends back an answer
 
 A crew is discarded when a job fails or hangs: its ranks may be anywhere inside a collective. The next job of this size
-starts a new crew.
-"""
+starts a new crew."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ _LOG_BYTES = 8192
 class Processes:
     """Crews of CPU processes, one for each world size in use. Close it, or use it as a context manager.
 
-    timeout: seconds a job may take on the slowest rank, the start of the processes included when it is the first.
-    """
+    timeout: seconds a job may take on the slowest rank, the start of the processes included when it is the first."""
 
     def __init__(self, *, timeout: float = 120.0) -> None:
         self.timeout = timeout
@@ -50,8 +48,7 @@ class Processes:
 
         Raises the error of the first rank that failed, with that rank's traceback and output as a note. Raises
         RuntimeError when a rank ended, and TimeoutError, with the Python stack of every rank that had not answered.
-        ValueError when `main` cannot be imported by another process.
-        """
+        ValueError when `main` cannot be imported by another process."""
         job = WorkerJob.of(main, args=args)
         crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size))
         try:

@@ -1,8 +1,7 @@
 """Main loop of a warm process: it joins a world, then runs jobs until it is stopped.
 
 `warm_processes` forks it from a server that has imported this module. A thread reads the pipe, so a rank that is
-blocked in a collective still notices that its parent has ended.
-"""
+blocked in a collective still notices that its parent has ended."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def _work(connection: Connection) -> None:
 
 def main(connection: Connection, *, log: str, environment: Mapping[str, str]) -> None:
     """Run one rank from start to end. `log`: the file for its output; `environment`: the variables of a torchrun
-    rank.
-    """
+    rank."""
     os.setsid()  # Ctrl-C is for the one who started us; it ends the crew
     with open(log, "ab", buffering=0) as file:  # noqa: PTH123 - a path travels as text
         os.dup2(file.fileno(), 1)

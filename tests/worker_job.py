@@ -1,8 +1,7 @@
 """Jobs that are sent to a warm process, and its answers.
 
 A function is sent by name, and its module by name and file. If pytest has loaded the module under another name, or the
-module is a script that runs as `__main__`, the receiver loads the same file.
-"""
+module is a script that runs as `__main__`, the receiver loads the same file."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class WorkerJob:
     def of(cls, main: Callable[..., Any], *, args: tuple[Any, ...]) -> WorkerJob:
         """Return the call `main(world, *args)`.
 
-        Raises ValueError when another process could not import `main`, and what pickle raises for the arguments.
-        """
+        Raises ValueError when another process could not import `main`, and what pickle raises for the arguments."""
         module, qualname = main.__module__, getattr(main, "__qualname__", "")
         file = getattr(sys.modules.get(module), "__file__", None)
         if not qualname or "<" in qualname or (module == _MAIN and file is None):
@@ -83,8 +81,7 @@ class WorkerAnswer:
 
 def _load(name: str, file: str | None) -> ModuleType:
     """Return the module called `name`: as imported before, as Python finds it if that is the same file, or from the
-    file.
-    """
+    file."""
     if name in sys.modules and name != _MAIN:
         return sys.modules[name]
     if file is None or (name != _MAIN and _found(name) == file):

@@ -5,8 +5,7 @@
     | NCCL's streams     all_reduce ─ send ─ …    soon as its own waits allow. `random`: by chance, in between
 
 A collective is one `JointWork`: it runs when it has come to the front of its stream on every rank. Ranks that can never
-get there are reported as a `Deadlock`, with the place of each rank's call.
-"""
+get there are reported as a `Deadlock`, with the place of each rank's call."""
 
 import random
 import sys
@@ -32,8 +31,7 @@ _TRANSPORT = f"{Path(comm.__file__).parent}/"
 def place_of_call(*, transport: bool = True) -> str:
     """Return `folder/file:line function` of the innermost caller outside torch and the simulation.
 
-    transport: False skips the folder `comm` of meshwise too.
-    """
+    transport: False skips the folder `comm` of meshwise too."""
     frame = sys._getframe(1)
     skipped = _NOT_CALLERS if transport else (*_NOT_CALLERS, _TRANSPORT)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
@@ -87,8 +85,7 @@ class WorkQueues:
     """Queues of all simulated devices of a run, and the ranks that wait for them.
 
     | timing   `late`, `early` or `random`: when the work of a stream runs, within the limits that waits set
-    | seed     of the chances of `random`
-    """
+    | seed     of the chances of `random`"""
 
     def __init__(self, rendezvous: Rendezvous, *, timing: str, seed: int) -> None:
         self._rendezvous = rendezvous

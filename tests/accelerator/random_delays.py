@@ -4,8 +4,7 @@
     PYTHONPATH=src:tests python tests/accelerator/random_delays.py zb-v --steps 10000 --seed 1
 
 At each call, each operation that waits in a stream runs with a probability of 1/5, and otherwise later. A step is one
-set of such delays. Every step's loss is that of the same step without delays.
-"""
+set of such delays. Every step's loss is that of the same step without delays."""
 
 import argparse
 import time

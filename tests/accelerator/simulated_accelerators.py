@@ -5,8 +5,7 @@ that are as strict as NCCL. So the code for GPUs runs in a test without one. The
 memory that is used or freed too early, and at ranks that wait for each other:
 
     for timing in ("late", "early"):
-        agree(run(4, main, on=SimulatedAccelerators(timing=timing))[0], expected, bound=1e-9)
-"""
+        agree(run(4, main, on=SimulatedAccelerators(timing=timing))[0], expected, bound=1e-9)"""
 
 import threading
 from collections.abc import Callable
@@ -36,8 +35,7 @@ class SimulatedAccelerators:
     def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call `main(world, *args)` on `size` ranks, and return the results by rank; tensors of them on the CPU.
 
-        Raises the first error of a rank: StreamRace, Deadlock, or an error of `main`.
-        """
+        Raises the first error of a rank: StreamRace, Deadlock, or an error of `main`."""
         lock, made = threading.Lock(), list[_Machine]()
 
         def rank_main(world: ThreadWorld) -> Any:

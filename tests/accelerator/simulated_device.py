@@ -12,8 +12,7 @@ between device and host. So code for CUDA runs unchanged, and errors that CUDA f
     | copying to the host            `tensor.numpy()` is an error; a tensor of the host and one of the device do not mix
     | giving values to new memory    it is NaN
 
-A thread that never uses `SimulatedStreams` is not watched.
-"""
+A thread that never uses `SimulatedStreams` is not watched."""
 
 import contextlib
 import functools
@@ -53,8 +52,7 @@ class _DeviceNames(TorchFunctionMode):
     """Mode that translates the device `cuda:N` of Python calls to `cpu:N+1`, which `_Operations` understands.
 
     `cpu:0` means the host where the first tensor lies on the device. inside_device: the call that runs now has a tensor
-    of the device as its first argument.
-    """
+    of the device as its first argument."""
 
     def __init__(self, streams: SimulatedStreams) -> None:
         super().__init__()

@@ -6,8 +6,7 @@
     | creation     blocks until all members have come, and so does the release
     | refusals     int16 and complex numbers, tensors of the host, two ranks on one device
 
-The ranks are threads. A wait for a call that cannot come raises `Deadlock`.
-"""
+The ranks are threads. A wait for a call that cannot come raises `Deadlock`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -2,8 +2,7 @@
 
 They differ from `HostStreams` where a GPU differs from the CPU. Work of a stream runs later than its call
 (`queued_work.py`). Each use of memory is checked for races (`stream_races.py`). A pool gives its 32 streams again and
-again. `with use(stream) as value` gives None. The current device of a new thread is number 0.
-"""
+again. `with use(stream) as value` gives None. The current device of a new thread is number 0."""
 
 import contextlib
 import threading
@@ -86,8 +85,7 @@ class SimulatedEvent:
     def record(self, stream: SimulatedStream | None = None, /) -> None:
         """Place the event after all work queued on `stream`, by default on the thread's current stream.
 
-        Raises RuntimeError for a stream of another device.
-        """
+        Raises RuntimeError for a stream of another device."""
         stream = stream or self._streams.host.current_of_thread()
         if stream.streams is not self._streams:
             raise RuntimeError(
@@ -142,8 +140,7 @@ class SimulatedStreams:
 
     def __init__(self, host: SimulatedHost, *, rank: int, watches: bool, modes: "Modes") -> None:
         """`rank`: rank that computes on the device, and number of the device. `watches`: report races. `modes`: lets
-        the tensors of a thread lie on the device.
-        """
+        the tensors of a thread lie on the device."""
         self.host = host
         self.queues = host.queues
         self.rank = rank

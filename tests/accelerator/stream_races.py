@@ -6,8 +6,7 @@ same bytes race if one of them writes, the streams differ, and the later one's c
 Host memory takes part: the host races with a copy to or from it that the host has not waited for.
 
 Freed memory is used again in the order of the stream on which it was allocated. So freeing races with an operation of
-another stream for which neither the host, nor this stream, nor one passed to `Streams.keep` has waited.
-"""
+another stream for which neither the host, nor this stream, nor one passed to `Streams.keep` has waited."""
 
 import weakref
 from collections.abc import Iterable
@@ -41,8 +40,7 @@ class Memory:
     | device    number of the simulated device; None for host memory
     | owner     stream on which device memory was allocated
     | pinned    True for host memory that a device copies asynchronously
-    | label     dtype and size of its first tensor, and where it was allocated
-    """
+    | label     dtype and size of its first tensor, and where it was allocated"""
 
     device: int | None
     owner: str = ""
@@ -102,8 +100,7 @@ class RaceDetector:
     def use(self, stream: str, *, uses: Iterable[tuple[Tensor, bool]], text: str) -> None:
         """Record an operation of a stream with the tensors that it reads (False) and writes (True).
 
-        Raises StreamRace.
-        """
+        Raises StreamRace."""
         self.check()
         clock = self._clocks.setdefault(stream, {})
         _join(clock, self.host)

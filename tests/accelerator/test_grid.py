@@ -1,8 +1,7 @@
 """Test that plans train on simulated accelerators as on one process, with work of streams late, early and by chance.
 
 Two steps of AdamW with clipping, in float64: loss, norm, every gradient and every parameter to 1e-9, on every rank.
-A race between streams, memory that is freed too early, and ranks that wait for each other are errors.
-"""
+A race between streams, memory that is freed too early, and ranks that wait for each other are errors."""
 
 import zlib
 from typing import Literal

@@ -1,8 +1,7 @@
 """Test that simulated accelerators catch each wait, event, record, `keep` and pinning that is taken out of the code.
 
 A fault is one line of a method that is replaced. The training under the plan then has to fail, with the message of the
-fault: the race that the missing line prevents, or the numbers that are wrong without it.
-"""
+fault: the race that the missing line prevents, or the numbers that are wrong without it."""
 
 from __future__ import annotations
 

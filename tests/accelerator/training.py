@@ -85,8 +85,7 @@ def parsed(text: str) -> Plan:
 def check(text: str, *, on: RankRunner) -> None:
     """Check that two steps under a plan have the figures of one process, on every rank.
 
-    In bf16 and fp16 a step of threads takes the place of one process, because one process has another precision.
-    """
+    In bf16 and fp16 a step of threads takes the place of one process, because one process has another precision."""
     plan = parsed(text)
     size = plan.mesh().size
     narrow = plan.precision != "fp32"

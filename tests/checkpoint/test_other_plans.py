@@ -1,8 +1,7 @@
 """Save under one plan, load under another: the full state is the same, bit for bit, and so is the next step.
 
 The full state is what the reader of docs/checkpoints.md gets out of the folder, which knows nothing of meshwise; the
-parameters are compared with those that the trainers themselves gather.
-"""
+parameters are compared with those that the trainers themselves gather."""
 
 import itertools
 from pathlib import Path

@@ -1,7 +1,6 @@
 """`meshwise train` as a user starts it: what it says, with which status it ends, and that no process is left.
 
-What needs no process of its own is called in this one, whose ranks are forked from a server that is there already.
-"""
+What needs no process of its own is called in this one, whose ranks are forked from a server that is there already."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Test that the backward of each collective is its adjoint: ⟨F x, g⟩ = ⟨x, F* g⟩.
 
-The inner products run over all ranks. Values that are equal on all ranks count once.
-"""
+The inner products run over all ranks. Values that are equal on all ranks count once."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def without(*names: str) -> Iterator[None]:
 
 def sums(world: World) -> None:
     """What travels with the call, what is read where it lies, and a rank that is waited for so long that its life is
-    asked for.
-    """
+    asked for."""
     for length in (5, 100_003):
         for x in (torch.empty(length), world.empty(length, dtype=torch.float32)):
             for turn in range(3):

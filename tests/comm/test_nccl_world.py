@@ -1,7 +1,6 @@
 """Test the NCCL world on the CPU, with gloo's process groups in place of NCCL's.
 
-Parts of unequal size in one grouped exchange, which only NCCL supports, are tested on machines with GPUs.
-"""
+Parts of unequal size in one grouped exchange, which only NCCL supports, are tested on machines with GPUs."""
 
 from __future__ import annotations
 

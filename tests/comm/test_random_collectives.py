@@ -1,8 +1,7 @@
 """Test random programs of overlapping collectives: every world gives the results of the thread world.
 
 A seed is a program: calls of all kinds along any axes, the same on every rank. Each rank draws separately when it waits
-for a call, and which calls it never waits for. A tensor is overwritten right after its wait, as a reused buffer is.
-"""
+for a call, and which calls it never waits for. A tensor is overwritten right after its wait, as a reused buffer is."""
 
 from __future__ import annotations
 

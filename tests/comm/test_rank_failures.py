@@ -1,7 +1,6 @@
 """Test failures of a rank outside its work: each ends the run, which would otherwise wait forever for a result.
 
-The ranks are forked from the server that this process has already, but for those that import a script.
-"""
+The ranks are forked from the server that this process has already, but for those that import a script."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Test the diagnosis of why ranks wait, on drawn answers of the ranks.
 
-"AB.C"   the calls of a rank, in order, among all ranks; a dot: the rank is blocked in the call before the dot
-"""
+"AB.C"   the calls of a rank, in order, among all ranks; a dot: the rank is blocked in the call before the dot"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """Test worlds on CUDA: ranks that share one GPU (gloo, pinned copies), NCCL on one GPU and on several GPUs.
 
-To test streams, a long kernel runs before the operations that have to wait for it.
-"""
+To test streams, a long kernel runs before the operations that have to wait for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Test real processes that hang, die or disagree: one report names rank, place and cause, and no process is left.
 
 The ranks are forked from a server that has imported torch, so a world of three starts in a fraction of a second. Each
-rank runs this file under the name `__rank__`, which calls the scenario that a test named.
-"""
+rank runs this file under the name `__rank__`, which calls the scenario that a test named."""
 
 import multiprocessing
 import os

@@ -3,8 +3,7 @@
     mesh  dp=2 one=1 tp=2         groups along dp: 0 2 | 1 3      tp: 0 1 | 2 3      dp and tp: 0 1 2 3      one: itself
 
 Rank r holds whole numbers that a formula gives for any rank, small enough to be exact in every dtype. So each rank
-computes the expected values from the formula alone, and compares exactly.
-"""
+computes the expected values from the formula alone, and compares exactly."""
 
 import uuid
 from collections.abc import Callable, Iterator

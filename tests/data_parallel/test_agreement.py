@@ -12,8 +12,7 @@ with batches of uneven sizes:
     step 2     2 rows: fewer than the ranks of some plans, and more micro-batches than rows on any rank
 
 A model whose parameters are all trained is built under the plan. A model with frozen parts is passed as a module with
-its values.
-"""
+its values."""
 
 import copy
 import functools

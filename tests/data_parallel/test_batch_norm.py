@@ -5,8 +5,7 @@ A micro-batch of the one process consists of the rows that all ranks have in thi
     10 rows, dp=2 microbatches=2     rank 0: 0 1 2 | 3 4     rank 1: 5 6 7 | 8 9
     one process                      0 1 2 5 6 7  |  3 4 8 9
 
-In float64, loss, every gradient, every parameter and every running statistic after three steps agree to 1e-9.
-"""
+In float64, loss, every gradient, every parameter and every running statistic after three steps agree to 1e-9."""
 
 import copy
 import functools
@@ -28,8 +27,7 @@ from warm_processes import Processes
 BOUND = 1e-9
 ROWS = {1: (10, 7, 3), 2: (10, 7, 6)}
 """Of each step, by the number of micro-batches: 3 rows are fewer than some plans have ranks, and of 7 rows 4 ranks have
-a second micro-batch but for one.
-"""
+a second micro-batch but for one."""
 
 
 class Own(nn.BatchNorm1d):

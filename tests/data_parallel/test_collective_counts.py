@@ -1,8 +1,7 @@
 """Test that the collectives of a step match the table in `data_parallel_engine.py`, in calls and in bytes.
 
 P and F are the bytes of trained and frozen parameters, each unit padded to equal shards of whole cache lines. u is the
-number of units that have any. A step ends with one all-reduce of 4 numbers of 8 bytes (loss, count, norm, digest).
-"""
+number of units that have any. A step ends with one all-reduce of 4 numbers of 8 bytes (loss, count, norm, digest)."""
 
 from collections.abc import Iterable
 

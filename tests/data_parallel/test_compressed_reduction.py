@@ -2,8 +2,7 @@
 
 replay       the algorithm in plain lines over R replicas in one process gives every parameter to 1e-9
 degenerate   a setting that loses nothing gives the numbers of one process
-invariant    applied sums + errors of all ranks = sums of the true gradients, also across a change of plan
-"""
+invariant    applied sums + errors of all ranks = sums of the true gradients, also across a change of plan"""
 
 import functools
 import zlib

@@ -1,7 +1,6 @@
 """Test that memory falls as ZeRO promises (Rajbhandari et al., arXiv 1910.02054, section 5).
 
-In fp32 one process needs 4 + 4 + 8 bytes per parameter.
-"""
+In fp32 one process needs 4 + 4 + 8 bytes per parameter."""
 
 import ctypes
 import gc
@@ -85,8 +84,7 @@ def _grown(world: World, plan: str) -> int:
 def _resident(world: World) -> int:
     """Bytes of this process that are of no file; of what ranks share (they map each other's gradients), its part.
 
-    Of a library's pages each process that has loaded it would have its part, and more the fewer they become.
-    """
+    Of a library's pages each process that has loaded it would have its part, and more the fewer they become."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     world.barrier(axes="rank")  # a rank that let go before the others have looked would leave its part to them

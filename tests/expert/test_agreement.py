@@ -1,8 +1,7 @@
 """Test that a mixture of experts under every plan gives the numbers of one process to 1e-9.
 
 Two steps of AdamW with clipping in float64, with batches of 7 and 2 rows: loss, gradient norm, every gradient
-(router, experts, dense) and every parameter are compared after every step, on every rank.
-"""
+(router, experts, dense) and every parameter are compared after every step, on every rank."""
 
 import functools
 from collections.abc import Mapping

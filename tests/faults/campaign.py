@@ -5,8 +5,7 @@
     hang      did the job, or what was left of it, end or report in the set time?
 
 Kills come in chains: each run of a chain goes on where the last was killed, until the job is done, and then its
-parameters have to be those of the undisturbed run, byte for byte. `python -m faults.campaign --help`.
-"""
+parameters have to be those of the undisturbed run, byte for byte. `python -m faults.campaign --help`."""
 
 from __future__ import annotations
 

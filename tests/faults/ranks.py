@@ -1,8 +1,7 @@
 """Real ranks with something that ends them: forked from a server that has imported everything, so a run takes a second.
 
 A fault is injected from outside, at a place that is counted and not timed: the n-th collective of a rank, the n-th file
-that it opens or renames among the checkpoints (Python's own audit events), and a few random milliseconds later.
-"""
+that it opens or renames among the checkpoints (Python's own audit events), and a few random milliseconds later."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Fault:
 
     step       killed at a collective          save     killed at the opening of a file among the checkpoints
     publish    killed at a rename among them    stop     stopped (SIGSTOP) at a collective
-    raise      an exception at a collective     disk     no file of any rank may grow beyond `count` bytes
-    """
+    raise      an exception at a collective     disk     no file of any rank may grow beyond `count` bytes"""
 
     kind: str
     rank: int = 0
@@ -75,8 +73,7 @@ class Ended:
 def run_ranks(job: Job, *, size: int, log: Path, fault: Fault | None = None) -> Ended:
     """Run the job on forked ranks with a fault, and end them all as a launcher does when one has ended.
 
-    A stopped rank does not end: then it is the others that have to notice, within REPORT_SECONDS.
-    """
+    A stopped rank does not end: then it is the others that have to notice, within REPORT_SECONDS."""
     store = loopback_store()
     logs = [log.with_name(f"{log.name}-{rank}") for rank in range(size)]
     processes: list[BaseProcess] = [

@@ -1,6 +1,5 @@
 """One job on two hosts survives the loss of one: network namespaces where the system lets us make them, else two
-launchers that meet on the loopback interface.
-"""
+launchers that meet on the loopback interface."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Test that a step does not wait for the GPU, but for the one read of loss, count and norm, and what follows from it.
 
-torch's debug mode raises at each call that blocks the host until the GPU has finished its work.
-"""
+torch's debug mode raises at each call that blocks the host until the GPU has finished its work."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Each training is a process that may take ROOM bytes more than this one; its end is printed. A line `script PLAN` trains
 without a job, as a user's own script does, and `needs PLAN` prints what the plan needs.
 
-The processes are forked from this one, which has imported everything once.
-"""
+The processes are forked from this one, which has imported everything once."""
 
 import os
 import resource

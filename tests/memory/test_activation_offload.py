@@ -174,8 +174,7 @@ def test_a_tensor_that_is_written_to_is_saved_as_it_was(tmp_path: Path) -> None:
 
 def resident() -> int:
     """Bytes of this process in memory now, but for those of the libraries' code: a system that is short of memory lets
-    it go and reads it again.
-    """
+    it go and reads it again."""
     kept, code = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         key, *values = line.split()

@@ -4,8 +4,7 @@ float64, the loss and norm of every step and every parameter to 1e-9 of one proc
     schedule × pp × model × zero × tp × dp
 
 The rows of a batch are one fewer than divide evenly, so that the last replica lacks its last micro-batch. The whole
-product is run by `make grid`; `make test` runs cells of it that have each pair of values.
-"""
+product is run by `make grid`; `make test` runs cells of it that have each pair of values."""
 
 import copy
 import functools

@@ -1,7 +1,6 @@
 """Every schedule, with stages of a GPT, gives the gradients of one process: tables, cut and split backward fit.
 
-The walk of a table is run action by action in one process; messages are copied, as a transfer would.
-"""
+The walk of a table is run action by action in one process; messages are copied, as a transfer would."""
 
 from collections import defaultdict
 from typing import Any

@@ -1,8 +1,7 @@
 """Stages that begin inside of a block: where they can, that they are the model all the same, and when they are chosen.
 
 Trained under everything that has to do with blocks: two steps of AdamW with clipping, float64, with dropout; the
-loss, norm, every gradient and every parameter to 1e-9 of one process. `make grid` runs the whole product.
-"""
+loss, norm, every gradient and every parameter to 1e-9 of one process. `make grid` runs the whole product."""
 
 import functools
 import gc

@@ -1,7 +1,6 @@
 """The numbers bar with stages, as closely as can be: every schedule with dropout and ties, three steps of AdamW with
 clipping, float64; the loss, norm, every gradient and every parameter to 1e-9, on every rank; twelve rows, seven, and
-two, which are fewer than there are micro-batches. What else is combined is in `test_grid.py`.
-"""
+two, which are fewer than there are micro-batches. What else is combined is in `test_grid.py`."""
 
 import copy
 import functools

@@ -2,8 +2,7 @@
 gradient and every parameter of all steps to 1e-9.
 
 Skips, changes in place, frozen stages, recomputation, functions with a backward of their own, layers that run twice,
-values that are no tensors, noise, odd batches; and an exception on any stage.
-"""
+values that are no tensors, noise, odd batches; and an exception on any stage."""
 
 import copy
 from typing import Any

@@ -1,6 +1,5 @@
 """A ResNet and a U-Net as small as they come, with what makes them hard to cut: shortcuts, skips over half of a model,
-changes in place, pooling and upsampling between the layers, a parameter that no layer holds.
-"""
+changes in place, pooling and upsampling between the layers, a parameter that no layer holds."""
 
 from collections.abc import Callable
 

@@ -91,8 +91,7 @@ def split_agrees(
 ) -> None:
     """Assert that loss and gradients, summed over the ranks that hold other rows, are those of one process.
 
-    `batch`: the inputs, rows in dim 0, and a loss that is a sum over rows.
-    """
+    `batch`: the inputs, rows in dim 0, and a loss that is a sum over rows."""
     inputs, loss = batch
     expected = alone(model, inputs=inputs, loss=loss)
     mesh = Plan.parse(plan).mesh()

@@ -1,8 +1,7 @@
 """The traffic of each scheme is the published one: bytes by kind and axes of a block, forward and backward.
 
 A block of width h with an MLP of 4 h has four matrices: qkv (h, 3h), projection (h, h), expansion (h, 4h), projection
-(4h, h). Over them, the inputs of b·s tokens are 7 b·s·h elements, the outputs 9 b·s·h and the matrices 12 h².
-"""
+(4h, h). Over them, the inputs of b·s tokens are 7 b·s·h elements, the outputs 9 b·s·h and the matrices 12 h²."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -2,8 +2,7 @@
 
 The models draw on the stream, on hidden features and on attention scores; between them they use nn.Dropout, F.dropout,
 fused attention, nn.MultiheadAttention and a repeated forward. Most plans do not divide the batches. More schemes are in
-`test_grid`.
-"""
+`test_grid`."""
 
 import copy
 import functools

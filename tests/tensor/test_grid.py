@@ -1,8 +1,7 @@
 """Every scheme, with ZeRO, replicas and dropout, trains models as one process does: three steps of AdamW with clipping,
 in float64, to 1e-9.
 
-The whole product is run by `make grid`; `make test` runs cells of it that have each pair of values.
-"""
+The whole product is run by `make grid`; `make test` runs cells of it that have each pair of values."""
 
 import copy
 import functools

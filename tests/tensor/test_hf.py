@@ -1,8 +1,7 @@
 """Models of transformers, built from tiny configurations with random weights, are found and split as they are.
 
 A step of every family under every scheme. With 2 key heads, 4 ranks share them in
-pairs. Three steps of Llama and BERT, with all that they are combined with, are in `test_grid`.
-"""
+pairs. Three steps of Llama and BERT, with all that they are combined with, are in `test_grid`."""
 
 import copy
 from collections.abc import Callable, Mapping

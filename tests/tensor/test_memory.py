@@ -5,8 +5,7 @@ scheme                parameters    activations
 1d, tokens split      1/tp          1/tp                                                     (… eq. 4)
 2d  (q x q)           1/q²          1/q²                                                     (arXiv 2104.05343)
 2.5d (q x q x d)      1/q²          1/(q²·d)                                                 (arXiv 2105.14500)
-3d  (p x p x p)       1/p³          1/p³                                                     (arXiv 2105.14450)
-"""
+3d  (p x p x p)       1/p³          1/p³                                                     (arXiv 2105.14450)"""
 
 from functools import cache, partial
 

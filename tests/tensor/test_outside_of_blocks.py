@@ -22,8 +22,7 @@ WIDTH, WORDS, TOKENS = 16, 24, 6
 
 class Model(nn.Module):
     """Blocks of the reference GPT between what a test wants: a `head` that is a module or a product with the table's
-    weight, positions that are a buffer or a parameter, and a detour through another width.
-    """
+    weight, positions that are a buffer or a parameter, and a detour through another width."""
 
     def __init__(self, *, head: str = "module", positions: str = "", detour: bool = False) -> None:
         super().__init__()

@@ -2,8 +2,7 @@
 
 `test_grid` has the product of schemes, models and ZeRO; here are sizes and batches that do not divide, micro-batches,
 models that are initialized under the plan, and processes. The batch of step 1 has fewer rows than some plans have ranks
-to give them to.
-"""
+to give them to."""
 
 import copy
 import functools

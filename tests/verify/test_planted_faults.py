@@ -1,8 +1,7 @@
 """Every fault that a parallel engine is known for is caught, and named.
 
 The faults are planted from outside, by a world that delivers what a faulty engine would have: between the engine and
-the world of threads stands `Faulty`, which passes every call on and lets a fault change what comes back.
-"""
+the world of threads stands `Faulty`, which passes every call on and lets a fault change what comes back."""
 
 from collections.abc import Callable
 from typing import Any

@@ -12,8 +12,7 @@ Dropout, soft caps, biases that need gradients, values of another width than the
 plain formulas. Accumulators are fp32 for narrower dtypes.
 
 Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
-kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads.
-"""
+kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads."""
 
 import itertools
 import math
@@ -44,8 +43,7 @@ class ScoreDropout:
     """Dropout of attention scores by a hash of a random number (`key`), sample, head, query and key position.
 
     `lead`: for each dim before (queries, keys), its size on this rank, and its start in the full draw.
-    `shape`: sizes of (samples, heads).
-    """
+    `shape`: sizes of (samples, heads)."""
 
     probability: float
     key: int
@@ -91,8 +89,7 @@ class ScoreRules:
     | dropout    dropout of the probabilities; None: none
     | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys or 1), with
     |            this rank's queries in their order, and all keys in the order of their positions
-    | sinks      score per head that has no row in v, (heads,); None: no such scores
-    """
+    | sinks      score per head that has no row in v, (heads,); None: no such scores"""
 
     pattern: Pattern
     scale: float
@@ -105,8 +102,7 @@ class ScoreRules:
     def of(cls, q: Tensor, *, lengths: tuple[int, int], given: Mapping[str, Any]) -> "ScoreRules":
         """Return the rules for the query and the other arguments of `attend`.
 
-        `lengths`: number of queries and of keys on all ranks.
-        """
+        `lengths`: number of queries and of keys on all ranks."""
         drops, scale = None, given.get("scale")
         if dropout := given.get("dropout"):
             drops = ScoreDropout.of(dropout, draws=given.get("draws"), shape=(*q.shape[:-2], *lengths))
@@ -163,8 +159,7 @@ class TiledAttention:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of a block's k and v, and add the gradients of q and of the mask to `into`.
 
-        `merged`: the merged o and lse, and the gradient of o.
-        """
+        `merged`: the merged o and lse, and the gradient of o."""
         dtype = into[0].dtype
         k, v = (x.to(dtype) for x in block)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -285,8 +280,7 @@ class _Kernel:
     """Attention of folded queries on one run of keys: by torch's fused kernel, or by the plain formulas.
 
     | mask    float to add to the scores; None: nothing
-    | keep    factors of the probabilities under dropout; None: no dropout
-    """
+    | keep    factors of the probabilities under dropout; None: no dropout"""
 
     rules: ScoreRules
     q: Tensor

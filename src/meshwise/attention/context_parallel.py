@@ -2,8 +2,7 @@
 
 A micro-batch enters the forward with all tokens. Here it is cut to this rank's tokens, and the model and the loss run
 under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and parameters are replicas over `cp`, so
-the engine does the rest.
-"""
+the engine does the rest."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -29,8 +28,7 @@ class ContextParallel:
     ) -> None:
         """`rules`: as `token_rules` returns them. `dense`: attention under a rule is torch's, with a mask.
 
-        Raises PlanError when `cp_heads` does not divide `cp`.
-        """
+        Raises PlanError when `cp_heads` does not divide `cp`."""
         self._world = context_world(world, plan=plan)
         self._splits = plan.cp > 1
         self._order = ORDER_OF.get(plan.context, "zigzag")
@@ -48,8 +46,7 @@ class ContextParallel:
     def install(self, module: nn.Module) -> Callable[[], None]:
         """Let the models of transformers in `module` call this attention, and register the hooks of the rules.
 
-        Return a function that undoes both.
-        """
+        Return a function that undoes both."""
         self._names = {one: name for name, one in module.named_modules()}
         undo = contextlib.ExitStack()
         undo.callback(use_attend(module))

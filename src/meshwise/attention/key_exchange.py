@@ -2,8 +2,7 @@
 
 docs/context.md has the elements that a rank receives. For N ranks, a rotation takes N-1 messages in the forward and
 2N-1 in the backward. The next block travels while the present one is computed (ring attention, arXiv 2310.01889). The
-gradients of a block travel with it, and are complete when they are back at its rank.
-"""
+gradients of a block travel with it, and are complete when they are back at its rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ class NoExchange:
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
         """Yield the positions and the keys and values of the only block; every exchange has these two functions.
 
-        `own`: keys and values of this rank, (samples, kv heads, tokens, features).
-        """
+        `own`: keys and values of this rank, (samples, kv heads, tokens, features)."""
         yield self.keys, own
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:

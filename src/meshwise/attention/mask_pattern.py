@@ -9,8 +9,7 @@ empty, and a rank needs masks only for its own queries. Positions are global: a 
     | window(256) | global_tokens(32)                               Longformer, arXiv 2004.05150
     | blocks(64) | random_blocks(64, every=8) | global_tokens(64)   BigBird, arXiv 2007.14062
     | causal() & fixed(128, summary=8)                              Sparse Transformers, arXiv 1904.10509
-    | causal() & documents(ids)                                     packed documents: no attention across
-"""
+    | causal() & documents(ids)                                     packed documents: no attention across"""
 
 import enum
 from collections.abc import Callable, Mapping
@@ -120,8 +119,7 @@ class _Kind(NamedTuple):
 
     | allows      True for each pair of positions q, k that is let through
     | some, all   whether a tile, given by its lowest and highest query and key, may have pairs, and has all pairs
-    | numbers     how many numbers follow the kind's name in a text
-    """
+    | numbers     how many numbers follow the kind's name in a text"""
 
     allows: Callable[..., Tensor]
     some: Callable[..., bool]
@@ -361,8 +359,7 @@ def parse_pattern(text: str) -> Pattern:
     """Return the pattern of a text: words joined by + (either) and & (both, first), as in `causal&window:64+global:2`.
 
     The words are `full`, `causal`, `window:SIZE`, `dilated:SIZE:STEP`, `prefix:SIZE`, `global:SIZE`,
-    `blocks:SIZE:REACH`, `random:SIZE:EVERY:SEED` and `fixed:SIZE:SUMMARY`. Raises ValueError for another text.
-    """
+    `blocks:SIZE:REACH`, `random:SIZE:EVERY:SEED` and `fixed:SIZE:SUMMARY`. Raises ValueError for another text."""
 
     def joined(texts: list[str], read: Callable[[str], Pattern], *, every: bool) -> Pattern:
         parts = tuple(map(read, texts))

@@ -2,8 +2,7 @@
 
 A pooling, a convolution over tokens, a cumulative sum or an attention written by hand gives results of the right shape
 and the wrong values. So a function that mixes along a dim of tokens is refused when it is called. The message names the
-module and the rule that keeps it whole.
-"""
+module and the rule that keeps it whole."""
 
 import sys
 from collections.abc import Mapping
@@ -74,8 +73,7 @@ def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
     """Raise ValueError about `what` that mixes the tokens of `x`.
 
     Do not raise for calls by meshwise itself, nor by two files of transformers. One looks for packed documents in
-    position_ids, which is noted in the state. The other keeps tokens for later calls, which training does not have.
-    """
+    position_ids, which is noted in the state. The other keeps tokens for later calls, which training does not have."""
     caller = _caller()
     file = caller.f_globals.get("__name__", "")
     if file in ("transformers.masking_utils", "transformers.cache_utils"):

@@ -6,8 +6,7 @@ arguments are as for torch's function, with a `Pattern` in place of a mask.
 With an exchange of heads (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719), each rank gives away tokens
 for heads before, and heads for tokens after:
 
-    q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention ── all-to-all ── (B, H, n, D)
-"""
+    q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention ── all-to-all ── (B, H, n, D)"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +72,7 @@ class AttentionTask:
 
     | queries    positions of this rank's queries
     | exchange   how the keys come
-    | progress   called between tiles for pending collectives
-    """
+    | progress   called between tiles for pending collectives"""
 
     rules: ScoreRules
     queries: TokenRanges
@@ -169,8 +167,7 @@ def attend(
     | more        `softcap`: cap of the scores; `sinks`: a score per head without a value, (heads,);
     |             `draws`: source of random numbers, which meshwise passes
 
-    Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern.
-    """
+    Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern."""
     given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value

@@ -48,8 +48,7 @@ def head_ranks(plan: Plan) -> int:
 def context_world(world: World, *, plan: Plan) -> World:
     """Return a view of the world over the plan's mesh with the axes `ring` and `heads` in place of `cp`.
 
-    Raises PlanError when `cp_heads` does not divide `cp`.
-    """
+    Raises PlanError when `cp_heads` does not divide `cp`."""
     heads = head_ranks(plan)
     if plan.cp % heads:
         nearest = max(number for number in range(1, heads + 1) if plan.cp % number == 0)
@@ -66,8 +65,7 @@ class TokenAttention:
 
     | context   the plan's key
     | dense     compute attention under a rule by torch's function with a mask, to compare with
-    | draws     source of the random numbers of dropout; set when the model's draws are known
-    """
+    | draws     source of the random numbers of dropout; set when the model's draws are known"""
 
     world: World
     context: str

@@ -3,8 +3,7 @@
 The mode sees the torch functions that the model and the loss call, in the forward and in a repeated forward.
 docs/context.md has a table of what they return. Dims of tokens are `TokenCount`s, and `arange` of such a count gives
 global positions. Attention is over the tokens of all ranks. A function that mixes tokens otherwise raises an error.
-Everything else works token by token and is left alone.
-"""
+Everything else works token by token and is left alone."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -32,8 +31,7 @@ class TokenCount(int):
     """Number of tokens on this rank for reshapes; the whole number in comparisons.
 
     A model makes positions from the length of a tensor: `torch.arange(x.size(1))`, `table[:x.size(1)]`. So the length
-    remembers that it counts tokens. `whole`: number of tokens of the sequence.
-    """
+    remembers that it counts tokens. `whole`: number of tokens of the sequence."""
 
     whole: int
 

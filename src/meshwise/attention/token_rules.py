@@ -2,8 +2,7 @@
 
 | "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
 |                               the model: "attention pattern=window:1024+global:64"
-| "tokens whole"                with cp, the module gets all tokens, and returns this rank's
-"""
+| "tokens whole"                with cp, the module gets all tokens, and returns this rank's"""
 
 import contextlib
 import warnings
@@ -27,8 +26,7 @@ _PATTERN, _WHOLE = "attention pattern=", "tokens whole"
 def token_rules(rules: Mapping[str, str] | None) -> dict[str, Pattern | None]:
     """Return the rules about tokens, by pattern of module names: a pattern of attention, or None for tokens whole.
 
-    Raises ValueError for a text that is no pattern.
-    """
+    Raises ValueError for a text that is no pattern."""
     found: dict[str, Pattern | None] = {}
     for pattern, text in (rules or {}).items():
         if text.startswith(_PATTERN):
@@ -43,8 +41,7 @@ def install_rules(
 ) -> Callable[[], None]:
     """Register the hooks of the rules on the modules that match; return a function that removes them.
 
-    Warns that a pattern changes the model. Raises ValueError for a rule that matches no module.
-    """
+    Warns that a pattern changes the model. Raises ValueError for a rule that matches no module."""
     handles = contextlib.ExitStack()
     for pattern, rule in rules.items():
         found = [one for name, one in module.named_modules() if matches(name, pattern=pattern)]

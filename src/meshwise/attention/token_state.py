@@ -1,8 +1,7 @@
 """Tokens of the present micro-batch: which rank has which, and the batch cut to this rank's tokens.
 
 The token dim is dim 1 of a batch's first tensor: integers (samples, tokens) or floats (samples, tokens, features).
-Every tensor with as many elements along dim 1 is cut, except a mask (samples, tokens, tokens), which stays whole.
-"""
+Every tensor with as many elements along dim 1 is cut, except a mask (samples, tokens, tokens), which stays whole."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,8 +29,7 @@ class TokenState:
     | length     tokens of a whole sequence
     | order      positions of the tokens of each rank along (ring, heads)
     | index      index of this rank in `order`
-    | whole_of   by id of a cut tensor of the batch: the cut and the whole tensor
-    """
+    | whole_of   by id of a cut tensor of the batch: the cut and the whole tensor"""
 
     world: World
     length: int
@@ -124,8 +122,7 @@ def token_dims(x: Tensor, *, count: int) -> Iterable[int]:
 
     | (samples, tokens)                     integers and flags
     | (samples, tokens, features)           dim 1
-    | (samples, tokens, heads, features)    or (samples, heads, tokens, features): dims 1 and 2
-    """
+    | (samples, tokens, heads, features)    or (samples, heads, tokens, features): dims 1 and 2"""
     dims = x.dim()
     if dims < 2 or isinstance(x, torch.nn.Parameter):
         return ()

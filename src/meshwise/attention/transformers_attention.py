@@ -2,8 +2,7 @@
 
 transformers finds the attention and the mask of a model by name, in two registries. Here both get functions named
 `meshwise`. The mask is not a tensor but a `Pattern`, translated from transformers' mask functions, so no rank holds a
-mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows the tokens.
-"""
+mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows the tokens."""
 
 import contextlib
 import sys
@@ -22,8 +21,7 @@ NAME = "meshwise"
 def use_attend(module: nn.Module) -> Callable[[], None]:
     """Let every transformers model in `module` call `attend`; return a function that undoes this.
 
-    Raises ValueError for a model of transformers whose attention cannot be replaced.
-    """
+    Raises ValueError for a model of transformers whose attention cannot be replaced."""
     undo = contextlib.ExitStack()
     if "transformers" not in sys.modules:
         return undo.close

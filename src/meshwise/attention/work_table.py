@@ -1,8 +1,7 @@
 """Count which rank computes how many pairs of query and key, and when, under a plan (`work_table`).
 
 The work of an attention is in proportion to the pairs that its pattern lets through. So the balance of the ranks, and
-the share of a ring's steps that computes nothing, follow from the token order and the pattern alone.
-"""
+the share of a ring's steps that computes nothing, follow from the token order and the pattern alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from meshwise.plan import Plan
 class WorkTable:
     """Pairs of query and key by rank and step; prints as a table of shares in percent.
 
-    `pairs`: for each rank along the ring, its pairs with the keys of the rank `step` places before, step by step.
-    """
+    `pairs`: for each rank along the ring, its pairs with the keys of the rank `step` places before, step by step."""
 
     pairs: tuple[tuple[int, ...], ...]
 

@@ -9,8 +9,7 @@ file is written in the same folder, and renamed when all of it is on the disk.
     | a link                            the link's target is replaced
     | a read-only file                  unchanged: PermissionError
     | a file in a read-only folder      overwritten in place, not atomically
-    | a device or a pipe                written directly
-"""
+    | a device or a pipe                written directly"""
 
 import contextlib
 import errno
@@ -31,8 +30,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
         unless it was overwritten in place (see the table above).
 
     aside: the temporary path, by default a new name in the same folder. Give a fixed path for a large file with one
-    writer at a time: if a writer is killed, the next writer overwrites the incomplete file.
-    """
+    writer at a time: if a writer is killed, the next writer overwrites the incomplete file."""
     if is_read_only(path):
         raise PermissionError(errno.EACCES, "it is read-only", str(path))
     target = path.resolve()

@@ -16,8 +16,7 @@ A *joint axis* is a further name for several axes together. Where experts divide
 the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. Wherever a mesh takes the name of an axis, it also takes the
 name of a joint axis:
 
-    Mesh((("dp_outer", 2), ("dp_ep", 2)), joint=(("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",))))
-"""
+    Mesh((("dp_outer", 2), ("dp_ep", 2)), joint=(("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",))))"""
 
 import itertools
 import math
@@ -38,8 +37,7 @@ class Mesh:
     `joint`: names of several axes together, or of none, each with its axes.
 
     Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
-    that is not a positive integer. It also does for a joint axis of axes that the mesh lacks.
-    """
+    that is not a positive integer. It also does for a joint axis of axes that the mesh lacks."""
 
     axes: tuple[tuple[str, int], ...]
     joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -82,8 +80,7 @@ class Mesh:
     def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return the axes with each joint axis replaced by its axes, in the order of the mesh.
 
-        Raises ValueError for a name that the mesh lacks.
-        """
+        Raises ValueError for a name that the mesh lacks."""
         joint, wanted = dict(self.joint), set()
         for name in axes:
             if name not in joint and name not in self.names:
@@ -127,8 +124,7 @@ class Mesh:
         """Return `rank` and all ranks whose coordinates differ from it only along `axes`.
 
         They are in ascending order, for any order of `axes`, so every rank of the group gets the same tuple.
-        Raises ValueError for an unknown axis or rank.
-        """
+        Raises ValueError for an unknown axis or rank."""
         axes = self.expand(axes)
         coordinate = self.coordinate(rank)
         strides = self._strides()
@@ -138,8 +134,7 @@ class Mesh:
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return all groups along `axes`, in the order of their first ranks. Every rank is in exactly one group.
 
-        Raises ValueError for an unknown axis.
-        """
+        Raises ValueError for an unknown axis."""
         axes = self.expand(axes)
         offsets = tuple(self._offsets(axes))
         firsts = self._offsets([name for name in self.names if name not in axes])
@@ -148,8 +143,7 @@ class Mesh:
     def picture(self) -> str:
         """Return a text drawing of the ranks: a grid of the two innermost axes for each coordinate of the outer axes.
 
-        Axes of degree 1 are left out, and `…` replaces rows, columns and grids that do not fit on a screen.
-        """
+        Axes of degree 1 are left out, and `…` replaces rows, columns and grids that do not fit on a screen."""
         names = [name for name, degree in self.axes if degree > 1]
         outer, inner = names[:-2], names[-2:]
         firsts = list(self._offsets(outer))
@@ -197,8 +191,7 @@ class Mesh:
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
     """Return (start, stop) of `parts` contiguous parts of `size` elements; the first parts may be larger by one.
 
-    With more parts than elements, the last parts are empty. Raises ValueError for a negative size or no parts.
-    """
+    With more parts than elements, the last parts are empty. Raises ValueError for a negative size or no parts."""
     if size < 0 or parts < 1:
         raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
     small, larger = divmod(size, parts)

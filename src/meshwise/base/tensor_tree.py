@@ -2,8 +2,7 @@
 
 A batch is the value that the user's dataset yields: a tensor, or a mapping, list, tuple or dataclass of batches. Dim 0
 of every tensor in a batch counts the samples, also called rows. torch's own tree library (`torch.utils._pytree`) is
-private, and every dataclass has to be registered there globally.
-"""
+private, and every dataclass has to be registered there globally."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return a copy of the tree with `fn(tensor)` in place of every tensor.
 
-    Mappings, lists, tuples, named tuples and dataclasses are copied. Every other value is kept as it is.
-    """
+    Mappings, lists, tuples, named tuples and dataclasses are copied. Every other value is kept as it is."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -74,8 +72,7 @@ class BatchDims:
 
     | sizes   numbers of `rows` and, if given, of `tokens`
     | dims    for each tensor, in the tree's order, its dim by name: an input (batch, tokens) has `rows` and `tokens`,
-    |         a label (batch,) has only `rows`
-    """
+    |         a label (batch,) has only `rows`"""
 
     sizes: Mapping[str, int]
     dims: tuple[Mapping[str, int], ...]
@@ -86,8 +83,7 @@ class BatchDims:
 
         Dim 0 of every tensor counts rows. `tokens` is the length of a sequence: a later dim of this size counts tokens.
         `stated`: for tensors with several dims of this size, the dim of tokens by the tensor's number in the tree.
-        Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`.
-        """
+        Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`."""
         sizes = {"rows": row_count(tree)} | ({} if tokens is None else {"tokens": tokens})
         dims: list[Mapping[str, int]] = []
         for number, tensor in enumerate(tensors(tree)):
@@ -105,8 +101,7 @@ class BatchDims:
     def take(self, tree: Any, *, name: str, start: int, stop: int) -> Any:
         """Return the batch with `start` to `stop` (excluded) of its `name` (`rows` or `tokens`), as views.
 
-        A tensor without such a dim is kept whole. Raises ValueError when the batch does not have these elements.
-        """
+        A tensor without such a dim is kept whole. Raises ValueError when the batch does not have these elements."""
         if not 0 <= start <= stop <= self.sizes[name]:
             raise ValueError(f"{name} {start} to {stop} of a batch of {self.sizes[name]} {name}")
         along = iter(self.dims)
@@ -121,8 +116,7 @@ class BatchDims:
 def row_count(tree: Any) -> int:
     """Return the number of samples of a batch: the size of dim 0, the same in all its tensors.
 
-    Raises ValueError when the batch has no tensor, a tensor without dims, or tensors with different sizes of dim 0.
-    """
+    Raises ValueError when the batch has no tensor, a tensor without dims, or tensors with different sizes of dim 0."""
     shapes = [tuple(tensor.shape) for tensor in tensors(tree)]
     if not shapes:
         raise ValueError(f"the batch, a {type(tree).__name__}, holds no tensor; a batch is a tree of tensors")
@@ -134,6 +128,5 @@ def row_count(tree: Any) -> int:
 def take_rows(tree: Any, *, start: int, stop: int) -> Any:
     """Return samples `start` to `stop` (excluded) of a batch, as views; an empty range gives an empty batch.
 
-    Raises ValueError when the batch does not have these samples.
-    """
+    Raises ValueError when the batch does not have these samples."""
     return BatchDims.of(tree).take(tree, name="rows", start=start, stop=stop)

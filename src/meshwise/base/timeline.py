@@ -107,8 +107,7 @@ class Timeline:
         """Time of each rank without computation, from the start of its first computation to the end of its last.
 
         The largest value is the pipeline bubble as papers define it. `bubbles` also counts the time before and after
-        these computations: the rank is idle then too, because the optimizer step waits for all ranks.
-        """
+        these computations: the rank is idle then too, because the optimizer step waits for all ranks."""
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
 
@@ -138,8 +137,7 @@ def time_by_activity(timeline: Timeline) -> tuple[dict[str, float], ...]:
     | update           the update of the parameters
     | waits for dp, …  waits for collectives along these axes
     | around           the time before the schedule, and between the schedule and the update
-    | bubble           the remaining time, with nothing to compute
-    """
+    | bubble           the remaining time, with nothing to compute"""
     changes: list[list[tuple[float, int, str]]] = [[] for _ in range(timeline.ranks)]
     for event in timeline.events:
         activity = _activity(event)

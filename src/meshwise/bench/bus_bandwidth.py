@@ -60,8 +60,7 @@ class Measurement:
     | kind      name of the collective, a key of `BUS_FACTORS`
     | seconds   of one call on the slowest rank: the median and the minimum over all rounds
     | on        `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
-    |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors
-    """
+    |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors"""
 
     kind: str
     ranks: int

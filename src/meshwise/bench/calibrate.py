@@ -9,8 +9,7 @@ Clearing takes longer than most operations. So its cost is measured separately, 
 operations that make new tensors.
 
 On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The result
-also has the fraction of the time in which the ranks had their cores.
-"""
+also has the fraction of the time in which the ranks had their cores."""
 
 import dataclasses
 import functools
@@ -298,8 +297,7 @@ def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
     """Return the overhead of an operation in training, and the overhead of a training step, in seconds.
 
     Every rank trains two models of tiny layers, which differ in the number of operations. A line through the two step
-    times gives the overheads: its slope, and its value at zero operations.
-    """
+    times gives the overheads: its slope, and its value at zero operations."""
     plan = Plan.parse("dp=1")
     device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
     counts, times = [], []

@@ -12,8 +12,7 @@ from meshwise.simulate.simulation_tables import size_text
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
     """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
-    `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks.
-    """
+    `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks."""
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
     records: list[dict[str, str | int | float]] = []
     order = list(BUS_FACTORS)

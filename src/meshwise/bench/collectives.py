@@ -8,8 +8,7 @@
     | result    the time of the slowest rank: median and minimum over the rounds
 
 Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
-A group of n ranks is measured alone, while the other ranks wait.
-"""
+A group of n ranks is measured alone, while the other ranks wait."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,8 +44,7 @@ class SizeSweep:
     | sizes    bytes of the full tensor
     | groups   numbers of ranks in a group; each divides the number of ranks of the world
     | rounds   rounds whose times count, after `warmup` rounds whose times are dropped
-    | on       kinds of memory and transport, out of `VARIANTS`
-    """
+    | on       kinds of memory and transport, out of `VARIANTS`"""
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -139,8 +137,7 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
 
     A group of n ranks is the ranks 0 … n-1. A rank gets the measurements of its groups, so rank 0 gets all. Sizes are
     rounded down to a multiple of n floats, but at least n. Memory and collectives that the world lacks are left out.
-    Raises ValueError as `SizeSweep.check` does.
-    """
+    Raises ValueError as `SizeSweep.check` does."""
     sweep.check(world_size=world.size)
     measurements: list[Measurement] = []
     for n in sweep.groups:
@@ -187,8 +184,7 @@ def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return two tensors of zeros for each size (`joint`: one tensor, twice); {} if the world has no such memory.
 
-    Zeros keep sums finite, and writing them brings all pages into memory.
-    """
+    Zeros keep sums finite, and writing them brings all pages into memory."""
     makes: Mapping[str, Callable[[int], Tensor | None]] = {
         "shared": lambda count: world.empty(count, dtype=torch.float32),
         "joint": lambda count: world.shared_empty(count, dtype=torch.float32, axes=_AXIS),

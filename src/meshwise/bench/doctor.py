@@ -5,8 +5,7 @@
     | 3  connect the ranks of the job (or start local ranks), and let every pair of ranks exchange messages
 
 Step 3 only runs if the steps before found no problem. Every step that waits for other ranks has a short time limit,
-because the ordinary time limits of a job are too long for a check.
-"""
+because the ordinary time limits of a job are too long for a check."""
 
 import contextlib
 import os
@@ -86,8 +85,7 @@ class DoctorReport:
 
 def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
     """Examine this machine, then let `ranks` local ranks exchange messages for at most `seconds`: on CPU, and on GPUs
-    if there are any. By default `ranks` is the number of GPUs (without GPUs, of cores), at least 2 and at most 4.
-    """
+    if there are any. By default `ranks` is the number of GPUs (without GPUs, of cores), at least 2 and at most 4."""
     machine = machine_facts()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))
     report = DoctorReport(machine, list(examine_machine(machine, ranks=size)))
@@ -102,8 +100,7 @@ def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> D
 
 def examine_job(*, seconds: float = 10.0) -> DoctorReport:
     """Examine this machine as one rank of a job under torchrun. Every rank calls it. Reaching the store and the roll
-    call may take `seconds` each; connecting and exchanging messages may take three times as long each.
-    """
+    call may take `seconds` each; connecting and exchanging messages may take three times as long each."""
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
         return DoctorReport(machine, [problem(error[0], remedy=error[1])])

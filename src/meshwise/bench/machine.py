@@ -1,7 +1,6 @@
 """Read the facts about this machine that matter for training: software, processor, memory, GPUs, network interfaces.
 
-The sources are torch, the standard library, files of Linux (/proc, /sys) and nvidia-smi.
-"""
+The sources are torch, the standard library, files of Linux (/proc, /sys) and nvidia-smi."""
 
 import os
 import platform
@@ -45,8 +44,7 @@ class Machine:
     | gpus              one line of text for each CUDA device that torch sees
     | gpus_of_driver    number of GPUs that nvidia-smi lists
     | topology          output of `nvidia-smi topo --matrix`; empty without GPUs
-    | host_addresses    IP addresses of the host name; empty when it does not resolve
-    """
+    | host_addresses    IP addresses of the host name; empty when it does not resolve"""
 
     software: tuple[tuple[str, str], ...]
     processor: str

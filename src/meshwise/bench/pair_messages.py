@@ -3,8 +3,7 @@
 The received values are compared with the expected values. In round d, rank r sends to rank r + d and receives from
 rank r − d, modulo the number of ranks:
 
-    4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2
-"""
+    4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2"""
 
 import statistics
 import time

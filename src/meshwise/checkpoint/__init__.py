@@ -12,8 +12,7 @@ A checkpoint holds logical tensors by name, each as rectangles. It is a folder o
 
 Every rank calls `save`, `PendingSave.wait`, `load`, and `save`, `load` and `restore` of `TrainingState`. Each of these
 calls succeeds on every rank, or raises an error on every rank. A single process calls `newest_valid`, `read_index`,
-`damages` (which compares every byte with its checksum) and `prune`.
-"""
+`damages` (which compares every byte with its checksum) and `prune`."""
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError
 from meshwise.checkpoint.checkpoint_folder import newest_valid, prune

@@ -6,8 +6,7 @@
 
 Training may change the tensors as soon as all of them are copied to chunks. If the file fits into the buffer, training
 does not wait for the disk. If it is larger, training waits until all but the last buffer of the file is written. A full
-copy of the tensors would need twice the memory.
-"""
+copy of the tensors would need twice the memory."""
 
 import os
 import queue
@@ -32,8 +31,7 @@ class BufferedWriter:
     """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
     A thread begins to copy the tensors to chunks when the writer is made. The thread that calls `write` writes the
-    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks.
-    """
+    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks."""
 
     def __init__(
         self, path: Path, *, head: bytes, tensors: Sequence[Tensor], streams: Streams, staging: int = STAGING_BYTES

@@ -6,8 +6,7 @@
     step-200/                      only then `latest` names step-200
 
 A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
-same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
-"""
+same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last."""
 
 import errno
 import os
@@ -34,8 +33,7 @@ class CheckpointSearch:
     """Result of a search in a root.
 
     | path      the newest checkpoint with a valid index, or None
-    | damaged   every checkpoint with a damaged index, and its damages; it may be newer or older than `path`
-    """
+    | damaged   every checkpoint with a damaged index, and its damages; it may be newer or older than `path`"""
 
     path: Path | None
     damaged: tuple[tuple[Path, tuple[Damage, ...]], ...]
@@ -56,8 +54,7 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
 def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSearch:
     """Search a root for its newest checkpoint whose index and file sizes are right. Folders in `without` are skipped.
 
-    The data is not read here: loading compares it with the checksums.
-    """
+    The data is not read here: loading compares it with the checksums."""
     damaged = []
     path = None
     for folder, index in checkpoints(root):
@@ -73,8 +70,7 @@ def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSea
 def make_partial_folder(folder: Path) -> Path:
     """Create a partial folder for the checkpoint `folder`, in the same root, and return its path.
 
-    Raises OSError, and FileExistsError if `folder` is named `latest`, or exists and is no checkpoint and not empty.
-    """
+    Raises OSError, and FileExistsError if `folder` is named `latest`, or exists and is no checkpoint and not empty."""
     if folder.name == LATEST:
         raise FileExistsError(errno.EEXIST, "this name is reserved for the newest checkpoint's name", str(folder))
     is_empty = folder.is_dir() and not any(folder.iterdir())
@@ -128,8 +124,7 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     Only checkpoints whose name ends with a number are counted and removed: `best` stays beside step-100. They are valid
     if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a damaged index count as the
     oldest. Partial folders older than the newest valid checkpoint are removed too. Raises ValueError for
-    `keep_last` below 1. Raises OSError.
-    """
+    `keep_last` below 1. Raises OSError."""
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")
     valid: list[Path] = []

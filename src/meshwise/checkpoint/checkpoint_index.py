@@ -11,8 +11,7 @@
      "checksum": "5d41402a"}                             crc32 of the text before this key
 
 The index is the last file that a save writes, so a folder with an index is complete. The crc32 finds torn and altered
-bytes; it does not protect against deliberate changes of both data and checksum.
-"""
+bytes; it does not protect against deliberate changes of both data and checksum."""
 
 import json
 import math
@@ -80,8 +79,7 @@ class CheckpointIndex:
     | files      data files by name
     | tensors    logical tensors by slot and name, as in `parameter/head.weight`
     | aliases    first name of a tied parameter, by each of its other names
-    | extra      other saved values, as JSON
-    """
+    | extra      other saved values, as JSON"""
 
     folder: Path
     sequence: int
@@ -105,8 +103,7 @@ def index_text(body: Mapping[str, Any]) -> str:
 def read_index(folder: Path) -> CheckpointIndex:
     """Read the index of a checkpoint, and compare it with its own checksum and with the sizes of the data files.
 
-    Raises DamageError, with the file and the expected and found value.
-    """
+    Raises DamageError, with the file and the expected and found value."""
     path = folder / INDEX
     try:
         text = path.read_text(encoding="utf-8")

@@ -36,8 +36,7 @@ def damages(folder: Path) -> Iterator[Damage]:
 def is_valid(folder: Path) -> bool:
     """Return whether every byte of a checkpoint is as it was written.
 
-    A valid folder gets the file `verified`: later calls compare only its index and its file sizes. Raises OSError.
-    """
+    A valid folder gets the file `verified`: later calls compare only its index and its file sizes. Raises OSError."""
     try:
         read_index(folder)
     except DamageError:

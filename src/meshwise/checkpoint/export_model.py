@@ -7,8 +7,7 @@
     | any other         model.safetensors (or parts)                           the function that builds the model
 
 The files are written to a folder beside the target. They are moved into the target only if the model that is read back
-has the logits of the saved one. So a failed export leaves nothing.
-"""
+has the logits of the saved one. So a failed export leaves nothing."""
 
 import contextlib
 import errno
@@ -64,8 +63,7 @@ def export(
 
     Raises ValueError if `build` makes another model, or a model that does not compute logits from tokens alone, for
     `merge` without adapters, and for `average` without an average. Raises FileExistsError if `into` holds a model
-    already. Raises ExportError if the logits differ, DamageError, OSError. In all these cases nothing is written.
-    """
+    already. Raises ExportError if the logits differ, DamageError, OSError. In all these cases nothing is written."""
     folder, into = Path(folder), Path(into)
     for name in (WHOLE, PARTS, ADAPTER):
         if (into / name).exists():
@@ -125,8 +123,7 @@ def _write_tensors(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str,
     """Write the parameters and buffers of a checkpoint as safetensors files into a folder.
 
     `dtypes`: dtypes by name, for parameters that are written in another dtype than the checkpoint has. At most a few MB
-    of tensors are in memory. Raises DamageError or OSError.
-    """
+    of tensors are in memory. Raises DamageError or OSError."""
     split = {key: key.partition("/") for key in reader.index.tensors}
     stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
     specs = [

@@ -7,8 +7,7 @@
 
 `read_pretrained` returns an index of the full tensors in the files, so each rank can load only its rectangles, under
 any plan. The files have no checksums. Tensors keep the model's names; only tensors for single experts are read into
-fused experts. Nothing is transposed. `export_model.py` writes such a folder.
-"""
+fused experts. Nothing is transposed. `export_model.py` writes such a folder."""
 
 import json
 import re
@@ -43,8 +42,7 @@ def read_pretrained(folder: Path) -> CheckpointIndex:
     """Return an index of the tensors in a folder of safetensors files, each as one rectangle.
 
     Each tensor is listed in both slots, `parameter` and `buffer`, because the files do not say which one it is.
-    Raises DamageError for a folder without such files, and for files that contradict their headers.
-    """
+    Raises DamageError for a folder without such files, and for files that contradict their headers."""
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, CheckpointFile] = {}
     for name in _files(folder):
@@ -70,8 +68,7 @@ def with_fused_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredT
     | mlp.experts.0.gate_proj.weight (inner, features)  ┐
     | mlp.experts.0.up_proj.weight   (inner, features)  ├─ mlp.experts.gate_up_proj (experts, 2 · inner, features)
     | mlp.experts.1.gate_proj.weight …                  ┘
-    | mlp.experts.0.down_proj.weight (features, inner)  ── mlp.experts.down_proj    (experts, features, inner)
-    """
+    | mlp.experts.0.down_proj.weight (features, inner)  ── mlp.experts.down_proj    (experts, features, inner)"""
     found = {name.replace(*_RENAMED): tensor for name, tensor in tensors.items()} | dict(tensors)
     experts: dict[str, dict[tuple[int, str], StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -101,8 +98,7 @@ def with_fused_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredT
 def _files(folder: Path) -> list[str]:
     """Return the names of the files that hold the tensors, in alphabetical order.
 
-    Raises DamageError if the folder has neither of the two files, or lists a file outside of the folder.
-    """
+    Raises DamageError if the folder has neither of the two files, or lists a file outside of the folder."""
     if not (folder / PARTS).is_file():
         if not (folder / WHOLE).is_file():
             raise DamageError([Damage(str(folder), f"{WHOLE} or {PARTS}", "neither")])
@@ -119,8 +115,7 @@ def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str
 
     | names   all names of each parameter or buffer of the model, by its first name
     | base    prefix of the base model, such as `transformer`; "" for none. A folder without the head has `h.0` for
-    |         `transformer.h.0`, so a name that is not found is also looked up with and without this prefix
-    """
+    |         `transformer.h.0`, so a name that is not found is also looked up with and without this prefix"""
     tensors = dict(index.tensors)
     for first, all_of_them in names.items():
         for slot in ("parameter", "buffer"):

@@ -32,8 +32,7 @@ class CheckpointReader:
         """Copy saved elements into the tensor of each slice. Tied parameters may have any of their names.
 
         Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has in a dtype whose values
-        the wanted dtype cannot hold. Raises DamageError for altered bytes. Raises OSError.
-        """
+        the wanted dtype cannot hold. Raises DamageError for altered bytes. Raises OSError."""
         read_spans([span for holding in holdings for span in self._spans(holding)])
 
     def pieces(self, key: str) -> Iterator[Tensor]:
@@ -90,8 +89,7 @@ def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSli
     """Fill the slices that `needed(index)` returns for this rank, and return the index. Every rank calls it.
 
     Raises ValueError on every rank if one rank has a slice that cannot be loaded; then no slice is filled. Raises
-    DamageError on every rank for damage or an OSError; some slices may then be filled.
-    """
+    DamageError on every rank for damage or an OSError; some slices may then be filled."""
     index = on_all_ranks(lambda: read_index(folder), world=world)
     fill(index, needed=on_all_ranks(lambda: list(needed(index)), world=world), world=world)
     return index
@@ -108,8 +106,7 @@ def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
     """Return the result of `act` on this rank. Every rank calls it. If `act` fails on one rank, every rank raises.
 
     If `act` raises DamageError or OSError on any rank, raises DamageError with the damage of all ranks. Otherwise
-    raises the first rank's ValueError. Any other error is raised on its own rank alone.
-    """
+    raises the first rank's ValueError. Any other error is raised on its own rank alone."""
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
     problem = ""

@@ -6,8 +6,7 @@
          pread into the window ──► crc32 of every block ──► elements copied to their tensors
 
 The window is the only buffer; data is copied a second time only if it is misaligned. Files of other programs have no
-checksums to compare. Files are read with pread, because the system kills a process that reads past a truncated mmap.
-"""
+checksums to compare. Files are read with pread, because the system kills a process that reads past a truncated mmap."""
 
 import itertools
 import os
@@ -45,8 +44,7 @@ class ByteSpan:
 
     | start, stop   bytes of the file from the first element to the end of the last; other elements may lie between
     | sizes         sizes of the rectangle
-    | target        tensor of these sizes that the elements are copied to
-    """
+    | target        tensor of these sizes that the elements are copied to"""
 
     source: SourceFile
     start: int
@@ -59,8 +57,7 @@ class ByteSpan:
 def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
     """Yield spans that read `rectangle` of an entry into `target`; each span fits into the window.
 
-    The rectangle's offsets count from the first element of the entry.
-    """
+    The rectangle's offsets count from the first element of the entry."""
     found = source.entries[entry]
     strides = _strides(found.shape)
     first = sum(map(int.__mul__, rectangle.offsets, strides))
@@ -100,8 +97,7 @@ def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor
     """Fill `into` (bytes) from byte `start` of an open file. Compare each block with its checksum, if that is known.
 
     `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Without checksums
-    (`source.expected` is None) bytes are not checked. Raises OSError, and DamageError for missing or altered bytes.
-    """
+    (`source.expected` is None) bytes are not checked. Raises OSError, and DamageError for missing or altered bytes."""
     view = into.numpy().data
     position = 0
     while position < len(view):

@@ -3,8 +3,7 @@
 The format (https://huggingface.co/docs/safetensors) is simple: eight bytes with the length of the header, a JSON table
 of dtypes, shapes and offsets, then the bytes of the tensors. The safetensors library writes all tensors of a file at
 once, which doubles the memory of a rank's share. And it does not return the offset of a tensor in the file. So headers
-are written here, before any tensor is there. For files that are read, the library only checks the header.
-"""
+are written here, before any tensor is there. For files that are read, the library only checks the header."""
 
 import json
 import math
@@ -50,8 +49,7 @@ class TensorSpec:
 def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a file before its first tensor. The tensors follow in the order of `specs`, without gaps.
 
-    `metadata`: more texts for the header's key `__metadata__`. Raises ValueError for a dtype that the format lacks.
-    """
+    `metadata`: more texts for the header's key `__metadata__`. Raises ValueError for a dtype that the format lacks."""
     table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for spec in specs:
@@ -67,8 +65,7 @@ def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the entries of a safetensors file, by the name of the tensor.
 
-    Raises DamageError if the file is not safetensors or differs from its header. Raises OSError.
-    """
+    Raises DamageError if the file is not safetensors or differs from its header. Raises OSError."""
     with path.open("rb") as file:
         try:
             with safe_open(path, framework="np"):

@@ -4,8 +4,7 @@
     | rank 0       when every rank-N.json exists: writes checkpoint.json, renames the folder, writes `latest`
 
 Training continues meanwhile, and the background thread may use no collectives. So rank 0 waits until the files of the
-other ranks appear in the folder. `save` and `wait` use collectives, so that every rank learns the result.
-"""
+other ranks appear in the folder. `save` and `wait` use collectives, so that every rank learns the result."""
 
 import contextlib
 import json
@@ -41,8 +40,7 @@ class SaveContent:
     | holdings   this rank's slices; all ranks together have each element of every logical tensor once
     | aliases    first name of a tied parameter, by each of its other names; the first rank's are saved
     | extra      values as JSON; the first rank's are saved
-    | staging    bytes of the staging buffer
-    """
+    | staging    bytes of the staging buffer"""
 
     holdings: Iterable[StoredSlice]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -55,8 +53,7 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
 
     Returns when the tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
     checkpoints to keep in the root after this save (`prune`); None removes none. Raises SaveError on every rank if one
-    rank cannot begin: the folder cannot be created, or the content has a value that a checkpoint cannot store.
-    """
+    rank cannot begin: the folder cannot be created, or the content has a value that a checkpoint cannot store."""
     partial, rank_file, problem = "", None, None
     try:
         rank_file = RankFile.of(content, name=f"rank-{world.rank:05}.safetensors")
@@ -82,8 +79,7 @@ class RankFile:
     | head       bytes of the header
     | tensors    the tensors in the order of the file
     | blocking   whether `save` waits until all tensors are staged
-    | rows       the rank's part of the index: dtype, shape and rectangles, by logical tensor
-    """
+    | rows       the rank's part of the index: dtype, shape and rectangles, by logical tensor"""
 
     name: str
     head: bytes
@@ -111,8 +107,7 @@ class PendingSave:
     """A save that runs in the background on this rank.
 
     | folder     final path of the checkpoint
-    | finished   whether `wait` has returned, or raised SaveError
-    """
+    | finished   whether `wait` has returned, or raised SaveError"""
 
     def __init__(
         self,
@@ -157,8 +152,7 @@ class PendingSave:
     def wait(self) -> Path:
         """Wait until the checkpoint is complete, and return its folder. Every rank calls it, and may call it again.
 
-        Raises SaveError on every rank if the save failed; older checkpoints are then unchanged.
-        """
+        Raises SaveError on every rank if the save failed; older checkpoints are then unchanged."""
         if not self.finished:
             self._written.wait()
             problems = self._exchange(self._problem)

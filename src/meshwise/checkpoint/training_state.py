@@ -5,8 +5,7 @@ reduction, buffer
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
                                                  on the same number of ranks
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
-                                                 the caller's own values (steps, samples, the job)
-"""
+                                                 the caller's own values (steps, samples, the job)"""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -93,8 +92,7 @@ class TrainingState:
         For a Hugging Face folder, load the parameters and reset the optimizer's state. The result then has 0 steps and
         skips, and at `["user"]["unused"]` the names of unused tensors. Raises ValueError, before tensors change, for a
         checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
-        may then be partly overwritten, until another load succeeds.
-        """
+        may then be partly overwritten, until another load succeeds."""
         self.wait_staged()
         self._update.abandon()
         if on_all_ranks(lambda: is_pretrained(folder), world=self._engine.world):
@@ -122,8 +120,7 @@ class TrainingState:
         """Load the newest valid checkpoint of a root. Return None, and change nothing, if the root has no checkpoint.
 
         Every rank calls it. If a checkpoint turns out to be damaged on loading, the next older one is loaded. Raises
-        DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does.
-        """
+        DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does."""
         passed: list[Damage] = []
         tried: set[Path] = set()
         while True:
@@ -216,8 +213,7 @@ class TrainingState:
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
     """Return the slots to load, by this model's parameter names, under which the file may not have them: tied ones may
-    have another name there. Slots of parameters that the model lacks keep their names in the file.
-    """
+    have another name there. Slots of parameters that the model lacks keep their names in the file."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")

@@ -1,8 +1,7 @@
 """The command `meshwise batch`: find by short trials how a job's steps and best learning rate depend on the batch size.
 
 Each trial is a run in the folder `folder`, beside `study.html`, `study.png` and `study.csv`. A second call trains the
-trials that are missing, so a study can be stopped at any time.
-"""
+trials that are missing, so a study can be stopped at any time."""
 
 import base64
 import csv

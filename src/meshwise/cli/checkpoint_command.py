@@ -5,8 +5,7 @@
     check FOLDER             compare every byte with its checksum, in one checkpoint or in all checkpoints of a run
     export CHECKPOINT INTO   write a Hugging Face folder, and compare its logits on random tokens
 
-The exit status is 0 on success, 1 for damage and failed exports, 2 if there is no checkpoint.
-"""
+The exit status is 0 on success, 1 for damage and failed exports, 2 if there is no checkpoint."""
 
 import argparse
 import json

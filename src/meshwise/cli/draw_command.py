@@ -5,8 +5,7 @@
 | draw cut        the pipeline stages into which a job's model is cut
 | draw mesh       the rank at each coordinate of a plan's mesh, and the ranks that share a node
 | draw experts    the experts, tokens and parts of matrices of each rank in a mixture
-| draw timeline   the actions of each rank in a measured step of a run, beside the ideal times of its schedule
-"""
+| draw timeline   the actions of each rank in a measured step of a run, beside the ideal times of its schedule"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

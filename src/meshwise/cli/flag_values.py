@@ -1,8 +1,7 @@
 """Check the flags that several commands share, and fill in their defaults: `--ranks`, `--comm` and `--on`.
 
 `run_chosen` calls the function that the first word after a command names, as in `meshwise draw mesh`. `say_start`
-prints that local ranks start.
-"""
+prints that local ranks start."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,7 @@ DEFAULT_RANKS = 4
 def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
     """Return the value of `--comm` as `run` expects it: None for `auto` (MESHWISE_COMM decides) and for `threads`.
 
-    Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS.
-    """
+    Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS."""
     if comm == "threads":
         return None
     try:
@@ -58,8 +56,7 @@ def launched_ranks() -> int | None:
 def local_ranks(job: Job) -> int:
     """Return the number of ranks of a job: torchrun's number, else `job.ranks`, else the number that the plan needs.
 
-    With `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of what the other axes need.
-    """
+    With `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of what the other axes need."""
     if launched := launched_ranks():
         return launched
     if job.ranks is not None:
@@ -89,8 +86,7 @@ def run_chosen(
     """Call the choice that the first word names with the other words, and return the exit status 0.
 
     `missing`: what to do without a word, as in "name a benchmark"; `kind`: noun for a choice. Raises JobError when the
-    first word names no choice.
-    """
+    first word names no choice."""
     names = ", ".join(f"meshwise {command} {name}" for name in choices)
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {names}; each has --help")
@@ -105,8 +101,7 @@ def run_chosen(
 def say_start(size: int, *, words: Sequence[str], restarts: int = 0) -> None:
     """Print that local ranks start, and the torchrun command that starts the same; on a rank, print nothing.
 
-    `words`: the words of the command line after `meshwise`.
-    """
+    `words`: the words of the command line after `meshwise`."""
     if not is_rank():
         line = torchrun_line(size, ["-m", "meshwise", *words], restarts=restarts)
         print(f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}", flush=True)

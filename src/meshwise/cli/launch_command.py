@@ -2,8 +2,7 @@
 
 A recipe is a text file in `launch_recipes`, in which `{{name}}` is replaced by a value. Each recipe runs `meshwise
 doctor` on all nodes, then `meshwise train` with `--train.resume auto`. Before the time limit it creates the file `stop`
-in the folder of the run, so that the run saves a checkpoint and ends.
-"""
+in the folder of the run, so that the run saves a checkpoint and ends."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -73,8 +72,7 @@ def main(words: Sequence[str]) -> int:
 
 def recipe(flags: LaunchFlags, *, job: Job) -> str:
     """Return the file for a cluster. Raises JobError for numbers that cannot work, PlanError for a plan that does not
-    fit the ranks.
-    """
+    fit the ranks."""
     for name in ("nodes", "ranks_per_node", "hours", "grace"):
         if getattr(flags, name) < 1:
             raise JobError(f"{name} = {getattr(flags, name)} has to be at least 1")

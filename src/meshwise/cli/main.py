@@ -4,8 +4,7 @@
 1     the run failed; the message names the file with the traceback of the failed rank
 2     the job, the plan, the loss or the command line is wrong, or this machine cannot start ranks; no traceback
 130   Ctrl-C
-141   the program that reads stdout has ended, as in `meshwise train --help | head`
-"""
+141   the program that reads stdout has ended, as in `meshwise train --help | head`"""
 
 import contextlib
 import difflib
@@ -52,8 +51,7 @@ class Command:
 
     | summary        one line for the overview
     | main           takes the words after the subcommand's name, and returns the exit status
-    | starts_ranks   whether `main` starts processes for the ranks
-    """
+    | starts_ranks   whether `main` starts processes for the ranks"""
 
     summary: str
     main: Callable[[Sequence[str]], int]
@@ -81,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `meshwise` with `arguments`, by default `sys.argv[1:]`, and return the exit status.
 
     Side effect: stdout writes `?` for characters that its encoding lacks. Without `arguments`, local ranks are forks of
-    this process, which saves time because it has imported the modules already.
-    """
+    this process, which saves time because it has imported the modules already."""
     replace_missing_characters()
     try:
         try:
@@ -146,8 +143,7 @@ def _report(message: str, *, status: int, once: bool = False) -> int:
     """Print the message to stderr and return `status`.
 
     `once`: every rank under torchrun has the same message. Rank 0 prints the message and ends; then torchrun ends the
-    other ranks. They print the message too if torchrun has not ended them within 5 s.
-    """
+    other ranks. They print the message too if torchrun has not ended them within 5 s."""
     rank = os.environ.get("RANK")
     if once and rank not in (None, "0"):
         time.sleep(_RANK_0_SECONDS)

@@ -2,8 +2,7 @@
 
 A command first calls `check_outputs` or `check_drawings`, which refuse a path that cannot be written. After the work,
 `write_and_say`, `write_drawings` and `write_picture` write the files: each file is replaced whole or not at all.
-`read_step` reads the measured step that a drawing shows.
-"""
+`read_step` reads the measured step that a drawing shows."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -44,8 +43,7 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
 def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: str = "") -> None:
     """Make the folders of `path`, let `write` write the file, and print the path followed by `more`.
 
-    Does nothing if `path` is None. Raises JobError; an old file is then unchanged.
-    """
+    Does nothing if `path` is None. Raises JobError; an old file is then unchanged."""
     if path is None:
         return
     try:

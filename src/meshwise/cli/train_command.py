@@ -27,8 +27,7 @@ from meshwise.train.resume import checked_run_start
 
 def main(arguments: Sequence[str]) -> int:
     """Train the job that the arguments describe, and return the exit status 0. Raises JobError or PlanError before any
-    rank starts, ShortageError when a rank runs out of memory, and otherwise the error of the first rank that failed.
-    """
+    rank starts, ShortageError when a rank runs out of memory, and otherwise the error of the first rank that failed."""
     job = read_job(arguments, prog="meshwise train", kind=Job)
     size, comm = local_ranks(job), checked_comm(job.comm)
     prepared = prepare(job, ranks=size)

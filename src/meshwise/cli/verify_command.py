@@ -1,7 +1,6 @@
 """The command `meshwise verify`: train a job under its plan and in one process, and compare losses and parameters.
 
-The exit status is 0 when the differences are within the bounds, else 1.
-"""
+The exit status is 0 when the differences are within the bounds, else 1."""
 
 import os
 from collections.abc import Sequence

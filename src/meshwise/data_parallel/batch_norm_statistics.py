@@ -15,8 +15,7 @@ rank, and a backward one reduce-scatter of the same size. A rank without rows ta
 An instance norm computes nothing over the batch, but its running statistics for eval mode are means over samples. Here
 they are means over the ranks, weighted by the samples of each rank.
 
-While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged.
-"""
+While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged."""
 
 import contextlib
 import inspect
@@ -55,8 +54,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         """Find the norms of `module`.
 
         axes: mesh axes whose ranks have different rows of the batch.
-        joined: True if some stage of the model has such norms; then all ranks run their micro-batches together.
-        """
+        joined: True if some stage of the model has such norms; then all ranks run their micro-batches together."""
         super().__init__()
         self._world, self._axes = world, axes
         self._norms = list(running_norms(module).values())
@@ -72,8 +70,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         """Intercept the norms of the forward or backward that runs in the block.
 
         counts: False if the rows must not enter the statistics, as the spare row of a rank without rows.
-        again: True if parts of a forward are repeated, so running statistics must not be updated.
-        """
+        again: True if parts of a forward are repeated, so running statistics must not be updated."""
         self._counts, self._again, self._counter = counts, again, None
         with self:
             yield
@@ -127,8 +124,7 @@ class BatchStatistics(ForwardAndBackwardMode):
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean (C,), sum of squared deviations (C,) and number (1,) of all ranks' values x (B, C, …).
 
-        Raises ValueError, as torch does, if there is only one value per channel.
-        """
+        Raises ValueError, as torch does, if there is only one value per channel."""
         others = [dim for dim in range(x.ndim) if dim != 1]
         number = x.numel() // x.shape[1]
         if number:

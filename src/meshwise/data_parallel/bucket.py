@@ -2,8 +2,7 @@
 
 The `Reduction` (the ZeRO stage) decides which of these buffers a rank keeps in full and which only as its shard. Under
 zero=3 the full parameters exist only while their unit is in use. `ShardGroup` names the ranks that share the
-parameters, `StorageConfig` the plan's reduction, dtypes and tiers.
-"""
+parameters, `StorageConfig` the plan's reduction, dtypes and tiers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,8 +38,7 @@ class StorageConfig:
 class ShardGroup:
     """Ranks that share the same parameters, and the storage configuration of these parameters.
 
-    `outer`: axes over which the sums of the groups are added, because other groups hold replicas of the same shards.
-    """
+    `outer`: axes over which the sums of the groups are added, because other groups hold replicas of the same shards."""
 
     world: World
     axes: tuple[str, ...]
@@ -81,8 +79,7 @@ class Bucket:
     | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
     | factor     gradients on disk are multiplied by it when they are read; `on_reduced` is called after a reduction
-    | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies
-    """
+    | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
     def __init__(self, rows: Sequence[ParameterRow], *, shard_group: ShardGroup) -> None:
         self.shard_group = shard_group
@@ -329,8 +326,7 @@ class Bucket:
     def settle(self) -> None:
         """Wait for the started reduction and add its result to `reduced`; do nothing if none has started.
 
-        Calls `on_reduced`, unless the sum of the replicas is still to come.
-        """
+        Calls `on_reduced`, unless the sum of the replicas is still to come."""
         if self._arriving is None:
             return
         arriving, self._arriving = self._arriving, None
@@ -444,8 +440,7 @@ class Bucket:
     def gradient_slices(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield (optimizer's parameter, view of its part of the reduced gradient); see `forget_norm`.
 
-        The gradients must not be on another tier.
-        """
+        The gradients must not be on another tier."""
         assert self.reduced is not None
         start = 0
         for _, parameter in self.slices:

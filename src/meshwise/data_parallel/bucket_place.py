@@ -7,8 +7,7 @@
 A shard may begin inside a piece. Runs and shards begin at multiples of `ALIGNMENT`. So a vectorised kernel computes
 only full registers, and gives every element the same bits wherever a run is cut. Because pieces are sorted by options,
 the elements with the same learning rate and weight decay are one contiguous slice. So an elementwise optimizer updates
-at most one tensor for each parameter group and bucket.
-"""
+at most one tensor for each parameter group and bucket."""
 
 import itertools
 import math
@@ -53,8 +52,7 @@ class OptionRun:
 class BucketPlace:
     """Places of parameters in a flat buffer of `size` elements, divided into `parts` equal shards.
 
-    The runs cover [0, size); the padding is at the end of each run.
-    """
+    The runs cover [0, size); the padding is at the end of each run."""
 
     pieces: tuple[BucketPiece, ...]
     runs: tuple[OptionRun, ...]
@@ -65,8 +63,7 @@ class BucketPlace:
     def of(cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> "BucketPlace":
         """Return a place in which `rows` lie one after the other, sorted by options.
 
-        shapes: shape of this rank's tensor by parameter name. parts: number of shards, one for each rank.
-        """
+        shapes: shape of this rank's tensor by parameter name. parts: number of shards, one for each rank."""
         pieces: list[BucketPiece] = []
         starts: dict[Options, int] = {}
         stop = 0

@@ -1,8 +1,7 @@
 """List the tensors of a rank that a checkpoint fills, and create optimizer state that does not exist yet.
 
 The parameters exist before a load, but the optimizer's state only after its first step. It is created slice by
-slice from the checkpoint's index, so a rank never allocates more than its plan needs.
-"""
+slice from the checkpoint's index, so a rank never allocates more than its plan needs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ class CheckpointRefill:
         slots: the saved tensors, by parameter name.
 
         Raises ValueError if a parameter is missing, unknown or of another shape. Raises it too if trained parameters
-        with equal optimizer options have different state, as when some were frozen.
-        """
+        with equal optimizer options have different state, as when some were frozen."""
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
@@ -78,8 +76,7 @@ class CheckpointRefill:
     def needed(self) -> Iterator[StoredSlice]:
         """Yield every slice that the caller must fill on this rank; other ranks may store the same elements.
 
-        Sets the reduction's state to zero. Optimizer tensors of the right shape and dtype are filled in place.
-        """
+        Sets the reduction's state to zero. Optimizer tensors of the right shape and dtype are filled in place."""
         for bucket in (bucket for unit in self._engine.units for bucket in unit.buckets):
             here = values_to_load(bucket)
             for piece in bucket.place.pieces:
@@ -92,8 +89,7 @@ class CheckpointRefill:
     def finish(self) -> None:
         """Replace the optimizer's state by the loaded state. Call it when all slices of `needed` are filled.
 
-        Raises ValueError if the parameters of one slice were saved with different numbers, such as step counts.
-        """
+        Raises ValueError if the parameters of one slice were saved with different numbers, such as step counts."""
         first: dict[tuple[int, str], _Number] = {}
         for number in self._numbers:
             kind, _, key = number.slot.partition("/")
@@ -113,8 +109,7 @@ class CheckpointRefill:
     def _common_keys(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the slots of the optimizer's state of parameters. Raises ValueError if they differ between these.
 
-        Some plans update several parameters as one slice, so a single parameter cannot start with new state.
-        """
+        Some plans update several parameters as one slice, so a single parameter cannot start with new state."""
         kinds = tuple(f"{kind}/" for kind in OPTIMIZER_KINDS)
         found = [(name, tuple(sorted(slot for slot in self._slots[name] if slot.startswith(kinds)))) for name in names]
         for name, keys in found[1:]:
@@ -130,8 +125,7 @@ class CheckpointRefill:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
 
         A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere. State
-        that is not saved is removed.
-        """
+        that is not saved is removed."""
         reduction = bucket.shard_group.storage.reduction
         for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in reduction.names]:
             del bucket.reduction_state[name]
@@ -168,8 +162,7 @@ class CheckpointRefill:
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
         """Return the tensor for one state of a slice: `old` if it has the right shape and dtype, else a new one.
 
-        State that was saved in its parameter's dtype gets the dtype that the parameter has now.
-        """
+        State that was saved in its parameter's dtype gets the dtype that the parameter has now."""
         follows = slots[slot] == slots["parameter"]
         dtype = parameter.dtype if follows else slots[slot].dtype
         if isinstance(old, Tensor) and old.shape == parameter.shape and old.dtype == dtype:

@@ -12,8 +12,7 @@ A rank's message is its gradient plus the error of its last message. N ranks, a 
 
 What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all ranks
 add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
-1905.13727) takes Q of the last step for the next one; after a load it begins anew.
-"""
+1905.13727) takes Q of the last step for the next one; after a load it begins anew."""
 
 import zlib
 from collections.abc import Callable
@@ -162,8 +161,7 @@ class LowRankReduction(Reduction):
 def compressed(plain: Reduction, *, codec: tuple[str, float], feedback: bool) -> Reduction:
     """Return the reduction of a ZeRO stage, `plain`, with encoded gradients.
 
-    codec: a name of `wire` and its number. feedback: keep the errors for the next step.
-    """
+    codec: a name of `wire` and its number. feedback: keep the errors for the next step."""
     name, number = codec
     kept = {one.name: getattr(plain, one.name) for one in fields(Reduction)}
     if feedback:

@@ -23,8 +23,7 @@ starts for each bucket when its last reduce-scatter has ended, and overlaps with
 
 Units are reduced in one fixed order: the reverse of the parameter table. A reduction starts when the gradients of its
 unit and of all units before it are complete on this rank, or at the end of the backward. So the collectives match even
-on ranks that took other branches of the model or had no data.
-"""
+on ranks that took other branches of the model or had no data."""
 
 import contextlib
 import itertools
@@ -50,8 +49,7 @@ reduced while the next one accumulates."""
 class DataParallel:
     """Runs backwards of one module, reduces the gradients over `world`, and publishes the updated parameters.
 
-    It is not an `nn.Module`: callers run `module` themselves and pass the loss to `backward`.
-    """
+    It is not an `nn.Module`: callers run `module` themselves and pass the loss to `backward`."""
 
     tied = frozenset[str]()
     """Names of parameters that several pipeline stages hold: none."""
@@ -109,8 +107,7 @@ class DataParallel:
     def check_parameters(self) -> None:
         """Raise ValueError if a parameter's `requires_grad`, dtype, tensor or values were changed since `parallelize`.
 
-        Changed values are noticed only if the parameter has a separate master or is in shared memory.
-        """
+        Changed values are noticed only if the parameter has a separate master or is in shared memory."""
         for unit in self.units:
             if what := unit.change_message():
                 raise ValueError(what)
@@ -135,8 +132,7 @@ class DataParallel:
 
         loss: None if this rank has no rows in the micro-batch; it then only takes part in the reductions.
         last: no micro-batch follows in this step.
-        keep: False discards the gradients; the backward then only runs for its collectives.
-        """
+        keep: False discards the gradients; the backward then only runs for its collectives."""
         reduces = last or self.reduction.each_microbatch
         self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
@@ -244,8 +240,7 @@ class DataParallel:
         """Return bytes on this rank by kind: `parameters` (with masters), `gradients`, `reduction` (its state, if any).
 
         Keys of tensors on another tier begin with it: `cpu/parameters`, `disk/gradients`. `gathered_peak` is the most
-        that gathered ZeRO-3 units have taken at once since the start.
-        """
+        that gathered ZeRO-3 units have taken at once since the start."""
         held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
         return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": self.gatherer.peak}
 
@@ -284,8 +279,7 @@ class DataParallel:
     def _start(self, *, all_of_them: bool) -> None:
         """Start to reduce the next units in order, up to the first unit with missing gradients.
 
-        all_of_them: start all remaining units; missing gradients count as zero.
-        """
+        all_of_them: start all remaining units; missing gradients count as zero."""
         while self._started < len(self._order):
             gradients = self._order[self._started]
             if not all_of_them and not gradients.complete:
@@ -346,8 +340,7 @@ class DataParallel:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
         `owned` returns values of the elements of a bucket that this rank updates, (elements,), such as gradients. One
-        unit is gathered at a time.
-        """
+        unit is gathered at a time."""
         for unit in self.units:
             values: dict[str, Tensor] = {}
             for bucket in unit.buckets:
@@ -387,8 +380,7 @@ def from_holders(
     """Yield (name, full tensor) of each row on every rank; a rank that holds the parameter broadcasts it.
 
     Every rank calls it. Rows with `counted_elsewhere` are not yielded. `own` has the full tensors of the rows that this
-    rank holds, in the order of `rows`; `dtype` returns the dtype of a row's tensor.
-    """
+    rank holds, in the order of `rows`; `dtype` returns the dtype of a row's tensor."""
     for row in rows:
         holds = row.is_on(world.mesh, rank=world.rank)
         value = next(own) if holds else None
@@ -415,8 +407,7 @@ def reached(loss: Tensor) -> set[int] | None:
     """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
 
     Returns None if the graph contains a reentrant checkpoint. Such a checkpoint runs further backwards inside this one,
-    so the graph does not show its parameters, and a parameter may receive several gradients.
-    """
+    so the graph does not show its parameters, and a parameter may receive several gradients."""
     leaves: set[int] = set()
     seen = set()
     stack = [] if loss.grad_fn is None else [loss.grad_fn]

@@ -2,8 +2,7 @@
 
 The forward of such an embedding scales down, in place, the weight rows that it looks up. Ranks with other batch rows
 look up other weight rows, so their copies of the weight would differ. If a separate master is updated, the next update
-would undo the scaling. So only one copy of the weight may exist.
-"""
+would undo the scaling. So only one copy of the weight may exist."""
 
 from torch import Tensor, nn
 

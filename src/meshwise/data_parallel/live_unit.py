@@ -12,8 +12,7 @@ backward it is on the parameter whose gradient arrives last:
 
 Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
 parameter with the user's own hook for accumulated gradients keeps a hook of the unit too. It notices when the user's
-hook has removed the gradient.
-"""
+hook has removed the gradient."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,8 +43,7 @@ class LiveUnit:
     | spec         the unit's rows of the parameter table
     | parameters   parameters of the module, per bucket in piece order
     | whole        True while the parameters have their values; always True without ZeRO-3
-    | stays_gathered   True if the unit is freed only at the end of a pass, not when the next unit runs
-    """
+    | stays_gathered   True if the unit is freed only at the end of a pass, not when the next unit runs"""
 
     def __init__(self, spec: ParameterUnit, *, shard_group: ShardGroup) -> None:
         self.spec = spec
@@ -73,8 +71,7 @@ class LiveUnit:
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets with values from `source` (collectives), and make the module's parameters view them.
 
-        place: puts a tensor into the module as the parameter of a row, and returns this parameter.
-        """
+        place: puts a tensor into the module as the parameter of a row, and returns this parameter."""
         for bucket in self.buckets:
             world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
             holders = world.mesh.others(elsewhere)
@@ -94,8 +91,7 @@ class LiveUnit:
     def change_message(self) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
 
-        Call it between two steps, while ZeRO-3 units are freed.
-        """
+        Call it between two steps, while ZeRO-3 units are freed."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
             if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
                 continue
@@ -197,16 +193,14 @@ class UnitGradients:
     """Gradients of one unit during a backward.
 
     | unit       the unit, which has at least one trainable parameter
-    | complete   True once all gradients that are expected in this backward have been taken
-    """
+    | complete   True once all gradients that are expected in this backward have been taken"""
 
     def __init__(
         self, unit: LiveUnit, *, on_complete: Callable[["UnitGradients"], None], progress: Callable[[], object]
     ) -> None:
         """`on_complete` is called when the last expected gradient has arrived; it calls `take`.
 
-        `progress` is called at the hooks before.
-        """
+        `progress` is called at the hooks before."""
         self.unit = unit
         self.complete = False
         self._on_complete = on_complete
@@ -263,8 +257,7 @@ class UnitGradients:
     def take_rest(self, on_gradient: GradientCallback | None, *, reducing: bool) -> bool:
         """Take the gradients that a backward has left in incomplete units; return True if some have not arrived.
 
-        Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`).
-        """
+        Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`)."""
         rest = [parameter for parameter in self._parameters if parameter.grad is not None]
         missing, self.complete = not self.complete, False
         if rest and reducing and not missing:

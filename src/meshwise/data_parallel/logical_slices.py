@@ -17,8 +17,7 @@ class LogicalSlices:
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
     `squared_norms` is one all-reduce over all ranks, of one fp64 number for each trainable parameter. The bytes of
-    `map_whole` are in `parameter_owners`.
-    """
+    `map_whole` are in `parameter_owners`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -37,8 +36,7 @@ class LogicalSlices:
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
 
-        The norm of a parameter without values on any rank is 0.
-        """
+        The norm of a parameter without values on any rank is 0."""
         world = self._engine.world
         totals = torch.zeros(len(self._names), dtype=torch.float64, device=world.device)
         index = {name: number for number, name in enumerate(self._names)}
@@ -69,8 +67,7 @@ class LogicalSlices:
 def whole_tensors(values: Mapping[nn.Parameter, Tensor], *, engine: DataParallel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of `values`; the caller's changes are written back to `values` (collectives).
 
-    `values`: by slice, a tensor of the slice's shape. Every rank iterates to the end.
-    """
+    `values`: by slice, a tensor of the slice's shape. Every rank iterates to the end."""
     places = {piece.row.name: (bucket, piece) for bucket in engine.buckets for piece in bucket.place.pieces}
 
     def owned(bucket: Bucket) -> Tensor:

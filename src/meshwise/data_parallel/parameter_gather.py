@@ -15,8 +15,7 @@ The order of units in the last pass predicts the next unit. A wrong prediction c
 All ranks predict the same unit, because all of them ran the same passes.
 
 If a module of a unit contains a module of another unit, the outer unit stays gathered until the pass ends. An example
-is the unit of a parameter that the root module owns.
-"""
+is the unit of a parameter that the root module owns."""
 
 import contextlib
 import weakref

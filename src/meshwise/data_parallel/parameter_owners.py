@@ -12,8 +12,7 @@ Elements sent for a parameter of n elements, over all its G ranks; each arrow is
     | split over all G ranks        n (G-1)/G        n (G-1)/G
     | whole on each rank (zero=0)   none, no call    n (G-1)
 
-With copies, as along dp under zero=0, the copy nearest to the owner sends.
-"""
+With copies, as along dp under zero=0, the copy nearest to the owner sends."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -42,8 +41,7 @@ class RankPart(NamedTuple):
 class OwnedParameter(NamedTuple):
     """A parameter with its owner (an index of the group), and the parts of all ranks of the group, in group order.
 
-    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter
-    """
+    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter"""
 
     row: ParameterRow
     owner: int

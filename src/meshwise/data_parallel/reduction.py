@@ -9,8 +9,7 @@ The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four re
     | 3      shard             shard            its shard           reduce-scatter per micro-batch, all-gathers per pass
 
 A reduction may keep state between steps, such as a compression error or the momentum of an outer optimizer: one
-tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
-"""
+tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -59,8 +58,7 @@ class Reduction:
         """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks. It may overwrite `gradients`.
 
         The result is the elementwise sum: if `shards_updates`, only this rank's shard, else all elements. `into`
-        receives the shard, (elements of the shard,). None: the result stays in `gradients`.
-        """
+        receives the shard, (elements of the shard,). None: the result stays in `gradients`."""
         world, axes, shard = peers.world, peers.axes, peers.shard
         if not self.shards_updates:
             return ReducedPart(world.all_reduce(gradients, axes=axes), gradients)
@@ -76,8 +74,7 @@ class ReducingRanks:
     | shard         elements of the bucket that are this rank's shard
     | state         the tensors of `owned_state`, `summed_state` and `owner_state`, by name; `start` may write to them.
     |               It may add others, which are not saved
-    | place         places of the parameters in the bucket
-    """
+    | place         places of the parameters in the bucket"""
 
     world: World
     axes: Axes

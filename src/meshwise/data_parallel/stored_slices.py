@@ -16,8 +16,7 @@ The slot of a tensor is its kind, for some kinds with a key after a slash:
     | reduction/error      state of the reduction, of the shape of the parameter
     | buffer               a persistent buffer of the module
 
-A complex tensor is stored as `torch.view_as_real` of it, with a last dim of 2.
-"""
+A complex tensor is stored as `torch.view_as_real` of it, with a last dim of 2."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,8 +41,7 @@ class StoredSlice:
     | slot     kind of the tensor, see the table of the file
     | shape    full shape of the logical tensor
     | tensor   the elements of the rectangle, in its shape: a view, so writing to it changes the stored values
-    | stable   True if only an optimizer step changes the tensor
-    """
+    | stable   True if only an optimizer step changes the tensor"""
 
     name: str
     slot: str
@@ -87,8 +85,7 @@ class BucketSlice:
     def slices_of(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
         """Yield those elements of a parameter that lie both in this slice and in `within`, as slices of `slot`.
 
-        within: (start, stop) of elements of the bucket.
-        """
+        within: (start, stop) of elements of the bucket."""
         low = max(self.start, within[0], piece.start)
         high = min(self.stop, within[1], piece.stop)
         if low >= high:
@@ -102,8 +99,7 @@ class BucketSlice:
     def _sections(self, piece: BucketPiece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
         """Yield (rectangle of the full tensor, its place in `local`) for each part of `local`.
 
-        local: a rectangle of this rank's tensor; it may contain several sections of the full tensor.
-        """
+        local: a rectangle of this rank's tensor; it may contain several sections of the full tensor."""
         world, row = self.bucket.shard_group.world, piece.row
         beside = 0
         for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
@@ -120,8 +116,7 @@ def slices_to_save(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Itera
 
     Every rank calls it and iterates to the end, because state of a reduction may need a collective.
 
-    Raises ValueError for optimizer state that is neither a number nor of its parameter's shape.
-    """
+    Raises ValueError for optimizer state that is neither a number nor of its parameter's shape."""
     for unit in engine.units:
         for bucket in unit.buckets:
             if bucket.counts:
@@ -163,8 +158,7 @@ def slice_pieces(
 ) -> Iterator[tuple[nn.Parameter, BucketPiece, slice, slice]]:
     """Yield (optimizer's parameter, piece, elements of the parameter, elements of the piece) where the two overlap.
 
-    within: (start, stop) of the elements of the bucket to look at; None: all.
-    """
+    within: (start, stop) of the elements of the bucket to look at; None: all."""
     start, stop = within or (0, bucket.place.size)
     for part, parameter in optimizer_slices(bucket):
         for piece in bucket.place.pieces:

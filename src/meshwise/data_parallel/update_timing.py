@@ -7,8 +7,7 @@
 An update divides the summed gradient by the loss count. The count is known when every rank has run its last forward.
 So one more all-reduce, of one number, lets units be updated during the backward. If the CPU updates, on a separate
 thread, the update overlaps with the backward. The gradient norm is known only after the backward. So early updates
-cannot clip, and when the norm turns out not to be finite, some units may be updated already.
-"""
+cannot clip, and when the norm turns out not to be finite, some units may be updated already."""
 
 import math
 from collections.abc import Sequence
@@ -117,8 +116,7 @@ class StepInBackward:
     def skip_update(self) -> bool:
         """Cancel the updates that have not run; return True if an update has run on some rank (a collective).
 
-        The ranks own different parts of the gradient, and updates of finite parts may have run.
-        """
+        The ranks own different parts of the gradient, and updates of finite parts may have run."""
         self._count = None
         broken = any(self._world.exchange(self._update.abandon()))
         if broken:

@@ -9,8 +9,7 @@
 
 A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for `1bit` (Tang et al.,
 arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact (Alistarh et al., arXiv
-1610.02132). Its random numbers are hashed from value, place and scale, so they need no state.
-"""
+1610.02132). Its random numbers are hashed from value, place and scale, so they need no state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

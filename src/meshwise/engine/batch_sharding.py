@@ -1,8 +1,7 @@
 """Split a global batch into the rows of each rank, and a rank's rows into micro-batches.
 
 A rank may have no rows, because the last batch of an epoch is short. Where the forward contains collectives (ZeRO-3),
-this rank must still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0.
-"""
+this rank must still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0."""
 
 import dataclasses
 import functools
@@ -79,8 +78,7 @@ class BatchSharder:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
-        ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank.
-        """
+        ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""
         rows = tree.row_count(batch)
         if not local:
             return micro_batches(batch, shards=self.shards(rows), count=count, runs_empty=self.runs_empty)
@@ -107,8 +105,7 @@ def micro_batches(
     """Return this rank's rows as exactly `count` micro-batches; `batch` starts at row `offset` of the global batch.
 
     Without `runs_empty`, a micro-batch without rows has `rows=None` and is not run. With it, the micro-batch gets the
-    first row of `batch`, else `spare`, else the empty batch.
-    """
+    first row of `batch`, else `spare`, else the empty batch."""
     if not runs_empty:
         spare = None
     elif tree.row_count(batch):

@@ -64,8 +64,7 @@ def cut_source(
     """Return the cut of a model for the stages of a schedule; the model runs on one micro-batch of the example.
 
     The example is copied to the model's device, or to `device` if the model is on the meta device. Raises PlanError
-    without an example, for an example without rows, and when the model cannot be cut.
-    """
+    without an example, for an example without rows, and when the model cannot be cut."""
     if example.batch is None:
         raise PlanError(
             f"pp={plan.pp}: the model must run once, to be cut into stages; give a batch: Options(example=batch)"
@@ -112,8 +111,7 @@ def cut_and_note_writes(
 ) -> ModelCut:
     """Return the cut of a model; its field `writes` is true if the model changes its batch in place.
 
-    `run(model, micro)` returns the output or the loss.
-    """
+    `run(model, micro)` returns the output or the loss."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, request=request)
     # With CutOptions.made the model does not run, and `writes` of that cut stays.
@@ -125,8 +123,7 @@ def finest_cut(
 ) -> ModelCut | None:
     """Return the cut in which every piece with parameters begins a stage; None if that is only one stage.
 
-    `micro`, `run`: as in `cut_and_note_writes`. `pieces`: as in `CutOptions`.
-    """
+    `micro`, `run`: as in `cut_and_note_writes`. `pieces`: as in `CutOptions`."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
@@ -161,8 +158,7 @@ def cut_on_first_rank(make: Callable[[], ModelCut], *, world: World) -> ModelCut
 def matrix_pairs(parts: Mapping[str, Part]) -> MatrixPairs:
     """Return the names of the colwise and the rowwise matrices in `parts`, the role of each module under tp.
 
-    Between two such matrices the ranks of tp have different features, so no stage begins there.
-    """
+    Between two such matrices the ranks of tp have different features, so no stage begins there."""
     colwise, rowwise = (
         frozenset(name for name, part in parts.items() if part.role == role) for role in ("colwise", "rowwise")
     )

@@ -15,8 +15,7 @@ def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool)
 
     | x        (rows, …); the numbers of rows may differ, the other dims are equal
     | axes     mesh axes whose ranks have different rows
-    | counts   False: the rows of this rank are spare ones; no rank gets them, and the returned index is 0
-    """
+    | counts   False: the rows of this rank are spare ones; no rank gets them, and the returned index is 0"""
     group = world.group(axes)
     own = x if counts else x[:0]
     if group.size == 1:

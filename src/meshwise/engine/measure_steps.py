@@ -3,8 +3,7 @@
 with measure(trainer) as measuring:
     for batch in batches:
         trainer.step(batch)
-print(measuring.steps()[-1])
-"""
+print(measuring.steps()[-1])"""
 
 import contextlib
 import os
@@ -39,8 +38,7 @@ class StepMeasurement:
 def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
     """Record the begin and end of each action of this rank in the steps inside the block. Every rank enters it.
 
-    A record reads the clock, or on a GPU adds an event to the stream without waiting; a step has some dozens.
-    """
+    A record reads the clock, or on a GPU adds an event to the stream without waiting; a step has some dozens."""
     with trainer.world.timed() as watch:
         yield StepMeasurement(trainer, watch=watch)
 
@@ -51,8 +49,7 @@ def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
 
     Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the waits in collectives
     (`wait all_gather dp`). Profile one step after some others: the first steps allocate memory. In a process that
-    Nsight Systems has started (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written.
-    """
+    Nsight Systems has started (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written."""
     with trainer.world.flight_recorder.profiled():
         if trainer.world.device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
             with torch.autograd.profiler.emit_nvtx():

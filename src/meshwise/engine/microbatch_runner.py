@@ -1,8 +1,7 @@
 """Run the micro-batches of a rank that holds the whole model: forward and backward of each, or forward alone.
 
 `MicrobatchRunner` is the interface that the trainer uses. It has two implementations: `WholeModelRunner` in this file,
-without pipeline stages, and `StagedRunner` (`staged_runner.py`) with stages.
-"""
+without pipeline stages, and `StagedRunner` (`staged_runner.py`) with stages."""
 
 import contextlib
 import functools
@@ -42,8 +41,7 @@ class MicrobatchTask:
 
     | forward   `forward(model, batch)` returns the model's output
     | loss      `loss(output, batch)` returns (sum, count)
-    | call      `call(model, (args, given))` calls the model on these arguments, in the plan's compute dtype
-    """
+    | call      `call(model, (args, given))` calls the model on these arguments, in the plan's compute dtype"""
 
     forward: Forward
     loss: Loss

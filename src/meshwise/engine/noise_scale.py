@@ -9,8 +9,7 @@ The gradient of a replica's micro-batch (b samples) differs from the step's (B s
 |G_b|² is the mean over all B/b micro-batches. A hook adds up the squared norm of each gradient of this rank. Both
 norms, by layer, are part of the step's own all-reduce. Parameters whose gradient of a micro-batch is spread over ranks
 are left out: norms under `sequence_parallel`, weights that several stages hold. The counts of all micro-batches are
-taken as equal.
-"""
+taken as equal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +30,7 @@ class NoiseScale:
 
     | trace    tr(Σ), the variance of the gradient of one sample, summed over the parameters
     | square   |G|², the squared norm of the true gradient; an estimate may be negative
-    | layers   (trace, square) of each layer, by the name of its block, or of its module outside of the blocks
-    """
+    | layers   (trace, square) of each layer, by the name of its block, or of its module outside of the blocks"""
 
     trace: float
     square: float
@@ -47,8 +45,7 @@ class NoiseScale:
 class NoiseMeter:
     """Adds up squared norms of the gradients of micro-batches and of the step, by layer.
 
-    Raises PlanError if the plan moves gradients or state off the device, or splits tokens over ranks.
-    """
+    Raises PlanError if the plan moves gradients or state off the device, or splits tokens over ranks."""
 
     def __init__(self, engine: Engine, *, plan: Plan) -> None:
         if plan.tiers.state_tiers != {"device"} or plan.token_axes:
@@ -90,8 +87,7 @@ class NoiseMeter:
     def scale(self, sums: Sequence[float], *, count: float, rows: int) -> NoiseScale | None:
         """Return the noise from the summed `squares` without loss scale; None if the parts of the batch are not equal.
 
-        count: of the loss over the global batch. rows: samples of the global batch.
-        """
+        count: of the loss over the global batch. rows: samples of the global batch."""
         parts = self._parts
         if parts < 2 or rows % parts or not count:
             return None

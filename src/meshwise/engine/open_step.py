@@ -10,8 +10,7 @@
 
 `mean` is the mean over the rows of all ranks, and the same number on every rank. Its gradient is the term of this
 rank's rows. So a backward adds the gradient of the whole batch, whatever is computed from such means: the gradients
-equal the gradients of one process.
-"""
+equal the gradients of one process."""
 
 import dataclasses
 import zlib
@@ -41,8 +40,7 @@ class OpenStep:
     """One optimizer step of a trainer, to be used once, in a `with` block. Every rank calls the same methods.
 
     `counts`: False on a rank without rows of the last batch, which computes a copy of another row instead. `mean`,
-    `gather` and `backward` leave such rows out.
-    """
+    `gather` and `backward` leave such rows out."""
 
     def __init__(self, steps: TrainingSteps, *, runner: WholeModelRunner, plan: Plan) -> None:
         self.counts = True
@@ -83,8 +81,7 @@ class OpenStep:
     def rows(self, batch: Any, *, local: bool = False, total: int | None = None) -> Any:
         """Return this rank's rows of a batch, on this rank's device. Arguments as in `Trainer.step`.
 
-        The forwards that follow compute these rows. A rank without rows gets a copy of another row; see `counts`.
-        """
+        The forwards that follow compute these rows. A rank without rows gets a copy of another row; see `counts`."""
         [self._rows] = self._sharder.split(batch, local=local, total=total, count=1)
         rows = tree.row_count(batch)
         self._size = (rows * self._sharder.ranks if total is None else total) if local else rows
@@ -94,8 +91,7 @@ class OpenStep:
     def forward(self, *arguments: Any, **given: Any) -> Any:
         """Return `model(*arguments, **given)` for this rank's rows. May be called several times.
 
-        Random draws (dropout) differ between the forwards of a step, as if each had rows of its own.
-        """
+        Random draws (dropout) differ between the forwards of a step, as if each had rows of its own."""
         call = self._runner.task.call
         return self._run(self._runner, lambda model: call(model, (arguments, given)), (arguments, given))
 
@@ -116,8 +112,7 @@ class OpenStep:
     def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
         """Return the sum of `total` over all ranks, divided by the sum of `count`: a scalar, the same on every rank.
 
-        total: the sum over this rank's rows, a scalar with a graph. count: the number of its terms.
-        """
+        total: the sum over this rank's rows, a scalar with a graph. count: the number of its terms."""
         terms = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
         sums = self.sum(torch.stack([total.double().reshape(()), terms]))
         self._terms += float(sums[1].detach())
@@ -127,8 +122,7 @@ class OpenStep:
         """Return the sum of `x` over the ranks with other rows, of the shape of `x`, the same on every rank.
 
         Compute only what is the same on every rank from it. The gradient of the sum is the gradient of `x`. A rank
-        whose rows do not count adds zeros.
-        """
+        whose rows do not count adds zeros."""
         own = x if self.counts else x * 0
         return gradient.all_reduce(own, world=self._world, axes=self._plan.loss_axes).wait()
 
@@ -141,8 +135,7 @@ class OpenStep:
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
         """Add the gradient of `loss`, a scalar that is the same on every rank: computed from `mean` and `sum`.
 
-        last: no backward follows in this step. Then gradients are reduced during the backward, which is faster.
-        """
+        last: no backward follows in this step. Then gradients are reduced during the backward, which is faster."""
         if self._reduced:
             raise RuntimeError("the gradients of this step are reduced already; call step.backward before")
         value = float(loss.detach())
@@ -160,8 +153,7 @@ class OpenStep:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full gradient) of each trainable parameter; changes that the caller makes in place are kept.
 
-        Every rank iterates to the end and makes the same changes. No backward may follow.
-        """
+        Every rank iterates to the end and makes the same changes. No backward may follow."""
         self._reduce()
         self._require_gradients("step.gradients")
         factor = self._steps.factor
@@ -196,8 +188,7 @@ class OpenStep:
         """Update the parameters, and return the result: its loss is the sum of the losses, its tokens their terms.
 
         `Options` (clip_norm, nonfinite) apply as in `Trainer.step`. Raises NonFiniteError and RanksDisagree as there,
-        and RanksDisagree when the ranks' losses differ.
-        """
+        and RanksDisagree when the ranks' losses differ."""
         attempt = self._finish()
         world, axes = self._world, self._plan.loss_axes
         squared = self._engine.squared_norm().reshape(1)
@@ -260,8 +251,7 @@ class OpenStep:
         """Return the samples of a forward: numbers that no forward of this step has had before, for random draws.
 
         For as many inputs as `rows` has returned, they are the samples of these rows. Else every rank is taken to have
-        as many rows as this one.
-        """
+        as many rows as this one."""
         count = next((len(tensor) for tensor in tree.tensors(inputs) if tensor.dim()), 1)
         if self._rows is not None and self._rows.samples.count == count:
             samples, size = self._rows.samples, self._size

@@ -2,8 +2,7 @@
 
 plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
 the model or each stage -> dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
--> optimizer over the slices that this rank updates -> trainer
-"""
+-> optimizer over the slices that this rank updates -> trainer"""
 
 import contextlib
 import dataclasses
@@ -143,8 +142,7 @@ def parallelize(
     A given module is used, not copied; with pp, its parameters become NaN, because the stages hold the values.
 
     Raises PlanError when the plan does not fit the world or the model, and ValueError for a model, optimizer or option
-    that cannot work.
-    """
+    that cannot work."""
     options = options or Options()
     plan = Plan.of(plan)
     world = world or connect()
@@ -204,8 +202,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
     """Open the connections of all groups and messages of a step (collective).
 
-    Made one by one in the middle of a step, they could let ranks wait for each other in a circle.
-    """
+    Made one by one in the middle of a step, they could let ranks wait for each other in a circle."""
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
@@ -225,8 +222,7 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over this rank's slices; of a frozen model, one over nothing.
 
-    Raises PlanError if it cannot update parameters in chunks, ValueError if every parameter is frozen.
-    """
+    Raises PlanError if it cannot update parameters in chunks, ValueError if every parameter is frozen."""
     if optimizer is None:
         return torch.optim.SGD([{"params": []}], lr=0.0)
     if not any(row.trainable for row in engine.table.rows):

@@ -36,8 +36,7 @@ class ParameterAverage:
         """Let the model have the averaged parameters inside the block. Every rank calls it.
 
         Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
-        RuntimeError. Raises RuntimeError before the first update.
-        """
+        RuntimeError. Raises RuntimeError before the first update."""
         if self.swapped or not all(AVERAGE in self._optimizer.state.get(slice_, {}) for slice_ in self._slices()):
             raise RuntimeError("the average begins with the first update; train a step, or load a checkpoint with it")
         self._swap()

@@ -1,8 +1,7 @@
 """Gather, free and reduce the parameters of one pipeline stage on this rank, when the schedule's interpreter asks.
 
 Gradients are reduced at the REDUCE of the schedule. If the stage shares a parameter with another stage, its gradients
-are reduced at the end of the step, after the summation of the shared parameter's gradients.
-"""
+are reduced at the end of the step, after the summation of the shared parameter's gradients."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,7 @@
 
 The trainer sees one `Engine`: its table lists the parameters of all stages, its norm covers all of this rank's stages.
 A tied parameter is one that several stages hold. Its gradients are summed on the first of these stages, which sends
-the sum back, so every copy gets the same update. In tables and norms only the first copy counts.
-"""
+the sum back, so every copy gets the same update. In tables and norms only the first copy counts."""
 
 import dataclasses
 from collections import Counter
@@ -26,8 +25,7 @@ class StagedEngine:
     def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
         """Exchange the tables of all stages (collective). `stages`: engines of this rank's stages by stage index.
 
-        `ranks`: for each stage of the model, the index along `pp` of the rank that holds it.
-        """
+        `ranks`: for each stage of the model, the index along `pp` of the rank that holds it."""
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self._stages = stages

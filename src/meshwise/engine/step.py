@@ -2,8 +2,7 @@
 
 Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
 calls and the batch. From them every rank makes the same decision: to update or not, and by which factor. If the digests
-differ, no rank updates.
-"""
+differ, no rank updates."""
 
 import contextlib
 import time
@@ -52,8 +51,7 @@ class StepAttempt:
     | scale     loss scale of its backwards; None without one
     | totals    sums over the global batch; None before they are exchanged
     | problem   why the parameters were not updated; None if they were
-    | noise     the gradient noise of the step; None if it was not measured
-    """
+    | noise     the gradient noise of the step; None if it was not measured"""
 
     started: float
     scale: LossScale | None
@@ -167,8 +165,7 @@ class TrainingSteps:
         """Update the parameters if the sums allow it, and note the outcome in `attempt`.
 
         inspect: runs forward and backward again, for a message that names the gradients that are not finite. Raises
-        NonFiniteError when the policy forbids to skip the update.
-        """
+        NonFiniteError when the policy forbids to skip the update."""
         self._world.flight_recorder.doing = StepPhase.UPDATE
         attempt.totals = totals
         if totals.problem is not None:
@@ -234,8 +231,7 @@ class TrainingSteps:
         """Sum loss, count and `more` over the ranks. Raises RanksDisagree if batches or collectives differ.
 
         Of ranks with equal rows and equal losses only the first counts. In a pipeline only the last stage has a loss.
-        With `local`, only ranks that share their rows need equal batches.
-        """
+        With `local`, only ranks that share their rows need equal batches."""
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), *more]
         equal = [axis for axis in world.mesh.names if not (local and axis in self._plan.row_axes)]

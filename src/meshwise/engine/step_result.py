@@ -69,8 +69,7 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
     """Return as text which parameters have a gradient, or values, that are not finite, by rank (collective).
 
     `run(arrival)` repeats this rank's forward and backward, and calls `arrival(micro_batch, row, gradient)` for each
-    gradient, with the micro-batch's number and the row of the parameter table.
-    """
+    gradient, with the micro-batch's number and the row of the parameter table."""
     own: list[tuple[int, str]] = []
 
     def look(micro_batch: int, row: ParameterRow, gradient: Tensor) -> None:
@@ -136,8 +135,7 @@ def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
     """Return a CRC-32 of the shapes and dtypes of a batch and, with `contents`, of each tensor's first and last 64 KiB.
 
     `before`: digest of the batches before this one. Reading the contents waits for the device. Meta and sparse tensors
-    enter by shape and dtype only.
-    """
+    enter by shape and dtype only."""
     digest = before
     for tensor in tree.tensors(batch):
         digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
@@ -157,8 +155,7 @@ def _ends(tensor: Tensor) -> Tensor:
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
     """Return an error message: how the batches or collectives of the ranks differ, and what to change.
 
-    `equal`: axes of the mesh along which the batches have to be equal.
-    """
+    `equal`: axes of the mesh along which the batches have to be equal."""
     for group in mesh.groups(equal):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:

@@ -74,8 +74,7 @@ class Trainer:
     def model(self) -> nn.Module:
         """The user's module; under zero=3 its parameters are gathered only while it runs.
 
-        With pp, the stage of this rank: a module of the same class. A ModuleList if the rank has several stages.
-        """
+        With pp, the stage of this rank: a module of the same class. A ModuleList if the rank has several stages."""
         return self._engine.module
 
     @property
@@ -113,8 +112,7 @@ class Trainer:
         """Names of the dtypes of this rank's tensors, by kind; several dtypes of a kind are separated by spaces.
 
         The kinds are `parameters`, `compute`, `reduction`, `accumulation`, `master`, `optimizer_state` and `buffers`.
-        Before the first step makes gradients and optimizer state, their dtypes are those that it will make.
-        """
+        Before the first step makes gradients and optimizer state, their dtypes are those that it will make."""
         buckets = [bucket for unit in self._engine.units for bucket in unit.buckets]
         found = {kind: {one[kind] for one in (bucket.dtypes() for bucket in buckets) if kind in one} for kind in KINDS}
         found["compute"] = {self._recipe.precision.computes or dtype for dtype in found["parameters"]}
@@ -181,8 +179,7 @@ class Trainer:
         A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
         After all ranks have caught the error, they may continue. There are three exceptions: an error of the optimizer
         itself; nonfinite='end', which may have updated some units; and an error in a stage of pp. Messages of that step
-        may be under way, so the next step raises StageError.
-        """
+        may be under way, so the next step raises StageError."""
         self._refuse_averaged()
         with memory_errors_explained(self.plan, memory=self.memory):
             return self._stepping.step(batch, local=local, total=total, only=only)
@@ -190,8 +187,7 @@ class Trainer:
     def open_step(self) -> OpenStep:
         """Return a step whose forwards, losses and backwards the caller runs: `with trainer.open_step() as step:`.
 
-        Raises PlanError with pp, and for updates in the backward (nonfinite='end' with offload).
-        """
+        Raises PlanError with pp, and for updates in the backward (nonfinite='end' with offload)."""
         self._refuse_averaged()
         if self._recipe.early and self.tiers.offload.updates_on_cpu:
             raise PlanError("open_step updates after its backwards, and nonfinite='end' in them; use nonfinite='raise'")
@@ -211,8 +207,7 @@ class Trainer:
 
         `with average.applied():` evaluates, predicts or exports with the averaged parameters. `save` and `load` include
         the average: call this before the steps that follow a `load`. Raises PlanError if the optimizer's state is
-        offloaded, ValueError for a decay outside of (0, 1).
-        """
+        offloaded, ValueError for a decay outside of (0, 1)."""
         if self.plan.tiers.state_tiers != {"device"}:
             raise PlanError(f"the average is kept on the device, and offload={self.plan.offload}; use offload=none")
         if self._average is not None:
@@ -230,8 +225,7 @@ class Trainer:
 
         For a loss that compares the samples of a batch (in-batch negatives). A loss of `parallelize` may call it, on
         every rank: `rows, first = trainer.gather(features)`. The rows of one micro-batch are returned, in the order
-        of the global batch. The backward sums the gradients of all ranks. Each rank needs at least one row.
-        """
+        of the global batch. The backward sums the gradients of all ranks. Each rank needs at least one row."""
         axes = self.plan.row_axes
         return gather_rows(x, world=self.world, axes=axes, counts=self._runner.counts)
 
@@ -239,8 +233,7 @@ class Trainer:
         """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
 
         Every rank passes the same number of batches. Raises LossError for counts that are negative or not finite, and
-        RanksDisagree as `step` does.
-        """
+        RanksDisagree as `step` does."""
         total, tokens = zeros(self.world)
         splits, digest, rows = self._runner.evaluation_micro_batches, 0, 0
         with torch.no_grad(), eval_mode(self.model):
@@ -260,8 +253,7 @@ class Trainer:
     def expert_imbalances(self) -> Mapping[str, float]:
         """Return how many times its even share the busiest expert got, by name of the mixture; {} without `ep` or `tp`.
 
-        Every rank calls it. The shares are over all forwards since the last call.
-        """
+        Every rank calls it. The shares are over all forwards since the last call."""
         return imbalances(self._engine.modules, world=self.world)
 
     def predict(self, batch: Any, *, split: bool = False) -> Any:
@@ -289,15 +281,13 @@ class Trainer:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of every parameter, in table order. Every rank must iterate to the end.
 
-        A tensor is valid until the next one is yielded: copy it to keep it.
-        """
+        A tensor is valid until the next one is yielded: copy it to keep it."""
         return self._engine.full_parameters()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full gradient) of the last step's mean loss, before clipping. Every rank iterates to the end.
 
-        Raises RuntimeError when the last step was skipped or raised: its gradients are not finite or incomplete.
-        """
+        Raises RuntimeError when the last step was skipped or raised: its gradients are not finite or incomplete."""
         if not self._stepping.applied:
             raise RuntimeError(
                 "the last step was skipped or raised an exception, so it has no gradients to show; see "
@@ -328,8 +318,7 @@ class Trainer:
         """Write a model of transformers or PEFT to `folder`, as its own `save_pretrained` does. Every rank calls it.
 
         `arguments` go to the model's method; rank 0 alone writes. Raises ValueError for a model without that method,
-        and, on every rank, if rank 0 cannot write.
-        """
+        and, on every rank, if rank 0 cannot write."""
         model = self.modules[0]
         write = getattr(model, "save_pretrained", None)
         if write is None:
@@ -355,8 +344,7 @@ class Trainer:
         | optimizer, reduction       state of the optimizer, and of the gradients' reduction
         | gathered_peak              most bytes of parameters that were gathered at one time
         | disk/optimizer, …          state on another tier; for activations on another tier, their peak
-        | staging                    buffers on the way to another tier
-        """
+        | staging                    buffers on the way to another tier"""
         tiers = self._engine.tiers
         states = [("optimizer", tensor) for tensor in state_tensors(self.optimizer)]
         staging = {"staging": tiers.staged} if tiers.staged else {}
@@ -380,8 +368,7 @@ class Trainer:
         |             Only names that end with a number count, as step-100: `best` and `last` are never removed
 
         Raises SaveError on every rank when this save (with `wait`) or the save before failed. Earlier checkpoints are
-        not changed by a failed save.
-        """
+        not changed by a failed save."""
         self._refuse_averaged()
         if self._average is None:
             drop_average(self.optimizer)
@@ -398,8 +385,7 @@ class Trainer:
         one key, `unused`: the names of the tensors in the folder that the model does not have.
 
         Raises DamageError on every rank when the checkpoint is incomplete or altered; load another checkpoint before
-        you continue. Raises ValueError, and changes nothing, for a checkpoint of another model or optimizer.
-        """
+        you continue. Raises ValueError, and changes nothing, for a checkpoint of another model or optimizer."""
         self._refuse_averaged()
         return self._resumed(self._state.load(Path(folder)))
 
@@ -407,8 +393,7 @@ class Trainer:
         """Load the newest valid checkpoint in the folder `root` of checkpoints. Every rank calls it.
 
         Return its path, its `extra` and the damaged checkpoints that were skipped; None when there is no checkpoint.
-        Raises DamageError when there are checkpoints and none is valid.
-        """
+        Raises DamageError when there are checkpoints and none is valid."""
         self._refuse_averaged()
         restored = self._state.restore(Path(root))
         return restored and replace(restored, extra=self._resumed(restored.extra))

@@ -5,8 +5,7 @@ A mixture computes `y[t] = sum over k of weights[t, k] * expert[index[t, k]](x[t
 of its choices; a pair with an index past the last expert is dropped. The ranks of tp have equal tokens: each takes a
 part of them before, and gathers all tokens after. Under `etp`, an all-reduce sums the results of the experts. No token
 is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 4). GShard has the two all-to-alls (Lepikhin et
-al., arXiv 2006.16668, section 3).
-"""
+al., arXiv 2006.16668, section 3)."""
 
 import itertools
 from collections.abc import Callable
@@ -31,8 +30,7 @@ class ExpertAxes:
     | inner     different parts of each expert's matrices (`etp`)
     | copies    equal tokens outside of the mixture, different tokens inside: the ranks of tp that are not in `inner`
     | parts     different tokens outside of the mixture, equal tokens inside: `inner` under sequence parallelism
-    | summed    gradients of an expert are summed over them: all axes but pp, `experts` and `inner`
-    """
+    | summed    gradients of an expert are summed over them: all axes but pp, `experts` and `inner`"""
 
     experts: tuple[str, ...]
     inner: tuple[str, ...]
@@ -57,8 +55,7 @@ class _Routing:
     | order      numbers of the pairs that are kept, sorted by expert; pair p is choice p % k of token p // k
     | sent       rows sent to each rank
     | received   rows received from each rank
-    | local      number among this rank's experts of each received row's expert
-    """
+    | local      number among this rank's experts of each received row's expert"""
 
     order: Tensor
     sent: list[int]
@@ -92,8 +89,7 @@ class ExpertExchange:
         """Return the output of the mixture, of the shape of `hidden` (…, features).
 
         `index`, `weights`: expert and weight of each choice of each token, (tokens, k). `compute(rows, local)` returns
-        the results (n, features) of rows (n, features) for the local experts numbered by `local` (n,).
-        """
+        the results (n, features) of rows (n, features) for the local experts numbered by `local` (n,)."""
         tokens = hidden.reshape(-1, hidden.size(-1))
         index, weights = index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
         copies, sizes = self._world.group(self._axes.copies), None
@@ -169,8 +165,7 @@ class ExpertExchange:
 
     def _counted(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the kept pairs sorted by expert, the pairs for each expert, and the rows from each rank to each expert
-        of this rank, rank by rank.
-        """
+        of this rank, rank by rank."""
         chosen = index.reshape(-1)
         counts = torch.bincount(chosen, minlength=self._experts)[: self._experts]
         order = chosen.argsort(stable=True)

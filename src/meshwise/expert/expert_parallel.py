@@ -61,8 +61,7 @@ class SplitExperts(nn.Module):
     def _rows(self, hidden: Tensor, *, own: Callable[..., Tensor]) -> Tensor:
         """Return the results of rows (experts · n, features), all rows for the first expert, then for the second.
 
-        Rows of zeros stay here: their result is 0, because experts in this form have no biases.
-        """
+        Rows of zeros stay here: their result is 0, because experts in this form have no biases."""
         experts, (start, stop) = self.sharding.mixture.experts, self.sharding.exchange.span
         number = torch.arange(experts, device=hidden.device).repeat_interleave(len(hidden) // experts)
         index = number.masked_fill((hidden == 0).all(-1), experts)
@@ -83,8 +82,7 @@ class SplitExperts(nn.Module):
     def _for_any(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `compute` for any number of rows; each parameter of a local expert gets a gradient, maybe of zeros.
 
-        So the reductions of gradients start at the same place of the backward on every rank.
-        """
+        So the reductions of gradients start at the same place of the backward on every rank."""
 
         def computed(rows: Tensor, local: Tensor) -> Tensor:
             used = set(local.tolist()) if self.sharding.mixture.form == "modules" else set(range(len(rows)))
@@ -125,8 +123,7 @@ def expert_parallel(
     """Split the mixtures of a model in place, and return the placements of their parameters, by name.
 
     The mixtures get a class that exchanges tokens, and this rank's number of experts.
-    Parameters stay full; the caller replaces them by this rank's parts. Mixtures of other pipeline stages stay.
-    """
+    Parameters stay full; the caller replaces them by this rank's parts. Mixtures of other pipeline stages stay."""
     placed: dict[str, Placement] = {}
     modules = dict(module.named_modules())
     axes = ExpertAxes.of(world, plan=plan)
@@ -193,8 +190,7 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
     """Return the load of the busiest expert over the mean load, by name of the mixture, and forget the loads.
 
     Every rank calls it. The loads are summed over all forwards since the last call, with spare rows. Mixtures that no
-    rank has run are left out.
-    """
+    rank has run are left out."""
     found = {name: each for module in modules for name, each in module.named_modules()}
     exchanges = {name: each.sharding.exchange for name, each in found.items() if isinstance(each, SplitExperts)}
     factors = {}

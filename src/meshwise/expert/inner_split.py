@@ -5,8 +5,7 @@
 
 The bias of the first, (experts, n · inner), is split as the first. The bias of the last, (experts, features), is whole.
 
-Both matrices may be stored the other way round, (experts, inputs, outputs).
-"""
+Both matrices may be stored the other way round, (experts, inputs, outputs)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ class InnerSplit:
 
     | cuts     dim that is split, and how, by name of the parameter; other parameters stay whole
     | bias     name of the bias that is added to the results; "" for none
-    | inner    inner size over all ranks
-    """
+    | inner    inner size over all ranks"""
 
     cuts: Mapping[str, tuple[int, DimSplit]]
     bias: str
@@ -38,8 +36,7 @@ class InnerSplit:
 def inner_split(experts: nn.Module, *, mixture: Mixture, name: str) -> InnerSplit:
     """Return how the experts of a module called `name` are split over `etp`.
 
-    Raises PlanError for experts with other parts, and where the sizes do not show which dim is the inner one.
-    """
+    Raises PlanError for experts with other parts, and where the sizes do not show which dim is the inner one."""
     own = dict(experts.named_parameters(recurse=False))
     matrices = {key: each for key, each in own.items() if each.dim() == 3}
     if mixture.form == "modules" or len(own) < sum(1 for _ in experts.parameters()) or len(matrices) != 2:

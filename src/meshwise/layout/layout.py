@@ -1,8 +1,7 @@
 """Layout of one tensor on a mesh: which mesh axes split which dim, and over which axes it is a partial sum.
 
 The ranks along all other axes hold copies. These three facts describe a tensor in every scheme of tensor parallelism.
-So a scheme here is a table of layouts, not code that slices and communicates.
-"""
+So a scheme here is a table of layouts, not code that slices and communicates."""
 
 import itertools
 import re
@@ -20,8 +19,7 @@ class DimSplit:
     | sections   sizes of parts that are split separately, such as q, k and v of a fused projection; (): one part
     | grain      number of elements that stay on one rank, such as the features of an attention head
 
-    Prints as `[64|64|64:16]`, or as "" if the dim may be split between any two elements.
-    """
+    Prints as `[64|64|64:16]`, or as "" if the dim may be split between any two elements."""
 
     sections: tuple[int, ...] = ()
     grain: int = 1
@@ -41,8 +39,7 @@ class DimSplit:
 
         places: the rank's index along each axis that splits the dim, and the size of the axis, outermost axis first.
 
-        Raises ValueError if the sections do not add up to `size`, or one is no multiple of the grain.
-        """
+        Raises ValueError if the sections do not add up to `size`, or one is no multiple of the grain."""
         sections = self.sections or (size,)
         if sum(sections) != size or any(section % self.grain for section in sections):
             raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections must add up to it, in whole grains")
@@ -76,8 +73,7 @@ class Layout:
         | tp[8|8:4],-   tp splits the first 8 rows, and separately the next 8; groups of 4 rows stay together
         | ()            a scalar
 
-    Raises ValueError if an axis appears twice, more than one dim has sections, or `cuts` has the wrong length.
-    """
+    Raises ValueError if an axis appears twice, more than one dim has sections, or `cuts` has the wrong length."""
 
     splits: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
@@ -123,8 +119,7 @@ class Layout:
     def local(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> Rectangle:
         """Return the rectangle that `rank` stores of a tensor of full shape `shape`.
 
-        Raises ValueError as `pieces` does, and if sections divide the part into several rectangles.
-        """
+        Raises ValueError as `pieces` does, and if sections divide the part into several rectangles."""
         [part] = self.pieces(shape, mesh=mesh, rank=rank)
         return part
 

@@ -1,8 +1,7 @@
 """Rectangles: parts of a tensor, given by an offset and a size per dim.
 
 A layout splits a tensor along its dims. ZeRO splits the row-major elements of a tensor at any element. Both kinds of
-part are written as rectangles of the full tensor, so a checkpoint of one plan can be loaded under another.
-"""
+part are written as rectangles of the full tensor, so a checkpoint of one plan can be loaded under another."""
 
 import math
 from collections.abc import Sequence
@@ -48,8 +47,7 @@ def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle
         |                                       b b b b b
         |                                       c . . . .
 
-    Raises ValueError if the range does not lie within the tensor.
-    """
+    Raises ValueError if the range does not lie within the tensor."""
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"a tensor of shape {tuple(shape)} has no elements {start} to {stop}")
     if start == stop:

@@ -6,8 +6,7 @@ orders give each rank early and late tokens:
 
     | contiguous   rank r has block r of N
     | zigzag       rank r has blocks r and 2N-1-r of 2N (Llama 3, arXiv 2407.21783)
-    | striped      rank r has the tokens r, r+N, r+2N, … (striped attention, arXiv 2311.09431)
-"""
+    | striped      rank r has the tokens r, r+N, r+2N, … (striped attention, arXiv 2311.09431)"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ class TokenTile:
 
     | start, stop    indices of the tokens among the tokens of the rank
     | first, last    lowest and highest global position
-    | step           distance between two neighbouring positions
-    """
+    | step           distance between two neighbouring positions"""
 
     start: int
     stop: int
@@ -44,8 +42,7 @@ class TokenTile:
 class TokenRanges:
     """Global positions of tokens, in the order in which a rank has them.
 
-    `ranges`: for each range the first position, the number of tokens, and the distance between two positions.
-    """
+    `ranges`: for each range the first position, the number of tokens, and the distance between two positions."""
 
     ranges: tuple[tuple[int, int, int], ...]
 

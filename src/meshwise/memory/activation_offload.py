@@ -13,8 +13,7 @@ forward continues, and come back before the backward needs the tensor:
 
 A storage moves once for all saved tensors in it: queries, keys and values are three views of one product. It comes back
 with the same bytes, and its tensors with the same strides. Parameters, buffers and small tensors stay. A recomputed
-block saves only its inputs, so only they move.
-"""
+block saves only its inputs, so only they move."""
 
 import contextlib
 import weakref
@@ -129,8 +128,7 @@ def activation_tier(
     """Return the `ActivationTier` for `tier` (`device`, `cpu` or `disk`); None if activations stay on the device.
 
     `streams`: of the device that computes. The tier `cpu` moves nothing if it is no GPU. Raises TierError if no swap
-    file can be made.
-    """
+    file can be made."""
     device = streams.device
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None

@@ -2,8 +2,7 @@
 
 A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory.
 Meanwhile each block measures the bytes and seconds of every mode. Then each block gets its mode, the same mode on every
-rank that runs the block. No mode changes a number, so these steps train like all others.
-"""
+rank that runs the block. No mode changes a number, so these steps train like all others."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -86,8 +85,7 @@ class RecomputedBlocks:
 
         | recall      restores the forward's state when a block is repeated, and replays its kept results
         | in_flight   number of micro-batches whose activations a block keeps at most
-        | parts       by block name, another name for a block of which `module` runs only a part, with its own cost
-        """
+        | parts       by block name, another name for a block of which `module` runs only a part, with its own cost"""
         modules = dict(module.named_modules())
         mode = "full" if self._plan.budget else self._plan.recompute
         for name in names:
@@ -100,8 +98,7 @@ class RecomputedBlocks:
     def finish(self) -> None:
         """Count a measured step; after the last one exchange the costs, and choose and set the modes.
 
-        Every rank calls it after each measured step. Raises PlanError if the budget cannot be met.
-        """
+        Every rank calls it after each measured step. Raises PlanError if the budget cannot be met."""
         self.steps_to_measure -= 1
         if self.steps_to_measure:
             return

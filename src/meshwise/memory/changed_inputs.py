@@ -6,8 +6,7 @@ would find them there, and append them again. So during the repetition, the obje
 first forward; afterwards its present content is restored.
 
 A tensor that is written to in place is not restored. If a block then computes other values, `recompute.py` detects it,
-because the tensors that the block saves differ.
-"""
+because the tensors that the block saves differ."""
 
 import contextlib
 from collections.abc import Iterator

@@ -16,8 +16,7 @@ returns whether an early update has changed parameters.
 
 During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):
 
-    buffer     | master | gradient | exp_avg | exp_avg_sq | master | ...        written back: all but the gradients
-"""
+    buffer     | master | gradient | exp_avg | exp_avg_sq | master | ...        written back: all but the gradients"""
 
 import itertools
 import time
@@ -126,8 +125,7 @@ class StagedRound:
     def bind_values(self) -> None:
         """Wait for the reads; then give the optimizer masters, gradients (times their factor) and state in memory.
 
-        Raises TierError if a read failed.
-        """
+        Raises TierError if a read failed."""
         for read in self._reads:
             read.wait()
         for one, values in zip(self.round, self._values, strict=True):
@@ -205,8 +203,7 @@ class ChunkedUpdate:
     ) -> None:
         """`chunks`: one list per bucket. `early`: a thread updates each bucket when its gradients are reduced.
 
-        Reserves room for the optimizer's state on its tier. Raises TierError if the disk has no room.
-        """
+        Reserves room for the optimizer's state on its tier. Raises TierError if the disk has no room."""
         self.optimizer = optimizer
         self._tiers = tiers
         self._on_disk: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -307,8 +304,7 @@ class ChunkedUpdate:
     def _update_all(self, queue: "_RoundQueue", done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, read the next round meanwhile, and wait for all writes.
 
-        An early update stops at the first gradient that is not finite: that round and all later ones stay unchanged.
-        """
+        An early update stops at the first gradient that is not finite: that round and all later ones stay unchanged."""
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]

@@ -36,8 +36,7 @@ _ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 def set_malloc(options: MallocOptions = ()) -> None:
     """Return free memory to the system once, and set `options` of glibc's allocator for this process.
 
-    The options are not set if the environment configures the allocator. With another C library nothing happens.
-    """
+    The options are not set if the environment configures the allocator. With another C library nothing happens."""
     library = ctypes.CDLL(None)
     trim = getattr(library, "malloc_trim", None)
     if trim is None:

@@ -1,7 +1,6 @@
 """Explain an out-of-memory error of a user's own script by a note with this rank's memory by category.
 
-The error itself names only the bytes of the allocation that failed, not the tensors that filled the memory.
-"""
+The error itself names only the bytes of the allocation that failed, not the tensors that filled the memory."""
 
 import contextlib
 import errno

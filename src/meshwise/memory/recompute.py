@@ -14,8 +14,7 @@ forward finds the state of the first forward: torch's generators, autocast, and 
 remembers. Objects that the block receives, such as the cache of a decoder, have their earlier content
 (`changed_inputs`). Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
 repetition norms update copies of their running statistics, because the first forward has updated the real ones.
-A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
-"""
+A block that writes to another buffer is refused, because its repeated forward might read the changed buffer."""
 
 import contextlib
 import weakref
@@ -53,8 +52,7 @@ class RecomputedBlock:
     | recall       the state to restore and the kept results to replay when the forward is repeated
     | cost         measured cost of every mode; None before the first measurement
     | measures     measure `cost` in every forward with gradients, and recompute everything meanwhile
-    | is_trusted   True once a repeated forward has saved the same tensors; values are not compared any more
-    """
+    | is_trusted   True once a repeated forward has saved the same tensors; values are not compared any more"""
 
     def __init__(self, module: nn.Module, *, name: str, mode: str, recall: ForwardReplay) -> None:
         self.name = name
@@ -187,8 +185,7 @@ class _Call:
     def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
         """Run the first forward inside the block; keep slow results under `selective`, or if there is a `clock`.
 
-        `clock` times the operations whose results are kept. Results after the last saved tensor are dropped.
-        """
+        `clock` times the operations whose results are kept. Results after the last saved tensor are dropped."""
         recall = self._block.recall
         keeps = self._selective or clock is not None
         try:
@@ -379,8 +376,7 @@ def sample_of(tensor: Tensor) -> Tensor | None:
     """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
     Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes. A kernel's workspace is such a
-    tensor (an LSTM on a CPU saves one), and is only partly written.
-    """
+    tensor (an LSTM on a CPU saves one), and is only partly written."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
     if tensor.is_meta or tensor.dtype == torch.uint8:

@@ -4,8 +4,7 @@
 |-------------|--------------------------------------|------------------------------------------------------------|
 | `none`      | all tensors that autograd saves      | none                                                       |
 | `selective` | its input and its matrix products    | its forward without these products                         |
-| `full`      | its input                            | its forward                                                |
-"""
+| `full`      | its input                            | its forward                                                |"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,7 @@ MIB = 2**20
 class RecomputeCost:
     """Cost of one block by mode: bytes that it keeps and seconds of its recomputation, for one micro-batch.
 
-    `in_flight`: largest number of micro-batches whose activations the block keeps at one time.
-    """
+    `in_flight`: largest number of micro-batches whose activations the block keeps at one time."""
 
     bytes: Mapping[str, int]
     seconds: Mapping[str, float]
@@ -51,8 +49,7 @@ def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Se
 
     At first every block has the mode that keeps the fewest bytes. Then blocks change to modes that keep more, as long
     as the bytes fit; the block that saves the most seconds per byte comes first. Raises PlanError, with the smallest
-    budget that works, if nothing fits.
-    """
+    budget that works, if nothing fits."""
     chosen = {name: min(allowed, key=cost.kept) for name, cost in costs.items()}
     left = budget - sum(cost.kept(chosen[name]) for name, cost in costs.items())
     if left < 0:

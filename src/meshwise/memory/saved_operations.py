@@ -14,8 +14,7 @@ They are 3 h of queries, keys and values, h of the attention's projection, 4 h a
 
 There are two modes. `SavedOperations` sees the functions that Python code calls, at a cost of one microsecond each. It
 runs those that may keep an output, or write to a kept one, inside `_KeptOutputs`. This mode sees every operation inside
-them, at five microseconds each. Only the function and its arguments decide, so both forwards keep the same outputs.
-"""
+them, at five microseconds each. Only the function and its arguments decide, so both forwards keep the same outputs."""
 
 import contextlib
 from typing import Any
@@ -50,8 +49,7 @@ _MULTIPLIES = frozenset(_CALLS.split())
 class SavedOperations(TorchFunctionMode):
     """Mode that keeps the outputs of the operations in `KEPT`, or takes them from `recall` in a repeated forward.
 
-    The autograd functions of `tensor/core` call `recall.once` themselves for the products inside them.
-    """
+    The autograd functions of `tensor/core` call `recall.once` themselves for the products inside them."""
 
     def __init__(self, recall: ForwardReplay, *, clock: DeviceTimer | None = None) -> None:
         """`clock` measures the seconds of the operations in `KEPT`; None measures nothing."""

@@ -1,8 +1,7 @@
 """Lend a fixed number of buffers for reads from the disk and writes to the disk.
 
 Reading ahead without a limit would hold the whole model in memory, and the tier `disk` would save nothing. So a read
-waits for a free buffer; a buffer is free again when its content is written or no longer needed.
-"""
+waits for a free buffer; a buffer is free again when its content is written or no longer needed."""
 
 import threading
 from collections.abc import Callable
@@ -25,8 +24,7 @@ class SwapConfig:
 
     | folder     folder of the file; None: the system's folder for temporary files
     | buffers    number of staging buffers of the update: one is read, one is updated, and one is written
-    | buffer     bytes of each staging buffer; more if a single chunk does not fit
-    """
+    | buffer     bytes of each staging buffer; more if a single chunk does not fit"""
 
     folder: Path | None = None
     buffers: int = 3
@@ -70,8 +68,7 @@ class StagingBuffers:
     ) -> None:
         """`streams`: of the device that computes; for a GPU the buffers are pinned. `on_new_buffer` gets new buffers.
 
-        `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so.
-        """
+        `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so."""
         self.size = whole_blocks(size)
         self._streams = streams
         self._left = count

@@ -21,8 +21,7 @@ class ActivationTransfers:
 
     | least    smallest storage that is moved
     | ahead    bytes that the backward brings back before it needs them
-    | staged   most bytes of the buffers between the device and the disk, in total
-    """
+    | staged   most bytes of the buffers between the device and the disk, in total"""
 
     least: int = 64 * 2**10
     ahead: int = 64 * 2**20

@@ -12,8 +12,7 @@ The kernel keeps the mapping and the direct transfers coherent.
     memory          a buffer, aligned to 4096 bytes like the file
 
 The file has no name, so the system frees it when the process ends for any reason, and no other process can remove it.
-Its space is reserved as it grows, so a full disk raises an error at an allocation, not at a later write.
-"""
+Its space is reserved as it grows, so a full disk raises an error at an allocation, not at a later write."""
 
 import fcntl
 import io
@@ -110,8 +109,7 @@ class SwapFile:
     | folder   folder of the file
     | size     bytes in use
     | direct   True if reads and writes bypass the page cache; file systems in memory and some others cannot do so
-    | moved    the last reads and writes, oldest first
-    """
+    | moved    the last reads and writes, oldest first"""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: None for the system's folder of temporary files. Raises TierError if no file can be made there."""
@@ -165,8 +163,7 @@ class SwapFile:
     def write(self, offset: int, *, values: Tensor, after: Callable[[], None] = lambda: None) -> SwapTransfer:
         """Start to write `values` (uint8, aligned, whole blocks) to the file from byte `offset` on.
 
-        `after` is called on the file's threads before they read `values`; it may wait for them.
-        """
+        `after` is called on the file's threads before they read `values`; it may wait for them."""
         return self._move("write", os.pwritev, offset, values, after)
 
     def later(self, call: Callable[[], object]) -> None:
@@ -245,8 +242,7 @@ def whole_blocks(size: int) -> int:
 def aligned(size: int, *, streams: Streams | None = None) -> Tensor:
     """Return an uninitialized uint8 tensor of `size` bytes in host memory, aligned to blocks.
 
-    It is pinned if `streams` belong to a GPU, and a meta tensor if they belong to meta. None: the CPU's.
-    """
+    It is pinned if `streams` belong to a GPU, and a meta tensor if they belong to meta. None: the CPU's."""
     if streams is not None and streams.device.type == "cuda":
         raw = streams.host_empty([size], dtype=torch.uint8)
         if raw.data_ptr() % BLOCK == 0:  # room for a shift would double it: torch rounds up to a power of two

@@ -8,8 +8,7 @@
     |           pinned staging buffers
 
 A tensor on any tier can be read and filled like any other tensor; `bring` and `store` are faster. If nothing is
-offloaded, `Tiers` moves nothing.
-"""
+offloaded, `Tiers` moves nothing."""
 
 import contextlib
 import time
@@ -93,8 +92,7 @@ class Tiers:
     def chunk_limit(self) -> int | None:
         """Largest number of elements in a chunk of the update, a multiple of 4096; None (no limit) without offloading.
 
-        So four fp32 tensors of a chunk fit into a staging buffer: the master, its gradient, two optimizer states.
-        """
+        So four fp32 tensors of a chunk fit into a staging buffer: the master, its gradient, two optimizer states."""
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
     @cached_property
@@ -132,8 +130,7 @@ class Tiers:
     def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a new flat tensor on the tier of an offloaded kind; its values are undefined.
 
-        `what`: `params`, `masters`, `gradients` or `optimizer`. Raises TierError if the disk has no room.
-        """
+        `what`: `params`, `masters`, `gradients` or `optimizer`. Raises TierError if the disk has no room."""
         if getattr(self.offload, what) == "disk":
             assert self.file is not None
             self.disk_bytes[what] += numel * dtype.itemsize

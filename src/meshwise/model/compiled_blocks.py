@@ -2,8 +2,7 @@
 
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
 none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs as
-it is, because its draws depend on places that torch.compile would take for constants.
-"""
+it is, because its draws depend on places that torch.compile would take for constants."""
 
 import threading
 import warnings
@@ -21,8 +20,7 @@ from meshwise.model.torch_private import compiler_backend, dispatch_modes, witho
 class CompiledBlocks:
     """Blocks of one rank that are compiled, with counts of `graphs`, `graph_breaks` and `recompilations` so far.
 
-    `blocks`: number of all blocks; `drawing`: names of those that run as they are, because they draw.
-    """
+    `blocks`: number of all blocks; `drawing`: names of those that run as they are, because they draw."""
 
     def __init__(self, *, backend: str | None) -> None:
         """`backend` of torch.compile; None: nothing is compiled. Raises ValueError if torch has no such backend."""

@@ -11,8 +11,7 @@ are not recorded. Two modes observe the constructor, in the calling thread only:
 - `_Recorder` sees every operation below autograd. Tensors with values that the constructor uses (`torch.tensor`, numpy,
   a checkpoint) are constants, each represented by a meta tensor.
 - `_CpuPretence` makes meta tensors report the CPU as their device, because initializers and models do less on
-  meta tensors. When the constructor reads values (`.tolist()`, `print`), the mode computes them.
-"""
+  meta tensors. When the constructor reads values (`.tolist()`, `print`), the mode computes them."""
 
 import contextlib
 import sys
@@ -226,8 +225,7 @@ class _CpuPretence(TorchFunctionMode):
 
         It reads its own random numbers, to redraw elements outside of the bounds. Recording them would compute the
         parameter now, before its name, and so its seed, is known. torch has no hook at
-        this point, but first asks whether the tensor is a meta tensor, and skips its work if the answer is True.
-        """
+        this point, but first asks whether the tensor is a meta tensor, and skips its work if the answer is True."""
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False
         names = ("tensor", "mean", "std", "a", "b")

@@ -15,8 +15,7 @@ the tensor and the inputs of one operation are in memory.
 Every random operation draws from its own generator. The generator's seed is a hash of the model's seed, a tensor's name
 and a number. The tensor is the first parameter or buffer that depends on the operation, and the number counts its
 operations. So the values of a parameter depend on no other part of the model, no order and no rank. The global
-generators stay unchanged.
-"""
+generators stay unchanged."""
 
 import hashlib
 from bisect import bisect_left
@@ -108,8 +107,7 @@ class ConstructionRecord:
     def values(self, wanted: Sequence[Tensor]) -> list[Tensor]:
         """Return the values that the meta tensors `wanted` have at the end of the record, on the CPU.
 
-        An element that was never written is NaN, the largest value of its integer type, or True.
-        """
+        An element that was never written is NaN, the largest value of its integer type, or True."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.name_draws(wanted, name=CONSTRUCTION)
             indices = self._needed(wanted)
@@ -127,8 +125,7 @@ class ConstructionRecord:
     def unwritten(self, t: Tensor, *, values: Tensor) -> int:
         """Return how many elements of `values`, the values of `t`, depend on memory that was never written.
 
-        Such elements equal `_poison`: NaN stays NaN in arithmetic. Booleans are not checked.
-        """
+        Such elements equal `_poison`: NaN stays NaN in arithmetic. Booleans are not checked."""
         needed = (self._operations[index] for index in self._needed([t]))
         if values.dtype == torch.bool or not any(operation.uninitialised for operation in needed):
             return 0

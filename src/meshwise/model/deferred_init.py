@@ -6,8 +6,7 @@ the meta device. Its parameters are computed one by one (`ParameterSource.full`)
 The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from
 the values that the function would draw from torch's global generator, which is neither read nor changed. A generator
 that the function passes to torch is not used either. Random numbers of numpy and Python are not replaced. If
-the constructor leaves elements of a tensor uninitialized, an error names the tensor.
-"""
+the constructor leaves elements of a tensor uninitialized, an error names the tensor."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -49,8 +48,7 @@ class ParameterSource:
         """Return the full tensor of a parameter or buffer, by any of its names.
 
         With a record, the values are computed on the CPU; otherwise it is the model's own tensor, not a copy. Raises
-        ValueError if the constructor leaves elements uninitialised.
-        """
+        ValueError if the constructor leaves elements uninitialised."""
         wanted = self._tensors[name]
         if self._shapes_only:
             return wanted.to("meta")
@@ -69,8 +67,7 @@ class ParameterSource:
 
         If every rank holds the model, the first rank's values are broadcast; a deferred model computes equal values.
         Every rank along `axes` must ask for the same names in the same order. The tensor is valid until the next call,
-        because all calls use one buffer: freed copies of single parameters would leave holes in the heap.
-        """
+        because all calls use one buffer: freed copies of single parameters would leave holes in the heap."""
         value = self.full(name)
         if self.deferred or world.size == 1:
             return value
@@ -91,8 +88,7 @@ class ParameterSource:
     def fill_buffers(self) -> None:
         """Compute the buffers, and the tensors in plain attributes, that are on meta; set them on the CPU.
 
-        Raises ValueError as `full` does.
-        """
+        Raises ValueError as `full` does."""
         made: dict[int, Tensor] = {}
         for path, owner in self.module.named_modules():
             trees = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}
@@ -109,8 +105,7 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
 
     The function is called once, on meta tensors, and its tensor operations are recorded. Raises ValueError for a
     module on the meta device, a function that returns no module, and random draws that cannot be repeated. Raises it
-    also for a built module with other modules in plain lists or dicts.
-    """
+    also for a built module with other modules in plain lists or dicts."""
     if isinstance(model, nn.Module):
         check_readable(model)
         return ParameterSource(model, record=None)
@@ -130,8 +125,7 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """Return a source without values, whose `module` is a copy of the model (or the function's model) on meta.
 
-    A given module is left unchanged. Raises ValueError as `build_with_values` does.
-    """
+    A given module is left unchanged. Raises ValueError as `build_with_values` does."""
     if isinstance(model, nn.Module):
         check_readable(model)
         every = [model, *(part for _, part in _unregistered(model))]
@@ -152,8 +146,7 @@ def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Param
     """Replace a parameter under all its names by a new parameter over the memory of `tensor`, and return it.
 
     A meta parameter cannot get memory on another device by `.data`. The new parameter keeps `requires_grad`, hooks and
-    Python attributes of the old one. `tensor` may be only this rank's part of the parameter.
-    """
+    Python attributes of the old one. `tensor` may be only this rank's part of the parameter."""
     old = module.get_parameter(row.name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
     vars(new).update(vars(old))

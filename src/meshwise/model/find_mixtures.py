@@ -5,8 +5,7 @@
     | rows      as above, without biases               rows (experts · n, features): all tokens for each
     | modules   a child module for each expert         as stacked; the experts may be one-hot (n, k, experts)
 
-In transformers 5, Llama 4 has the form `rows`, Switch Transformers and NLLB have `modules`, all others `stacked`.
-"""
+In transformers 5, Llama 4 has the form `rows`, Switch Transformers and NLLB have `modules`, all others `stacked`."""
 
 import copy
 import dataclasses
@@ -29,8 +28,7 @@ class Mixture:
 
     | experts   number of experts
     | counts    attributes that hold this number
-    | form      how the module stores its experts and is called; see the table of this file
-    """
+    | form      how the module stores its experts and is called; see the table of this file"""
 
     experts: int
     counts: tuple[str, ...]
@@ -46,8 +44,7 @@ def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
 def planned_mixtures(module: nn.Module, *, plan: Plan) -> Mapping[str, Mixture]:
     """Return the mixtures of a model by name; none if the plan has neither `ep`, `etp` nor `tp`.
 
-    Raises PlanError if `ep` or `etp` is above 1 and the model has no mixture, or one with fewer experts than `ep`.
-    """
+    Raises PlanError if `ep` or `etp` is above 1 and the model has no mixture, or one with fewer experts than `ep`."""
     if plan.ep == plan.etp == plan.tp == 1:
         return {}
     found = find_mixtures(module)
@@ -67,8 +64,7 @@ def planned_mixtures(module: nn.Module, *, plan: Plan) -> Mapping[str, Mixture]:
 def compute_experts_by_loops(module: nn.Module) -> None:
     """Let experts of transformers compute one expert after the other: their grouped products refuse float64.
 
-    Their modules get a configuration of their own, because a configuration may belong to several models.
-    """
+    Their modules get a configuration of their own, because a configuration may belong to several models."""
     for name in find_mixtures(module):
         experts = module.get_submodule(name)
         if "_is_expert_parallel" in vars(experts):  # an attribute of all experts that choose an implementation

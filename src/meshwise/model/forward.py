@@ -2,8 +2,7 @@
 
 An engine that receives the mean of a loss must guess the number of terms. With micro-batches, padding, or unequal
 numbers of rows on the ranks, the guess is wrong. So a loss here returns a sum and the number of its terms (tokens,
-samples), and the engine divides once, over the whole global batch.
-"""
+samples), and the engine divides once, over the whole global batch."""
 
 import contextlib
 import inspect
@@ -31,8 +30,7 @@ class StageForwardLeft(Exception):
     """Raised to leave a model's forward where a pipeline stage ends; the later modules belong to other stages.
 
     It is an Exception, so torch runs the `always_call` hooks of the modules that are left. If the model catches it, the
-    next piece raises it again.
-    """
+    next piece raises it again."""
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
@@ -41,8 +39,7 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     A tensor is the input itself. A tuple or list begins with the input; its other items are for the loss. From a
     mapping, the entries that are parameters of `model.forward` are passed by keyword; all if it takes `**kwargs`.
 
-    Raises ValueError for a mapping if `forward` takes none of its keys.
-    """
+    Raises ValueError for a mapping if `forward` takes none of its keys."""
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -73,8 +70,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
     """Run forward and loss; return the sum of the loss and the count of its terms, two scalar tensors (count: fp64).
 
     Raises LossError if `loss` does not return a scalar sum and a count of at least 0. A count in a tensor is not read,
-    because that would wait for the GPU. If it is below 0 it becomes NaN, and so does every sum of counts.
-    """
+    because that would wait for the GPU. If it is below 0 it becomes NaN, and so does every sum of counts."""
     output = forward(model, batch)
     returned = loss(output, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:

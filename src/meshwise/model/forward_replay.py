@@ -8,8 +8,7 @@ Code that computes such a result calls `once` of a `ForwardReplay`, which other 
     | any other forward     y = recall.once(compute)     calls `compute`
 
 State that differs between forwards (the samples to draw for, the rows of each rank) is a `RememberedState`. A block
-takes a snapshot of the state when it begins, and restores the snapshot when it is repeated.
-"""
+takes a snapshot of the state when it begins, and restores the snapshot when it is repeated."""
 
 import contextlib
 from collections.abc import Callable, Iterator

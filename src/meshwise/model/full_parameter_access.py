@@ -25,8 +25,7 @@ A class that needs matrices computes each of them on one rank, by a function of 
     self.logical.map_whole(gradients, groups=self.param_groups, function=lambda name, full: orthogonal(full))
 
 `logical` is a `LogicalTensors`: a `WholeParameters` on one process, a `LogicalSlices` under a plan. Every rank must
-call its methods in the same order. Every slice has a gradient.
-"""
+call its methods in the same order. Every slice has a gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,8 +79,7 @@ class LogicalTensors(Protocol):
         | groups    parameter groups of the optimizer: the same on every rank, even if the rank has no slice of them
         | dtype     dtype in which tensors travel, and which `function` gets; None: the dtype of the slices
 
-        `function` runs on one rank for each parameter, so it must depend on its arguments alone.
-        """
+        `function` runs on one rank for each parameter, so it must depend on its arguments alone."""
 
 
 class WholeParameters:

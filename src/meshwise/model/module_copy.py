@@ -13,8 +13,7 @@ _CONTAINERS = (OrderedDict, dict, set)
 def copy_modules(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
     """Return a copy of the model in which the keys of `tensors` are replaced by their values; copy other tensors.
 
-    `copy.deepcopy` alone takes ten milliseconds for a dozen blocks, mostly for their empty dictionaries of hooks.
-    """
+    `copy.deepcopy` alone takes ten milliseconds for a dozen blocks, mostly for their empty dictionaries of hooks."""
     memo: dict[int, object] = {id(old): new for old, new in tensors.items()}
     for module in model.modules():
         attributes = vars(module).values()
@@ -37,8 +36,7 @@ def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
     """Let the new parameter `to`, which replaces `old`, call the hooks of `old`.
 
     `to` gets one hook that calls the hooks that `old` has at that time, so a hook that was removed is not called. The
-    engine can add its own hooks to `to`, and two stages can share `old`.
-    """
+    engine can add its own hooks to `to`, and two stages can share `old`."""
 
     def call_gradient_hooks(gradient: Tensor) -> Tensor:
         for hook in list((old._backward_hooks or {}).values()):
@@ -77,8 +75,7 @@ def refuse_partial_copies(modules: Iterable[nn.Module], *, plan: str) -> None:
     """Make `state_dict`, `load_state_dict`, `deepcopy` and pickling of modules raise RuntimeError.
 
     torch would write or copy this rank's part without a word: NaN under zero=3, halves of matrices under tp, one stage
-    under pp. `save_pretrained` and `torch.optim.swa_utils.AveragedModel` use these methods. `plan`: for the message.
-    """
+    under pp. `save_pretrained` and `torch.optim.swa_utils.AveragedModel` use these methods. `plan`: for the message."""
     save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
     for module in {part: None for whole in modules for part in whole.modules()}:
         module.register_state_dict_pre_hook(save)

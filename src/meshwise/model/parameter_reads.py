@@ -8,8 +8,7 @@ Then the child is never called, and its weight would not be gathered. torch's ow
 like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So the source code of
 `forward`, and of the methods that it calls on `self`, is searched for dotted names that lead from `self` to a
 child's parameter. The search misses a child under another name, and a function without source code. For these the user
-names the module in `units`.
-"""
+names the module in `units`."""
 
 import ast
 import inspect
@@ -90,8 +89,7 @@ def source_of(function: Any) -> ast.Module:
 
     Raises OSError for a function without source code, and SyntaxError for a function inside a larger expression.
     CPython 3.11 counts the depth of all threads' syntax trees together, so parsing in two threads may fail
-    (python/cpython issue 106905). Then parsing is tried again.
-    """
+    (python/cpython issue 106905). Then parsing is tried again."""
     while True:
         try:
             return ast.parse(textwrap.dedent(inspect.getsource(function)))

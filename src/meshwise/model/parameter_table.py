@@ -2,8 +2,7 @@
 
 All code that uses parameters (initialization, gradient reduction, the norm, the optimizer, checkpoints) reads this
 table and never walks the module itself. So a parameter has one name everywhere. A tied parameter is registered under
-several names, but is one parameter: gathered once, counted once in the norm, updated once, saved once.
-"""
+several names, but is one parameter: gathered once, counted once in the norm, updated once, saved once."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
 class Placement:
     """Layout of one parameter, and the axes (`summed`) over which the gradients of its copies are summed.
 
-    Over every other axis, all copies of the parameter get identical gradients. `held_at`: as in `ParameterRow`.
-    """
+    Over every other axis, all copies of the parameter get identical gradients. `held_at`: as in `ParameterRow`."""
 
     layout: Layout
     summed: tuple[str, ...]
@@ -130,8 +128,7 @@ class ParameterTable:
     def held_at(self, *where: tuple[str, int], counted_elsewhere: Collection[str] = ()) -> "ParameterTable":
         """Return the table of a part of the model (a stage); only ranks with all these (axis, coordinate) hold it.
 
-        `counted_elsewhere`: names of parameters that an earlier stage holds too.
-        """
+        `counted_elsewhere`: names of parameters that an earlier stage holds too."""
         return self._with_rows(lambda row: replace(row, held_at=where, counted_elsewhere=row.name in counted_elsewhere))
 
     def on(self, mesh: Mesh, *, rank: int) -> "ParameterTable":
@@ -172,8 +169,7 @@ def parameter_table(
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
     Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, two
-    parameters that share memory, and a pattern in `units` that matches nothing.
-    """
+    parameters that share memory, and a pattern in `units` that matches nothing."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

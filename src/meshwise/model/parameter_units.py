@@ -29,8 +29,7 @@ follow from the structure of the model:
 6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.
 
 Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
-modules in another order, only prefetching is slower. `units` overrides rules 1 to 3 for the modules it names.
-"""
+modules in another order, only prefetching is slower. `units` overrides rules 1 to 3 for the modules it names."""
 
 import difflib
 import fnmatch
@@ -54,8 +53,7 @@ class GatheredModule:
     """A module (`module`: its name), and the `parameters` that its forward needs, by their first names.
 
     | block   True for an entry of a container, and for a module that the user named
-    | spans   True for an opened module: its whole forward uses the parameters, and its children are other pieces
-    """
+    | spans   True for an opened module: its whole forward uses the parameters, and its children are other pieces"""
 
     module: str
     parameters: tuple[str, ...]
@@ -67,8 +65,7 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
     """Return the model's units in forward order, each as a list of pieces. Every parameter is in a piece.
 
     Each module that a pattern of `units` matches is a unit; all modules that an inner sequence of patterns matches are
-    one unit together. Raises ValueError as `select` does.
-    """
+    one unit together. Raises ValueError as `select` does."""
     walk = _Walk(module, select(module, units=units))
     walk.visit("", module, entry=False)
     pieces = [piece for piece in walk.pieces() if piece.parameters]
@@ -78,8 +75,7 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
 def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
     """Return the names of the modules that `units` match, each with the number of its unit.
 
-    Raises ValueError for a pattern that matches no module with parameters, and for a match inside another match.
-    """
+    Raises ValueError for a pattern that matches no module with parameters, and for a match inside another match."""
     names = [n for n, m in module.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())]
     chosen: dict[str, int] = {}
     number = 0

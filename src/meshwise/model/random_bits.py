@@ -10,8 +10,7 @@ bits are the same in any slice and on any device.
 
 Rows and columns are hashed by the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, 2014). So the cheap last line starts from mixed bits, and rows hardly ever share a multiplier c. The hash is
-good enough for masks and noise, not for cryptography.
-"""
+good enough for masks and noise, not for cryptography."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ _BLOCK = 2**16
 class IndexBlock:
     """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on.
 
-    `places`: for each dim, the indices in the full tensor if they are not neighbours, else None. Empty: all are.
-    """
+    `places`: for each dim, the indices in the full tensor if they are not neighbours, else None. Empty: all are."""
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -73,8 +71,7 @@ def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device
     """Return random values of `kind` for a slice, with two dims or more, of a full tensor.
 
     | key    any signed 64-bit integer; equal keys give equal draws
-    | into   contiguous tensor of the kind's dtype to fill and return, with as many elements; None: a new tensor
-    """
+    | into   contiguous tensor of the kind's dtype to fill and return, with as many elements; None: a new tensor"""
     filled = torch.empty(part.shape, dtype=kind.dtype, device=device) if into is None else into
     _fill(filled.view(1, *part.matrix), part=part, keys=[key], kind=kind)
     return filled
@@ -114,8 +111,7 @@ def _fill(lines: Tensor, *, part: IndexBlock, keys: Sequence[int], kind: Distrib
 def _hashed(part: IndexBlock, keys: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return 64-bit hashes of the rows of a slice, (keys, rows), and 32-bit hashes of its columns, (keys, 1, columns).
 
-    The index of an element enters times `_GOLDEN`.
-    """
+    The index of an element enters times `_GOLDEN`."""
     key = torch.tensor(keys, dtype=torch.int64).to(device, non_blocking=True)
     ends = [part.indices(dim, device=device).mul_(_GOLDEN) for dim in range(len(part.shape))]
     column = _high(_mixed((key ^ _COLUMNS).unsqueeze(-1) + ends[-1]))

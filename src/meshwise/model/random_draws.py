@@ -18,8 +18,7 @@ state. A rank computes the slice of the full draw that its tensor needs. The sli
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
 on the stack. Its first module gets the place of its call in the first forward. Draws raise an error if the module was
-called in two places, or if the repeated function is no module: then the place is ambiguous.
-"""
+called in two places, or if the repeated function is no module: then the place is ambiguous."""
 
 import contextlib
 import functools
@@ -50,8 +49,7 @@ class SampleRows:
     """The samples of a micro-batch: `count` samples, from number `first` of the global batch on.
 
     `further(n)`: the samples of this micro-batch on the rank n places after this one along the axes of the batch. A
-    count of 0: the samples are unknown, and draws raise an error.
-    """
+    count of 0: the samples are unknown, and draws raise an error."""
 
     first: int
     count: int
@@ -69,8 +67,7 @@ class DimSlice:
     """A slice along one dim of the whole model's activations: `size` elements from `start` on.
 
     `dim` counts from the end (-1: features). If this dim of a tensor counts heads, start and size are converted to
-    heads. A dim of size 1 (as in stochastic depth) is not split if `size` > 1, except in attention scores.
-    """
+    heads. A dim of size 1 (as in stochastic depth) is not split if `size` > 1, except in attention scores."""
 
     dim: int
     start: int
@@ -87,8 +84,7 @@ class ActivationRegion:
 
         | 1d, between the linear layers of a pair     hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
         | sequence parallel, outside of pairs         hidden=(DimSlice(-2, t, n),)
-        | 2d                                          hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
-    """
+        | 2d                                          hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)"""
 
     hidden: tuple[DimSlice, ...] = ()
     scores: tuple[DimSlice, ...] = ()
@@ -156,8 +152,7 @@ class RandomDraws:
     In the first step every module has hooks, and the modes are active everywhere. Later only modules that drew and
     their callers have hooks, and the modes are active only inside modules that draw themselves. A module that the first
     step did not run counts as one of them. If torch's generator moves in a later step, a draw was missed: all modules
-    get their hooks back. The small masks of a step are drawn together when it begins (`MasksAhead`).
-    """
+    get their hooks back. The small masks of a step are drawn together when it begins (`MasksAhead`)."""
 
     def __init__(
         self,
@@ -325,8 +320,7 @@ class RandomDraws:
     def key(self) -> int:
         """Return the key of the next draw, a signed 64-bit hash of seed, step, place and number of the draw.
 
-        Raises ValueError in a repeated forward if the place is ambiguous.
-        """
+        Raises ValueError in a repeated forward if the place is ambiguous."""
         return _hash(self._seed, self._step, *self._place())
 
     def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
@@ -468,8 +462,7 @@ def _token_dim(dims: Sequence[int], cuts: Sequence[DimSlice], *, count: int) -> 
     """Return the dim of a drawn tensor that has this rank's `count` tokens, or its slice of them; 0 if there is none.
 
     | (samples, tokens), (samples, tokens, features)
-    | (samples, tokens, …, …), (samples, heads, tokens, …)
-    """
+    | (samples, tokens, …, …), (samples, heads, tokens, …)"""
     sliced = next((cut.size for cut in cuts if cut.dim == -2), count)
     if len(dims) in (2, 3):
         return 1 if dims[1] in (sliced, count) else 0

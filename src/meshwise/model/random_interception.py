@@ -8,8 +8,7 @@ replacement of `bernoulli_` then serves dropout of any kind, attention, and a mo
 Two functions are rewritten. Attention with dropout uses torch's plain implementation, because the fused kernels draw
 inside. `F.dropout`, the most frequent function, keeps its mask as booleans.
 
-A draw with an explicit generator (`generator=`) and a draw of complex numbers are not replaced.
-"""
+A draw with an explicit generator (`generator=`) and a draw of complex numbers are not replaced."""
 
 import abc
 import contextlib
@@ -151,8 +150,7 @@ class RandomInterception(ForwardAndBackwardMode):
     def _masked_attention(self, given: Mapping[str, Any], seen: Tensor | None, dropping: float) -> Tensor:
         """Return what torch's plain implementation computes, without a mode that sees each of its operations.
 
-        For a value without features it returns the probabilities, which are then dropped and multiplied as there.
-        """
+        For a value without features it returns the probabilities, which are then dropped and multiplied as there."""
         value, causal, scale = given["value"], bool(given.get("is_causal")), given.get("scale")
         with torch._C.DisableTorchFunction():
             _, weights = torch.ops.aten._scaled_dot_product_attention_math(

@@ -9,8 +9,7 @@ A rehearsal's tensors have no values, so a model that reads values could not be 
 The first condition is the same for every batch: `positions` is made from no other tensor (as by `arange`, `ones_like`)
 or only from such tensors. The values of such small tensors are computed along with their meta tensors. The second
 condition depends on integers of the batch, which have the user's values (`meta_batch.py`). Tensors from parameters,
-draws or other numbers have no values.
-"""
+draws or other numbers have no values."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,8 +49,7 @@ class ShapeConstants(TorchDispatchMode):
     """Mode that gives the model the known values of meta tensors, in all steps of one rank's rehearsal.
 
     Known are the values of the batch's integers, and of tensors made from known tensors. In a `forward` and in a
-    backward, the values of tensors made without other tensors are known too.
-    """
+    backward, the values of tensors made without other tensors are known too."""
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """`given`: meta tensors of a batch, and their values."""
@@ -113,8 +111,7 @@ class ShapeConstants(TorchDispatchMode):
     def _is_models(self, output: Any) -> bool:
         """Return whether the model, not the engine, made a tensor from sizes alone.
 
-        In a backward, the engine makes zeros as large as parameters. The model makes integers, or repeats a forward.
-        """
+        In a backward, the engine makes zeros as large as parameters. The model makes integers, or repeats a forward."""
         if self._forwards:
             return True
         counts = not any(one.is_floating_point() for one in tensors(output))

@@ -27,8 +27,7 @@ __all__ = [
 class LightDispatchMode(TorchDispatchMode):
     """Base of dispatch modes for hot paths: torch does not wrap their handler against torch.compile.
 
-    The wrapper takes ten microseconds for each operation. Compiled blocks never run inside these modes.
-    """
+    The wrapper takes ten microseconds for each operation. Compiled blocks never run inside these modes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -43,8 +42,7 @@ def in_backward() -> bool:
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:
     """Return, for each argument of an autograd function, whether the running backward needs its gradient.
 
-    `ctx`: the function's context. A part of a split backward needs fewer gradients than `ctx.needs_input_grad` says.
-    """
+    `ctx`: the function's context. A part of a split backward needs fewer gradients than `ctx.needs_input_grad` says."""
     nodes = (node for node, _ in ctx.next_functions if node is not None)  # of each argument that needs a gradient
     return tuple(need and _runs(next(nodes)) for need in ctx.needs_input_grad)
 

@@ -3,8 +3,7 @@
 An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
 rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
 (`model.full_parameter_access`). Classes of torch that need whole tensors are refused, and other classes that treat
-slices differently in a trial (`slice_difference`).
-"""
+slices differently in a trial (`slice_difference`)."""
 
 import inspect
 import math
@@ -50,8 +49,7 @@ def flat_optimizer(
     logical: access to whole parameters; passed only to a class that declares `needs`.
     names: names of the parameters of each group on all ranks, the key `names` of the groups of such a class.
 
-    Raises ValueError as `build_optimizer` does.
-    """
+    Raises ValueError as `build_optimizer` does."""
     split = [{"params": list(owned), **dict(options)} for options, owned in groups.items()]
     if needs_whole(optimizer):
         split = [group | {"names": (names or {}).get(key, ())} for group, key in zip(split, groups, strict=True)]
@@ -71,8 +69,7 @@ def build_optimizer(
     complex, and `arguments` do not name an implementation.
 
     Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, treats slices differently
-    without `needs`, or does not take an argument.
-    """
+    without `needs`, or does not take an argument."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(  # noqa: TRY004
             f"optimizer={optimizer!r} is not an optimizer class; pass a class and its arguments: "
@@ -115,8 +112,7 @@ def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions
 def needs_whole(optimizer: object) -> bool:
     """Return whether an optimizer class declares `needs`: access to whole parameters or to their norms.
 
-    Raises ValueError if `needs` is not one of `model.full_parameter_access.NEEDS`.
-    """
+    Raises ValueError if `needs` is not one of `model.full_parameter_access.NEEDS`."""
     needs = getattr(optimizer, "needs", None)
     if needs is not None and needs not in NEEDS:
         raise ValueError(f"{optimizer!r} declares needs={needs!r}; write one of {', '.join(map(repr, NEEDS))}, or none")
@@ -149,8 +145,7 @@ def slice_difference(optimizer: type[torch.optim.Optimizer], *, arguments: Mappi
         slices    | slice of 7       | slice of 10             |
 
     Return "" too for a class of `torch.optim`, and for a class whose steps on whole parameters raise an error.
-    Torch's CPU generator is left as it was.
-    """
+    Torch's CPU generator is left as it was."""
     if optimizer.__module__.partition(".")[0] == "torch":
         return ""
     start = torch.linspace(-1.0, 1.5, sum(_CUTS))

@@ -1,7 +1,6 @@
 """Save and restore the hyperparameters of an optimizer's groups, by parameter name.
 
-torch's `state_dict` numbers parameters and groups, so it fits only one plan. Names fit every plan.
-"""
+torch's `state_dict` numbers parameters and groups, so it fits only one plan. Names fit every plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor
 def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Return each group of an optimizer as JSON: `names` of its parameters (as given) and `values` of hyperparameters.
 
-    Raises ValueError for a hyperparameter that is no number, string, None, or list of these.
-    """
+    Raises ValueError for a hyperparameter that is no number, string, None, or list of these."""
     described = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
         values = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "names")}
@@ -27,8 +25,7 @@ def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str,
 
     names: parameter names of each group now. saved: the groups of the checkpoint, from `describe_groups`.
 
-    Raises ValueError if parameters that share a group now were saved with different hyperparameters.
-    """
+    Raises ValueError if parameters that share a group now were saved with different hyperparameters."""
     by_name = {name: group["values"] for group in saved for name in group["names"]}
     found: list[Mapping[str, Any]] = []
     for members in names:

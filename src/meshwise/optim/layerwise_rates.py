@@ -7,8 +7,7 @@
 
 Under a plan a rank updates slices, and the norm of a slice is another number. So the squared norms of all parameters
 are summed in an all-reduce, one fp64 number each. r is 1 where a norm is 0, and for parameters with fewer than two
-dims, as in the authors' own code; `vectors=True` adapts these too.
-"""
+dims, as in the authors' own code; `vectors=True` adapts these too."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -2,8 +2,7 @@
 
 Each matrix is orthogonalised on one rank, by a Newton-Schulz iteration. torch.optim.Muon iterates in bfloat16, where a
 difference of 1e-16 in a gradient may flip a rounding, so that two plans differ by 1e-2. Here the iteration runs in the
-dtype of the gradient; `dtype="bfloat16"` gives torch's numbers.
-"""
+dtype of the gradient; `dtype="bfloat16"` gives torch's numbers."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +24,7 @@ RATE_FACTORS: Mapping[str, Callable[[int, int], float]] = {
 def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
     """Return U S Vᵀ for a matrix U D Vᵀ, (rows, columns), with the diagonal of S between about 0.7 and 1.2.
 
-    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, with the coefficients (a, b, c).
-    """
+    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, with the coefficients (a, b, c)."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix
@@ -41,8 +39,7 @@ class Muon(WholeParameterOptimizer):
     """Muon for parameters of two or more dims; the dims after the first are flattened. State: `momentum_buffer`.
 
     Takes the arguments of torch.optim.Muon, and `dtype`: the name of the dtype in which matrices travel and are
-    orthogonalised, None for the dtype of the gradient. Raises ValueError for a parameter with fewer dims.
-    """
+    orthogonalised, None for the dtype of the gradient. Raises ValueError for a parameter with fewer dims."""
 
     needs = "matrices"
     DEFAULTS: Mapping[str, Any] = {

@@ -26,8 +26,7 @@ def parameter_rule(
     | lr            rate by optimizer ("" without `several`); used with `layer_decay`
     | layer_decay   factor of the rate per block between a parameter and the output (Clark et al., arXiv 2003.10555)
 
-    Raises ValueError for a pattern that matches no parameter.
-    """
+    Raises ValueError for a pattern that matches no parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -63,8 +62,7 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
 def blocks_above(module: nn.Module) -> Mapping[str, int]:
     """Return the exponent of `layer_decay` for each parameter, by name.
 
-    0 after the last block, 1 in the last block, one more in each block below; before the first block one more again.
-    """
+    0 after the last block, 1 in the last block, one more in each block below; before the first block one more again."""
     depths: dict[str, tuple[int, bool]] = {}
     depth = 0
     places = {name: place for place, (name, _) in enumerate(module.named_modules())}

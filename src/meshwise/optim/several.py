@@ -4,8 +4,7 @@
     parallelize(model, plan, loss=loss, optimizer=Several, optimizers=optimizers)
 
 `hidden` are the matrices of the model except its embeddings and its head, as `parameter_rules.hidden_matrices` finds
-them. For another division `Options(parameter_options=…)` returns {"optimizer": "hidden"} for a parameter.
-"""
+them. For another division `Options(parameter_options=…)` returns {"optimizer": "hidden"} for a parameter."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,8 +24,7 @@ Optimizers = Mapping[str, tuple[OptimizerClass, Mapping[str, Any]]]
 class Several(torch.optim.Optimizer):
     """Optimizers that share one list of groups and one state; the key `optimizer` of a group names its own.
 
-    Raises ValueError for a group with another name.
-    """
+    Raises ValueError for a group with another name."""
 
     needs = "matrices"
 

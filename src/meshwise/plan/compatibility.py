@@ -16,8 +16,7 @@ class Refusal:
 
     | when      conditions: a plan that meets all of them is refused, as in `pp>1 zero>=2` or `offload.params!=device`
     | reason    why such a plan cannot work
-    | instead   the change that leads to the nearest plan that works, such as `tp_mode=1d`
-    """
+    | instead   the change that leads to the nearest plan that works, such as `tp_mode=1d`"""
 
     when: str
     reason: str

@@ -23,8 +23,7 @@ class TensorGrid:
     | axes    names of the grid's axes, outermost first; all have the same degree, except `depth`
     | power   number of axes of equal degree: tp = depth · degree ** power
     | needs   words before "ranks" that say how many ranks form such a grid
-    | rows    axes whose ranks have different rows of the batch
-    """
+    | rows    axes whose ranks have different rows of the batch"""
 
     axes: str
     power: int
@@ -49,8 +48,7 @@ def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None
 
         | dp=4 ep=2            dp_outer=2 dp_ep=2                        dp = dp_outer dp_ep, ep = dp_ep
         | dp=2 tp=2 ep=4       dp=2 tp=2                                 ep = dp tp
-        | tp=8 ep=2 etp=2      tp_outer=2 tp_ep=2 tp_etp=2               tp = all three, ep = tp_ep, etp = tp_etp
-    """
+        | tp=8 ep=2 etp=2      tp_outer=2 tp_ep=2 tp_etp=2               tp = all three, ep = tp_ep, etp = tp_etp"""
     fine: list[tuple[str, int]] = []
     joint: dict[str, tuple[str, ...]] = {}
     missing = {"etp": etp, "ep": ep}

@@ -2,8 +2,7 @@
 
 Choices in a config file, environment variables and constructor arguments may contradict each other, and the conflict
 may show only at step 40. A plan is written as one line of text (`dp=2 zero=1`), a TOML table or keywords. All three
-give the same value, which is checked when it is made.
-"""
+give the same value, which is checked when it is made."""
 
 import contextlib
 import dataclasses
@@ -36,8 +35,7 @@ class Plan:
     """Plan for splitting a model over ranks: `Plan.parse("dp=2 zero=1")` or `Plan(dp=2, zero=1)`.
 
     Prints as the shortest line that parses back. Raises PlanError for a value out of range or a combination that the
-    compatibility table refuses.
-    """
+    compatibility table refuses."""
 
     dp: int | None = whole_number(
         1, means="replicas of the model, each with its own rows of the batch; `auto`: all remaining ranks", auto=True
@@ -189,8 +187,7 @@ class Plan:
     def resolve(self, world_size: int) -> "Plan":
         """Return this plan with `dp=auto` replaced by the degree that fills `world_size` ranks.
 
-        Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`.
-        """
+        Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`."""
         if world_size < 1:
             raise PlanError(f"a world has at least one rank, not {world_size}")
         others = math.prod(degree for axis, degree in self._degrees().items() if axis != "dp")
@@ -211,8 +208,7 @@ class Plan:
         tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
 
         `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several. With
-        `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`.
-        """
+        `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`."""
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
         mesh = self._folded()

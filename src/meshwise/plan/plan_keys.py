@@ -1,8 +1,7 @@
 """The kinds of keys of a plan: the meaning and range of their values, and how to read, check and show a value.
 
 Each key is a field of the dataclass `Plan` with a `Key` as metadata. The check, the command line and the page
-docs/plans.md all use this metadata.
-"""
+docs/plans.md all use this metadata."""
 
 import contextlib
 import dataclasses
@@ -41,8 +40,7 @@ class Key:
     | words         the words; empty for a whole number
     | auto          whether `auto` is allowed: None in Python, until `Plan.resolve` replaces it
     | size          whether the number counts bytes, and may be written with K, M, G or T for powers of 1024: `2G`
-    | file          whether the path of a file is allowed too: a text with `/` or `.`
-    """
+    | file          whether the path of a file is allowed too: a text with `/` or `.`"""
 
     meaning: str
     least: int = 0
@@ -168,8 +166,7 @@ class Offload:
     def parse(cls, text: str) -> "Offload":
         """Return the tiers of `none`, or of `state:tier` joined by commas. Raises PlanError.
 
-        Other tiers follow from the given tiers: with `optimizer:cpu`, masters and gradients are on the CPU too.
-        """
+        Other tiers follow from the given tiers: with `optimizer:cpu`, masters and gradients are on the CPU too."""
         given: dict[str, str] = {}
         for word in text.split(",") if text != NO_OFFLOAD else ():
             what, colon, tier = word.partition(":")

@@ -2,8 +2,7 @@
 
 `dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints as the first text. `dp=4x8` gives two keys: dp and
 shards. Ambiguous text is refused. A path
-with spaces is written in double quotes: `schedule="my tables/one.txt"`.
-"""
+with spaces is written in double quotes: `schedule="my tables/one.txt"`."""
 
 import difflib
 import re

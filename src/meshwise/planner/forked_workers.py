@@ -1,8 +1,7 @@
 """Run functions at the same time in forked child processes that send their results back.
 
 A rehearsal is some seconds of Python code, so threads do not help. Its inputs are a model and the user's functions,
-which pickle may refuse. So a child is forked for each call, and shares the inputs with its parent.
-"""
+which pickle may refuse. So a child is forked for each call, and shares the inputs with its parent."""
 
 import gc
 import multiprocessing
@@ -49,8 +48,7 @@ class ForkedWorkers:
     def finished(self) -> list[tuple[Hashable, Any]]:
         """Wait for at least one started call, and return pairs (key, result) of all finished calls.
 
-        A result is what `work` returned or the exception that it raised; ChildProcessError if the process died.
-        """
+        A result is what `work` returned or the exception that it raised; ChildProcessError if the process died."""
         done = [(key, _outcome(work)) for key, work in self._waiting]
         self._waiting.clear()
         ready: list[Any] = list(wait(list(self._running))) if self._running else []

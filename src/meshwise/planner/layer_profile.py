@@ -6,8 +6,7 @@ is rehearsed once, as a pipeline with one piece per stage; equal pieces run once
 
 A piece never costs more here than in a stage. Operations do not wait for their host, and copies for messages do not
 count. For fewer rows, the costs of many rows are scaled down in proportion. The output does not count as kept memory,
-because the next piece may be on the same stage and not keep it.
-"""
+because the next piece may be on the same stage and not keep it."""
 
 import contextlib
 import copy
@@ -308,8 +307,7 @@ class _StepReader:
     glue     number of operations at the start of a forward that belong to no piece; every stage runs them once, so they
              do not count
     alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
-    joined   True if the piece is in the unit of an earlier one, whose gradients are copied by the same operation
-    """
+    joined   True if the piece is in the unit of an earlier one, whose gradients are copied by the same operation"""
 
     cost_model: CostModel
     glue: int

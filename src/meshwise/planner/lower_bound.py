@@ -12,8 +12,7 @@ The update of the rank's shard is added in both cases.
 Memory: the state of a rank between steps, plus the activations that its stages keep at the same time.
 
 The bounds hold if the rehearsal's clock keeps the order of each rank's actions, and no stage is faster than its
-operations. tests/planner compares the bounds with rehearsals.
-"""
+operations. tests/planner compares the bounds with rehearsals."""
 
 import dataclasses
 import itertools
@@ -85,8 +84,7 @@ class _Stage:
     def parts(self) -> tuple[float, float]:
         """Seconds of a backward until the input's gradient can be sent, and seconds of the rest of the backward.
 
-        A backward in one part counts half for each, because a matrix product's two gradients take equally long.
-        """
+        A backward in one part counts half for each, because a matrix product's two gradients take equally long."""
         return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
 
     @property
@@ -142,8 +140,7 @@ def bound(
 ) -> PlanFigures:
     """Return lower bounds of a plan's time and memory.
 
-    `cut`: pieces of each stage. `exact`: time the schedule's table (some ms); the profile must have the plan's key.
-    """
+    `cut`: pieces of each stage. `exact`: time the schedule's table (some ms); the profile must have the plan's key."""
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
     stages = [_Stage([profile.pieces[index] for index in own], launch) for own in cut]
     holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
@@ -206,8 +203,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> t
 def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") -> Iterator[float]:
     """Yield the peak bytes of a rank in each action of its `row`, minus its state between steps.
 
-    Tensors that a backward in two parts keeps for the weights' gradients do not count.
-    """
+    Tensors that a backward in two parts keeps for the weights' gradients do not count."""
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
     gathers, reduces = (
         {ActionKind.GATHER: 1, ActionKind.FREE: -1},
@@ -301,8 +297,7 @@ class _Shard:
 
         If collectives overlap computation, the reduction can begin with the last backward; else its time is added.
         Under zero=3, each forward and each backward gathers parameters (the last piece may still be gathered), and
-        gradients are reduced after each backward.
-        """
+        gradients are reduced after each backward."""
         count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
         moved = self.reduce(stage)
         if self.plan.zero == 3:
@@ -314,8 +309,7 @@ class _Shard:
     def _collective(self, kind: str, stage: _Stage, width: float, *, outer: bool = False) -> float:
         """Return the seconds of a collective of `width` times the bytes of a stage's used parameters.
 
-        It joins the ranks that share the state or, with `outer`, replicas of one shard.
-        """
+        It joins the ranks that share the state or, with `outer`, replicas of one shard."""
         ranks = self._replicas[:: self._shares] if outer else self._replicas[: self._shares]
         if len(ranks) == 1:
             return 0.0

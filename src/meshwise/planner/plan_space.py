@@ -11,8 +11,7 @@
 | `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
 | `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
 
-Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers.
-"""
+Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers."""
 
 import dataclasses
 import functools

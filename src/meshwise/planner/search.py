@@ -10,8 +10,7 @@ A plan gets up to five estimates (`EstimateLevel`), each more exact and more exp
 
 Estimates 0 to 3 are lower bounds. The plan with the lowest time always gets its next estimate. So a rehearsed plan that
 is faster than all remaining bounds is the best plan, and the next such plan the second best. All plans that are not
-rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory.
-"""
+rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory."""
 
 import dataclasses
 import functools
@@ -129,8 +128,7 @@ def search(
     """Search for the fastest plans. After each change and at the end, yield the one result object.
 
     `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too. If the iterator is
-    closed, the worker processes end.
-    """
+    closed, the worker processes end."""
     with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
         if not searching.result.best():

@@ -5,8 +5,7 @@ make a plain model work unchanged: for stored parameters, for the inputs of modu
 
 On the CPU autocast converts products. On CUDA autocast would also compute norms, softmax and sums in fp32, and pay
 casts and memory for it. There a mode converts the operands of products alone (`ProductCasts`). torch's kernels for
-norms and softmax compute statistics in fp32 for any input, and so do the split layers of this library.
-"""
+norms and softmax compute statistics in fp32 for any input, and so do the split layers of this library."""
 
 import contextlib
 from collections.abc import Iterator
@@ -44,8 +43,7 @@ class CastHooks:
     """Hooks that convert the inputs of a model's modules to the dtype of their parameters.
 
     Modules without floating parameters of their own, and norms with running statistics, get no hook. If
-    `precision.parameters` is None, no module gets a hook.
-    """
+    `precision.parameters` is None, no module gets a hook."""
 
     def __init__(self, module: nn.Module, *, precision: Precision) -> None:
         self._handles: list[RemovableHandle] = []
@@ -65,8 +63,7 @@ def autocast_context(precision: Precision, *, device: torch.device) -> contextli
     """Return the autocast context of a forward on `device`, in the dtype `precision.computes`.
 
     The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it converts
-    the operands of products alone if the parameters are stored in the dtype.
-    """
+    the operands of products alone if the parameters are stored in the dtype."""
     dtype = precision.computes
     if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()

@@ -5,8 +5,7 @@ dtypes. `Trainer.precision` reports the dtypes that the tensors of a rank really
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
 al., "Mixed Precision Training", arXiv 1710.03740). Megatron-LM and FSDP2 do the same. `precision/dtype_conversion.py`
-gives activations their dtype.
-"""
+gives activations their dtype."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ class Precision:
     """Dtypes of a training; each field is a row of the table in docs/precision.md.
 
     None means the `fp32` column of the table. Complex and integer parameters keep their declared dtype. Raises
-    ValueError when `parameters` is bf16 or fp16 and `compute` is another dtype.
-    """
+    ValueError when `parameters` is bf16 or fp16 and `compute` is another dtype."""
 
     parameters: torch.dtype | None = None
     compute: torch.dtype | None = None

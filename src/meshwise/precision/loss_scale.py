@@ -5,8 +5,7 @@ section 3.2). If the gradient overflows, every rank skips the update, and the sc
 divides it by 2, the second in a row by 4, the third by 8. After `patience` applied updates it doubles.
 
 The trainer sums the loss over the batch, and divides by the exact count of loss terms at the end of the step. So the
-sum is multiplied by `factor`: the scale over an approximate count. docs/precision.md says how the count is chosen.
-"""
+sum is multiplied by `factor`: the scale over an approximate count. docs/precision.md says how the count is chosen."""
 
 import math
 from collections.abc import Mapping
@@ -24,8 +23,7 @@ class LossScale:
     | updates    updates that were applied since the scale last changed
     | overflows  overflows in a row, up to the last step
     | patience   updates until the scale doubles
-    | count      approximate number of loss terms in a batch, a power of two; 0 before the first step
-    """
+    | count      approximate number of loss terms in a batch, a power of two; 0 before the first step"""
 
     value: float = 2.0**13
     updates: int = 0

@@ -12,8 +12,7 @@ def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
     `logits` is (..., vocabulary). `batch` is (inputs, targets) with integer targets (...). Targets of -100 are ignored.
     Logits narrower than fp32 are converted to fp32. Raises TypeError if the model returned no tensor, and ValueError if
-    the shapes of targets and logits differ in other dims than the vocabulary.
-    """
+    the shapes of targets and logits differ in other dims than the vocabulary."""
     if not isinstance(logits, Tensor):
         raise TypeError(
             f"the model returned a {type(logits).__name__}, but this loss takes a tensor of logits; name a loss "

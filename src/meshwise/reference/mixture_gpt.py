@@ -12,8 +12,7 @@ The router scores every expert for every token, and chooses in one of four ways:
     | biased         top-k of scores plus a bias per expert, for the choice alone (Wang et al., arXiv 2408.15664)
 
 An index past the last expert means no expert. With a capacity, the tokens of one sequence that come to an expert
-after it is full get this index. So no other sequence decides which tokens an expert drops.
-"""
+after it is full get this index. So no other sequence decides which tokens an expert drops."""
 
 import math
 from dataclasses import dataclass
@@ -95,8 +94,7 @@ class Router(nn.Module):
     def balance(self, index: Tensor, *, probabilities: Tensor) -> Tensor:
         """Return the balance loss of each sequence (B,): experts · Σ share of choices · mean probability of an expert.
 
-        It is 1 if all experts get equally many tokens (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
-        """
+        It is 1 if all experts get equally many tokens (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)."""
         experts = self.config.experts
         share = functional.one_hot(index, experts + 1)[..., :experts].sum((1, 2)).to(probabilities.dtype)
         share = share / share.sum(-1, keepdim=True).clamp_min(1)
@@ -130,8 +128,7 @@ def balanced_loss(output: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -
     """Return the cross-entropy plus, for each target, the balance loss of its sequence; and the number of targets.
 
     Both are sums over samples. So micro-batches and ranks do not change the balance loss, as they would a mean over the
-    tokens of a micro-batch. `output`: (logits, balance losses (B,)) of a model with `balance` above 0.
-    """
+    tokens of a micro-batch. `output`: (logits, balance losses (B,)) of a model with `balance` above 0."""
     logits, balance = output
     total, count = next_token_loss(logits, batch)
     return total + (balance * (batch[1] != IGNORED).sum(1)).sum(), count

@@ -6,8 +6,7 @@ On a GPU this is the free memory of the device (`comm/api/streams.py`). On a CPU
     | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
     |                  (a container, a batch job, a service)
 
-A cgroup counts the page cache as memory in use. As in container runtimes, its inactive pages count as free here.
-"""
+A cgroup counts the page cache as memory in use. As in container runtimes, its inactive pages count as free here."""
 
 import os
 import resource
@@ -40,8 +39,7 @@ _SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
 def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
     """Return the bytes that a rank of this host may allocate; each of the other ranks already uses `used` bytes.
 
-    On a GPU the blocks that torch keeps for reuse are released first; `ranks` and `used` are ignored.
-    """
+    On a GPU the blocks that torch keeps for reuse are released first; `ranks` and `used` are ignored."""
     if (memory := streams_of(device).memory) is not None:
         return memory.free()
     if not _OWN_GROUPS.exists():  # a system without /proc reports its total memory only
@@ -55,8 +53,7 @@ def cgroup_bytes_left(own: str, *, root: Path) -> Iterator[int]:
     """Yield the bytes left in each of the process's cgroups that has a limit, and in their parents under `root`.
 
     `own`: the text of /proc/self/cgroup. In a container its paths may be paths of the host. A folder that does not
-    exist is skipped; `root` itself, the container's cgroup, always exists.
-    """
+    exist is skipped; `root` itself, the container's cgroup, always exists."""
     for line in own.splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):

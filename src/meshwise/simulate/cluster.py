@@ -7,8 +7,7 @@ cost model (`cost_model.py`) computes the seconds of an operation or a collectiv
     | other operations   bytes / rate: of this operation if `rates` has it, else of `bandwidth` for this size
     | new memory         bytes / rate at which the system provides pages (`fresh`); 0 if an allocator reuses memory
     | collectives        latency · steps + bytes sent / rate of the link at that size; all-gathers and reduce-scatters
-    |                    over several nodes take at least `hop` for each rank of the ring
-"""
+    |                    over several nodes take at least `hop` for each rank of the ring"""
 
 import dataclasses
 import difflib
@@ -234,8 +233,7 @@ def parse_cluster(text: str) -> Cluster:
     """Return the cluster of a text like `64x8 h100`: nodes, ranks of a node, and a name or file for `load`.
 
     `8 h100` is one node of 8 ranks. `mine.toml` keeps the nodes and ranks of the file. Raises ClusterError for another
-    text, for no ranks, and for more than `MOST` ranks.
-    """
+    text, for no ranks, and for more than `MOST` ranks."""
     found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S.*)", text.strip())
     if found is None or (" " in found[3] and not is_path(found[3])):
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")

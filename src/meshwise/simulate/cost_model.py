@@ -100,8 +100,7 @@ class CostModel:
         """Return the bytes per second of one rank in a collective of `size` bytes.
 
         In a ring over several nodes, each rank of a node uses its own adapter, and the adapters carry equal parts. The
-        other groups along the same axes use the node's other adapters at the same time.
-        """
+        other groups along the same axes use the node's other adapters at the same time."""
         cluster = self.cluster
         inside = rate_at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
         if not self.crosses_nodes(ranks):

@@ -23,8 +23,7 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> It
 
     Collectives along the same axes run one after the other on one stream; the rank computes until it waits for one. If
     the cluster cannot compute and communicate together (`overlap` is False), a wait follows each call. On a GPU the
-    host runs ahead of the device.
-    """
+    host runs ahead of the device."""
     cluster = cost_model.cluster
     launch, action, runs_ahead = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
     now = host = 0.0

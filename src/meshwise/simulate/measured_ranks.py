@@ -51,8 +51,7 @@ class MeasuredRank:
 def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = STEPS) -> list[MeasuredRank]:
     """Run a plan for `steps` steps and return the measurements of all ranks. Every rank calls it.
 
-    CPU ranks must have been started with the environment `MALLOC`. Raises OSError without Linux's files in /proc.
-    """
+    CPU ranks must have been started with the environment `MALLOC`. Raises OSError without Linux's files in /proc."""
     _warm_up(world.device)
     before = _used_bytes(world.device)
     trainer = parallelize(
@@ -90,8 +89,7 @@ def _peak(device: torch.device) -> int:
     """Return the peak bytes of this rank since `_forget_peak`.
 
     Linux counts the peak of all resident memory. Files and shared memory hardly change from step to step, so they are
-    subtracted; then the rank's part of shared memory is added.
-    """
+    subtracted; then the rank's part of shared memory is added."""
     if (memory := streams_of(device).memory) is not None:
         return memory.peak
     status = kernel_counts(_STATUS)

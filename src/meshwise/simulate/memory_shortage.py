@@ -5,8 +5,7 @@ by category. Then it rehearses plans that need less memory, from the cheapest ch
 plan fits the available memory.
 
 If a process exceeds the memory of its machine or cgroup, the system kills it without an error. Then the process
-that started it explains the end with this file (`cli/train_command.py`).
-"""
+that started it explains the end with this file (`cli/train_command.py`)."""
 
 import math
 import os
@@ -157,8 +156,7 @@ def needs(
 
     Print the result. Call this function with the arguments of `parallelize` and a typical global batch, before
     `parallelize` changes the model. It allocates no tensors of the model's size. Raises PlanError if the plan does not
-    fit the model, ValueError for `dp=auto`.
-    """
+    fit the model, ValueError for `dp=auto`."""
     plan = Plan.of(plan)
     ranks = plan.mesh().size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

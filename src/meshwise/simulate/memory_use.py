@@ -1,7 +1,6 @@
 """Compute the memory of each rank of a rehearsed plan, by category, for every action of a step.
 
-The peak is the maximum over two steps: the first allocates the optimizer's state, the second starts with that state.
-"""
+The peak is the maximum over two steps: the first allocates the optimizer's state, the second starts with that state."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,7 @@
     | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
     | images      [6, 3, 9]   [8, 3, 9] on meta           none
 
-A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values.
-"""
+A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values."""
 
 from dataclasses import dataclass
 from typing import Any

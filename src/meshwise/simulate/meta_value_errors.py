@@ -1,8 +1,7 @@
 """Explain errors of models that read the values of meta tensors, which have no values.
 
 A rehearsal runs the model on meta tensors: `x.item()` or `if mask.any():` fails unless the value follows from sizes or
-from integers of the batch.
-"""
+from integers of the batch."""
 
 import contextlib
 import re
@@ -32,8 +31,7 @@ def asks_for_values(error: Exception) -> bool:
 def explaining_values() -> Iterator[None]:
     """Add a note about missing values to an error of the block that comes from reading a meta tensor.
 
-    The error is raised again. A TypeError, which torch raises if numpy reads a meta tensor, becomes a RuntimeError.
-    """
+    The error is raised again. A TypeError, which torch raises if numpy reads a meta tensor, becomes a RuntimeError."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
@@ -50,8 +48,7 @@ def explaining_values() -> Iterator[None]:
 def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
     """Return `call`, wrapped to run on meta tensors.
 
-    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch.
-    """
+    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch."""
 
     def run(*given: Any) -> Any:
         with torch.device("meta"), constants.forward():

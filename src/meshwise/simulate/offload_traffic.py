@@ -8,8 +8,7 @@
     | optimizer                                           read, written
 
 Bytes between a GPU and its host cross the link between them. Bytes of the tier `disk` also use the disk. If optimizer
-state is off the GPU, the host runs the update; gradients and parameters on the GPU then cross the link once.
-"""
+state is off the GPU, the host runs the update; gradients and parameters on the GPU then cross the link once."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,8 +25,7 @@ def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches
     """Return the bytes that a rank moves between tiers during all micro-batches of a step.
 
     `sizes`: bytes of a rank off the device by kind of state; for activations, the bytes of one micro-batch.
-    `on_gpu`: the rank computes on a GPU, so its transfers cross the link to the host.
-    """
+    `on_gpu`: the rank computes on a GPU, so its transfers cross the link to the host."""
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
     on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")
@@ -39,8 +37,7 @@ def update_traffic(
 ) -> TierTraffic:
     """Return the bytes that a rank moves between tiers at the update.
 
-    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes of `params` and `gradients` in the rank's update.
-    """
+    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes of `params` and `gradients` in the rank's update."""
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
     return TierTraffic(
@@ -53,8 +50,7 @@ def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) ->
     """Return the seconds of a step with the traffic between tiers. `took`: its seconds without this traffic.
 
     Traffic of the micro-batches overlaps computation; traffic of the update follows it. `on_host`: the optimizer of a
-    GPU runs on the host, at the rate of the host's memory.
-    """
+    GPU runs on the host, at the rate of the host's memory."""
     updates = 0
     if on_host:
         operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))

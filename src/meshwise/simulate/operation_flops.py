@@ -1,8 +1,7 @@
 """Count the flops of one torch operation, and the bytes that it reads and writes.
 
 Flops follow torch's own formulas (2·m·k·n for a matrix product). Bytes are the sizes of all tensors that an operation
-reads and writes, each counted once. A view has no flops and no bytes.
-"""
+reads and writes, each counted once. A view has no flops and no bytes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,8 +97,7 @@ def causal_part(keys: int, *, cpu: bool) -> float:
 
     On a GPU the fraction is 1/2, because published rates count half of the flops. Real kernels compute whole tiles, so
     for short sequences they compute more. On a CPU it is (keys + 512) / (2 · keys), at most 1, because torch's kernel
-    takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp).
-    """
+    takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp)."""
     return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
 
 

@@ -5,8 +5,7 @@ code itself with its hooks, buffers and schedules, not a second model of it. The
 operation that returns it until the last reference ends.
 
 Some choices depend on the predicted device, which need not exist here. This file makes the choices for that device: the
-kernels of attention, dropout and RMS norm, and the kind of optimizer (fused or not).
-"""
+kernels of attention, dropout and RMS norm, and the kind of optimizer (fused or not)."""
 
 import dataclasses
 import inspect
@@ -223,8 +222,7 @@ class KernelChoice(ForwardAndBackwardMode):
     """Mode in which meta tensors use the kernels of device `kind`; `is_cpu` too answers for this device.
 
     `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
-    every plan, and are made outside of the kernels.
-    """
+    every plan, and are made outside of the kernels."""
 
     def __init__(self, kind: str, *, local: bool = False) -> None:
         super().__init__()
@@ -283,8 +281,7 @@ def _rms_norm(
 ) -> Tensor:
     """Apply an RMS norm as on a GPU: one kernel for the forward and one for the backward.
 
-    A layer norm replaces it here, because it reads and writes as many bytes; values do not matter.
-    """
+    A layer norm replaces it here, because it reads and writes as many bytes; values do not matter."""
     normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
     return normed
 

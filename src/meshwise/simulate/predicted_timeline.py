@@ -4,8 +4,7 @@ The pipeline's clock gives the start and stop of each action. This file adds the
 the phases before and after the schedule, and the memory changes of the tape:
 
     │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
-              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives
-"""
+              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives"""
 
 import itertools
 from collections import Counter, defaultdict

@@ -3,8 +3,7 @@
 First each segment of a tape is played alone. A rank computes on one stream; on a GPU, an operation starts after the
 host has launched it. Collectives along the same axes run one after the other on their own stream. The rank stops only
 where its tape waits for a collective. With pp, the pipeline's clock (`schedule_clock.py`) then combines the stages with
-their messages, gathers and reductions.
-"""
+their messages, gathers and reductions."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -147,8 +146,7 @@ def each_flops(
 ) -> list[int]:
     """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions.
 
-    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied.
-    """
+    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied."""
     found: dict[int, int] = {}
     for index in {tape.index for tape in rehearsal.tapes}:
         parts = [part for part in rehearsal.step(index) if part.kind in kinds]
@@ -242,8 +240,7 @@ class _Rank:
     def sent(self) -> dict[str, float]:
         """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
 
-        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node.
-        """
+        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node."""
         found = {"inside": 0.0, "between": 0.0}
         for part, times in (
             *((part, 1) for part in self._around),

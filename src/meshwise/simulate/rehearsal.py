@@ -8,8 +8,7 @@
 | steps after the first, which allocates the optimizer's state | the second step |
 
 A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
-that is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor.
-"""
+that is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor."""
 
 import dataclasses
 import math
@@ -114,8 +113,7 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
     """Return the segments that are copied for micro-batches that did not run, by stage and kind of action.
 
     Each is the segment of the middle micro-batch that ran. If this micro-batch leaves memory allocated, its last
-    backward (B or W) is changed to free that memory, so that no replayed micro-batch changes the memory in total.
-    """
+    backward (B or W) is changed to free that memory, so that no replayed micro-batch changes the memory in total."""
     ran: dict[tuple[int, ActionKind], list[tuple[int, Action]]] = defaultdict(list)
     for action in found:
         if isinstance(action, Action) and action.microbatch is not None:
@@ -242,8 +240,7 @@ def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedul
 
     Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
     the same number of values, and share no parameter with another stage. The first and last stage equal no other.
-    `ends`: True if the first and the last block of a list do more work than the others.
-    """
+    `ends`: True if the first and the last block of a list do more work than the others."""
     if cut is None:
         return tuple(range(schedule.ranks))
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]

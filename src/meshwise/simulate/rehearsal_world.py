@@ -2,8 +2,7 @@
 
 One rank of each kind of stage is rehearsed, each on its own thread, because the code of a stage decides the inputs of
 the next one. Small Python values (shapes, sizes) travel between the threads as in a real run. Tensors have no values,
-so they are not sent. The messages of a stage that is not rehearsed come from the rehearsed stage of its kind.
-"""
+so they are not sent. The messages of a stage that is not rehearsed come from the rehearsed stage of its kind."""
 
 import contextlib
 import math
@@ -31,8 +30,7 @@ class StageMessages:
 
     Only one thread runs at a time, until it waits. Otherwise all threads would compete for Python's interpreter lock,
     and switch at every operation. If a thread fails, threads that wait for its messages raise
-    threading.BrokenBarrierError.
-    """
+    threading.BrokenBarrierError."""
 
     def __init__(self, rehearsed: Sequence[int]) -> None:
         """`rehearsed`: for each rank along pp, the rank that is rehearsed for it."""

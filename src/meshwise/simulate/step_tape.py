@@ -2,8 +2,7 @@
 
 A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
 micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Micro-batches after the first one are equal,
-so a tape has only a few of them.
-"""
+so a tape has only a few of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

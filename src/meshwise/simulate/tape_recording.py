@@ -1,8 +1,7 @@
 """Run the training code on meta tensors for one rank of each kind, and record the tape of each such rank.
 
 Ranks along pp that do the same work are of one kind. The tape has the memory that exists after the plan is applied, and
-every operation, call and allocation of two steps (`operation_recorder.py`).
-"""
+every operation, call and allocation of two steps (`operation_recorder.py`)."""
 
 import dataclasses
 import functools

@@ -3,8 +3,7 @@
 A module that must compute on its shards gets a new class, whose bases are a sharded class (such as `ShardedLinear`) and
 the module's own class. So `isinstance`, names, hooks and `state_dict` work as before. The user's forward runs
 unchanged on local rows and features, and hooks reshard the activations between modules. Parameters keep their full
-shapes here: the returned placements say what each rank stores, and the engine replaces the parameters.
-"""
+shapes here: the returned placements say what each rank stores, and the engine replaces the parameters."""
 
 import dataclasses
 import functools
@@ -44,8 +43,7 @@ def tensor_parallel(
     of heads. Parameters stay full (they may be on the meta device); the caller replaces them by this rank's parts.
 
     Raises ValueError for an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`, for a tied parameter with two
-    placements, and for a module that does not fit its part.
-    """
+    placements, and for a module that does not fit its part."""
     outside.recall.remember(outside.shard_sizes)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
@@ -99,8 +97,7 @@ class _Split:
     def placements(self) -> Mapping[str, Placement]:
         """Return placements by first parameter name, except of experts.
 
-        Raises ValueError if a tied parameter has two placements.
-        """
+        Raises ValueError if a tied parameter has two placements."""
         placed = {**self._kept_whole, **self._placed}
         found: dict[str, Placement] = {}
         by: dict[str, str] = {}

@@ -12,8 +12,7 @@ A whole test:
         trainer = parallelize(build, "dp=4 zero=3", loss=loss, world=world, lr=1e-3)
         return outcome(trainer, batches=batches)
 
-    agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)
-"""
+    agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)"""
 
 from meshwise.testing.agree import Disagreement, agree
 from meshwise.testing.count_calls_and_bytes import Counts, SavedForBackward, count

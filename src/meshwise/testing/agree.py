@@ -6,8 +6,7 @@ An outcome holds the figures to compare, by name: tensors and numbers in nested 
 
 Two outcomes agree when they hold the same names, and the relative difference of every pair of tensors (see
 `difference`) is at most the bound. The tensors of one mapping or sequence are a family. The largest element of a family
-sets the scale below which a value is only rounding. Each number is its own family.
-"""
+sets the scale below which a value is only rounding. Each number is its own family."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -30,8 +29,7 @@ def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
     """Check that `parallel` equals `single`, the trusted side, up to the relative difference `bound`, such as 1e-9.
 
     Raises Disagreement with the names that only one side has. If there are none, it names the first tensor over the
-    bound, in the order of `single`, and the index of its largest difference. Raises TypeError for other values.
-    """
+    bound, in the order of `single`, and the index of its largest difference. Raises TypeError for other values."""
     ours, theirs = dict(_leaves(parallel)), dict(_leaves(single))
     if ours.keys() != theirs.keys():
         raise Disagreement(_names(ours, theirs))

@@ -12,8 +12,7 @@ bytes are the payload of the whole collective as one rank sees it.
     assert saved.bytes == layers * bytes_per_layer
 
 Peak memory of a process mixes activations with parameters, buffers and the allocator's cache. The saved bytes are exact
-and equal on every machine.
-"""
+and equal on every machine."""
 
 from collections.abc import Iterable, Mapping
 

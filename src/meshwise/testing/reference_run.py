@@ -10,8 +10,7 @@ The project's own engine on one rank could make the same mistakes as on many ran
 
 Three rules are the same as in the engine. A parameter that the loss did not reach has the gradient zero (torch's
 optimizers would skip it, and its weight decay). A parameter with a wider master is updated in the master, then rounded.
-Dropout is the same function of seed, step, sample and place.
-"""
+Dropout is the same function of seed, step, sample and place."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,8 +81,7 @@ class ReferenceRun:
     def backward(self, batch: Any) -> tuple[float, float]:
         """Run forward and backward of a global batch, and return the mean loss and its count. Replaces old gradients.
 
-        Raises ValueError when `loss` does not return (sum, count), or counts nothing.
-        """
+        Raises ValueError when `loss` does not return (sum, count), or counts nothing."""
         self.model.zero_grad()
         total, counted = self._run(batch)
         with self.draws.running(_all_of(batch), again=True):

@@ -11,8 +11,7 @@ other gradients are 1e-2. A family of tensors, such as all gradients, gives the 
 
     floor  =  max |b| of the family  ·  128 eps / bound
 
-In float64 with the bound 1e-9 the floor is 3e-5 of the family's largest element.
-"""
+In float64 with the bound 1e-9 the floor is 3e-5 of the family's largest element."""
 
 import math
 from dataclasses import dataclass
@@ -42,8 +41,7 @@ def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Differ
     """Return the relative difference of two tensors of the same shape, computed in float64.
 
     The difference is infinite for a NaN on either side, and for an infinity on one side only. If `expected` and `floor`
-    are zero, it is infinite for a value other than zero. Raises ValueError when the shapes differ.
-    """
+    are zero, it is infinite for a value other than zero. Raises ValueError when the shapes differ."""
     if value.shape != expected.shape:
         raise ValueError(f"shape {tuple(value.shape)} cannot be compared with {tuple(expected.shape)}")
     if not expected.numel():

@@ -25,8 +25,7 @@ def run(
 
     `on` is "threads" (starts in milliseconds, takes any callable), "processes" (starts in seconds; `main` must be at
     the top level of a module, see `meshwise.run`), or a `RankRunner`. Raises the error of the first rank that failed,
-    with a note that names the rank, and ValueError for another `on`.
-    """
+    with a note that names the rank, and ValueError for another `on`."""
     if on == "threads":
         return list(run_threads(size, main, args=args))
     if on == "processes":

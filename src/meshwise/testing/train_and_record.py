@@ -17,8 +17,7 @@ RecordedSteps: TypeAlias = list[dict[str, Any]]
 def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
     """Train one step on each global batch under a plan, and return the figures of every step, equal on every rank.
 
-    Every rank calls it. The gradients of the mean loss are not clipped.
-    """
+    Every rank calls it. The gradients of the mean loss are not clipped."""
     steps = []
     for batch in batches:
         result = trainer.step(batch)
@@ -39,8 +38,7 @@ def alone(
 ) -> RecordedSteps:
     """Train one step on each global batch with a `ReferenceRun`, and return the figures that `outcome` returns.
 
-    `training`: the optimizer, its arguments and the options, as in `parallelize`. Gradients are unclipped.
-    """
+    `training`: the optimizer, its arguments and the options, as in `parallelize`. Gradients are unclipped."""
     single = ReferenceRun(model, loss=loss, **training)
     steps = []
     for batch in batches:

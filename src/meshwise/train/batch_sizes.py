@@ -6,8 +6,7 @@
     |  8 ──────┘                                       | 16   ┌───┘
     |         2000  4000      samples                  |  8 ──┘
 
-The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches.
-"""
+The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches."""
 
 import math
 from dataclasses import dataclass, field

@@ -4,8 +4,7 @@ All trials read the same number of samples, at a constant rate after a warm-up o
 loss do not depend on the length of a trial. McCandlish et al. (arXiv 1812.06162, eq. 2.11) found that the steps S and
 samples E to a loss follow, for the best rate of each batch,
 
-    (S / S_min - 1) (E / E_min - 1) = 1,    which is    S = S_min + E_min / batch,    critical batch = E_min / S_min
-"""
+    (S / S_min - 1) (E / E_min - 1) = 1,    which is    S = S_min + E_min / batch,    critical batch = E_min / S_min"""
 
 import contextlib
 import dataclasses
@@ -83,8 +82,7 @@ class Trial:
 
     | losses     mean loss over the last twentieth of all steps, after each step; inf until there are so many, and for a
     |            trial whose loss was not finite
-    | critical   critical batch by the noise scale at the end, in samples; NaN if it was not measured
-    """
+    | critical   critical batch by the noise scale at the end, in samples; NaN if it was not measured"""
 
     batch: int
     lr: float

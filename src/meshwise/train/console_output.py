@@ -35,8 +35,7 @@ def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = ()
     """Return a rich table of text cells; the first row holds the titles of the columns.
 
     Columns whose title is in `wrapped` are aligned to the left, and their long cells wrap. A row is red if a cell
-    ends with the text `failed`; "" makes no row red.
-    """
+    ends with the text `failed`; "" makes no row red."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, title in enumerate(rows[0]):
         is_wrapped = title in wrapped

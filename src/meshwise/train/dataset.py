@@ -42,8 +42,7 @@ class RunData:
     | validation   map-style dataset for the validation; None without one
     | summary      one line about the data, for the user
     | text         True if the samples are `TextDataset`'s pairs of byte windows
-    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples
-    """
+    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples"""
 
     train: Dataset[Any]
     validation: Dataset[Any] | None
@@ -117,8 +116,7 @@ def read_batches(
     | numbers     global numbers to read; its step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
     | share       the rows of a global batch that this rank reads
     | order       maps a global number to a sample; None: sample i has the number i
-    | workers     processes that read ahead; 0: this process reads
-    """
+    | workers     processes that read ahead; 0: this process reads"""
     rows = _Rows(numbers, share, order)
     loader: DataLoader[Any] = DataLoader(
         dataset,

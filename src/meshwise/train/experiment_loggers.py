@@ -7,8 +7,7 @@
     | "aim"                 aim.Run(repo=folder), track, close      extra `aim`
     | "my_module:Callback"  Callback(folder, job), then callback.write(event) for every event, callback.close()
 
-An event is a dataclass of `run_events.py`: Start, Step, Validation, Saved, End and others.
-"""
+An event is a dataclass of `run_events.py`: Start, Step, Validation, Saved, End and others."""
 
 import importlib
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """Write the traceback of a failed rank into a file, and add a short note to the error (`leave_traceback`).
 
 The note names the line of the user's own code, and the file. The traceback itself passes through launcher, loop, engine
-and torch; only some two of its forty lines are the user's.
-"""
+and torch; only some two of its forty lines are the user's."""
 
 import tempfile
 import traceback
@@ -41,8 +40,7 @@ _PLACE = "the whole traceback "
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
     """Write the traceback of `error` into a file in `folder` (by default a new temporary folder), and add a note to it.
 
-    Does nothing for an error that has such a note or is in `SELF_EXPLAINING`. If writing fails, the note says why.
-    """
+    Does nothing for an error that has such a note or is in `SELF_EXPLAINING`. If writing fails, the note says why."""
     if isinstance(error, SELF_EXPLAINING) or any(_PLACE in note for note in notes(error)):
         return
     where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"

@@ -4,8 +4,7 @@ tyro parses the flags in both cases, so a TOML file and a command line accept th
 
     | [train]                    --train.steps=10
     | steps = 10                 --plan=dp=2
-    | plan = {dp = 2}
-"""
+    | plan = {dp = 2}"""
 
 import contextlib
 import dataclasses
@@ -65,8 +64,7 @@ _stderr_lock()  # makes the lock at import, when there is only one thread
 
 def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key = ()) -> Iterator[tuple[Key, list[str]]]:
     """Yield each key of a TOML table, with the words of the flag that sets the key. `prefix`: key of the table itself.
-    A table whose key is in `leaves` is one value, not a section: its flag is `--key name=value …`.
-    """
+    A table whose key is in `leaves` is one value, not a section: its flag is `--key name=value …`."""
     for name, value in table.items():
         key = (*prefix, name)
         flag = f"--{'.'.join(key)}"

@@ -2,8 +2,7 @@
 
 Each field is declared here once, with its type, default and meaning. The TOML file, the flags, the help text and the
 job.toml in a run's folder follow from this (`job_toml`). The docstrings are the help text. A field that may be None has
-the default None, because TOML has no null.
-"""
+the default None, because TOML has no null."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,7 @@ def _least(key: str, value: int, least: int) -> None:
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     """Return a dict of keyword arguments from words such as `layers=4 widths=[64,64] tied=True position=rotary`.
 
-    A value is read as TOML, or as `True` or `False`; any other text is a string.
-    """
+    A value is read as TOML, or as `True` or `False`; any other text is a string."""
     arguments: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")

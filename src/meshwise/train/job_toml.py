@@ -24,8 +24,7 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
     """Return the job of a command line: an optional TOML file, then dotted flags.
 
     `kind`: class of the job, Job or a subclass with more fields. For `--help` it prints the help and exits with status
-    0. Raises JobError that names the wrong flag, or the file and the wrong key.
-    """
+    0. Raises JobError that names the wrong flag, or the file and the wrong key."""
     flags = list(arguments)
     job = kind()
     if flags and not flags[0].startswith("-"):
@@ -65,8 +64,7 @@ def to_toml(job: Job) -> str:
 
 def change_file(path: Path, *, changes: Mapping[Key, Any]) -> None:
     """Set keys of a TOML file, such as `("plan",)` or `("model", "cut_at")`; the value None removes a key. Comments
-    stay. Raises JobError when the file cannot be written; the file then stays unchanged.
-    """
+    stay. Raises JobError when the file cannot be written; the file then stays unchanged."""
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     for (*tables, name), value in changes.items():
         table: Any = document

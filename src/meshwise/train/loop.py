@@ -5,8 +5,7 @@
     at the end    write the full parameters, validate, generate text (`generate`)
 
 Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
-`StepTimelines` measures some steps action by action.
-"""
+`StepTimelines` measures some steps action by action."""
 
 import contextlib
 import itertools
@@ -60,8 +59,7 @@ from meshwise.train.token_file import START_TOKEN
 @dataclass(frozen=True)
 class RunSummary:
     """Results of a run: loss of the last step, and loss of the last validation (None without one). `folder`: path of
-    the run's folder on rank 0; None on all other ranks.
-    """
+    the run's folder on rank 0; None on all other ranks."""
 
     loss: float
     validation: float | None
@@ -74,8 +72,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     Raises JobError or PlanError when the job cannot run, and JobError when it differs from its checkpoint's job. Raises
     DamageError when no checkpoint is valid, SaveError when the last checkpoint could not be written, and ShortageError
     when memory runs out. Raises NonFiniteError when the loss or gradient is not finite and the job's key
-    `train.nonfinite` allows no more skipped steps. Raises any exception of the user's model, loss and data.
-    """
+    `train.nonfinite` allows no more skipped steps. Raises any exception of the user's model, loss and data."""
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
     attempt = JobAttempt.current()
@@ -327,8 +324,7 @@ def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) ->
     """Generate `sample.length` bytes after the prompt; return them decoded as UTF-8, with U+FFFD for bad bytes.
 
     The model maps tokens (1, T), T at most `context`, to logits (1, T, vocabulary). Every rank calls it and generates
-    the same text from `seed`, because under zero=3 a forward gathers parameters from all ranks.
-    """
+    the same text from `seed`, because under zero=3 a forward gathers parameters from all ranks."""
     generator = torch.Generator().manual_seed(seed)
     prompt = [START_TOKEN, *sample.prompt.encode()]
     tokens = list(prompt)
@@ -378,8 +374,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     """Write all full parameters and persistent buffers into a safetensors file at `path`, by their names.
 
     A tied parameter is written once, under its first name. Every rank calls it, and all ranks but one pass None as
-    path. `metadata` is written into the header. The file appears whole or not at all. Raises OSError.
-    """
+    path. `metadata` is written into the header. The file appears whole or not at all. Raises OSError."""
     own = [buffer.name for buffer in buffers(trainer.modules)]
     persistent = {name for names in trainer.world.exchange(own) for name in names}
     persistent_buffers = [(name, value) for name, value in trainer.full_buffers() if name in persistent]
@@ -412,8 +407,7 @@ def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
     """Return a function from the number of the step (0 … steps-1) to the learning rate, as a fraction of the peak.
 
     Step k of the warm-up has (k+1)/warmup of the peak. A decay ends at `schedule.floor` in the last step; the shape
-    `constant` stays at the peak.
-    """
+    `constant` stays at the peak."""
     decay = steps - schedule.warmup if schedule.shape != "wsd" else round(schedule.decay * steps)
     first = max(steps - decay, schedule.warmup)
 

@@ -13,8 +13,7 @@ class JsonLines:
     """An event sink that appends each event to a file as one line of JSON, and flushes the line at once.
 
     An infinite number or NaN is written as the string `inf`, `-inf` or `nan`. If the file exists, an unfinished last
-    line is removed first; a killed run may have left it.
-    """
+    line is removed first; a killed run may have left it."""
 
     def __init__(self, path: Path) -> None:
         if path.exists():

@@ -1,8 +1,7 @@
 """Find the model, loss, optimizer and dataset function that a job names, and check their arguments.
 
 A wrong name or argument is refused before any rank starts. It may be a missing file, a module without the function,
-an argument that the function does not accept, or an optimizer that refuses its learning rate.
-"""
+an argument that the function does not accept, or an optimizer that refuses its learning rate."""
 
 import difflib
 import importlib
@@ -37,8 +36,7 @@ BYTE_VALUES = 256
 def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Return the sum of the squared differences of `output` and the target `batch[1]`, and the number of elements.
 
-    Raises ValueError when the shapes differ.
-    """
+    Raises ValueError when the shapes differ."""
     target = batch[1]
     if output.shape != target.shape:
         raise ValueError(f"mse: the output is {tuple(output.shape)} but the target {tuple(target.shape)}")
@@ -173,8 +171,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
     """Import and return the function or class with this name: `package.module:function` or `path/to/file.py:function`.
 
     `key`: the job's key, for error messages. Side effect: the folder of the file, or else the current folder, becomes
-    the first of the import path. Raises JobError for an unknown object; raises any exception of the imported module.
-    """
+    the first of the import path. Raises JobError for an unknown object; raises any exception of the imported module."""
     where, _, what = name.rpartition(":")
     if not where:
         raise JobError(f"{key} = {name!r} is no 'module:function', as in 'my_module:{what.removesuffix('.py')}'")

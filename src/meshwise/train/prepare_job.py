@@ -37,8 +37,7 @@ from meshwise.train.token_file import STDLIB
 class Prepared:
     """A checked job and the objects that it names. `model` builds the model.
 
-    | job     the job with its plan resolved for the number of ranks, and absolute paths: it runs from any folder
-    """
+    | job     the job with its plan resolved for the number of ranks, and absolute paths: it runs from any folder"""
 
     job: Job
     model: Callable[[], nn.Module]
@@ -87,8 +86,7 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     """Check a job for a world of `ranks` ranks, and return it with the objects that it names.
 
     It imports the user's modules, and may build the token file of a text. Raises JobError or PlanError for a job that
-    cannot run, and any exception of the imported modules.
-    """
+    cannot run, and any exception of the imported modules."""
     plan = job.plan.resolve(ranks)
     if plan.pp > 1:
         plan_schedule(plan)
@@ -129,8 +127,7 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
 def check_plan(prepared: Prepared) -> None:
     """Split the model by its plan, on one rank and without tensor values. Raises PlanError if that is impossible.
 
-    Any other error is ignored, because missing values may be its cause; otherwise, the ranks raise it again.
-    """
+    Any other error is ignored, because missing values may be its cause; otherwise, the ranks raise it again."""
     job, example = prepared.job, default_collate([prepared.data.train[0]])
     options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), example))
     world = TraceWorld(rank=0, mesh=job.plan.mesh())

@@ -34,8 +34,7 @@ class ProgressLines:
     """An event sink that prints one or more lines for each event.
 
     On a terminal, all steps share one progress line below the other lines. Elsewhere, every `every`-th step and the
-    first and last step have a line. The rate is the mean of the last 20 steps, because the rate of one step varies.
-    """
+    first and last step have a line. The rate is the mean of the last 20 steps, because the rate of one step varies."""
 
     def __init__(self, console: Console, *, every: int) -> None:
         self._console = console

@@ -5,8 +5,7 @@ model, the optimizer and (under the same plan) the random generators. In additio
 depend on the plan: steps done, samples read, and updates applied (which set the learning rate).
 
 The job must equal the checkpoint's job. Keys that do not change the results may differ; the difference is printed. Any
-other difference is refused unless `train.accept` names its key. Data are compared by content, not by file name.
-"""
+other difference is refused unless `train.accept` names its key. Data are compared by content, not by file name."""
 
 import hashlib
 import math
@@ -49,8 +48,7 @@ class RunProgress:
     """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step.
 
     | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
-    | noise   averaged gradient noise, if it is measured
-    """
+    | noise   averaged gradient noise, if it is measured"""
 
     step: int = 0
     samples: int = 0
@@ -106,8 +104,7 @@ def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunS
 def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
     """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
-    Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one.
-    """
+    Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one."""
     found = _restored(trainer, start, own=prepared.hyperparameters)
     if found is None:
         if start.folder is not None:

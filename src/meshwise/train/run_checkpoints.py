@@ -2,8 +2,7 @@
 
 `save` starts a save and returns, and training continues. Rank 0 emits `Saved` when the checkpoint is complete. All
 ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the run.
-After a failure the older checkpoints are unchanged, and the run continues.
-"""
+After a failure the older checkpoints are unchanged, and the run continues."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -34,8 +33,7 @@ class RunCheckpoints:
 
     def save(self, step: int, *, extra: Mapping[str, Any]) -> None:
         """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values). If one of
-        the two saves fails, `SaveFailed` is emitted and nothing is raised.
-        """
+        the two saves fails, `SaveFailed` is emitted and nothing is raised."""
         self._await()
         self._step, self._began, self._reported = step, time.monotonic(), False
         try:

@@ -1,8 +1,7 @@
 """Define the events of a training run (a step, a validation, a checkpoint …) and pass them to the progress output.
 
 The training loop emits events through an `EventDispatcher`. Its sinks print the events (`progress_lines`) or write them
-to files (`metrics_files`). Only rank 0 has sinks. In metrics.jsonl an event has the lower-case name of its class.
-"""
+to files (`metrics_files`). Only rank 0 has sinks. In metrics.jsonl an event has the lower-case name of its class."""
 
 import contextlib
 import dataclasses
@@ -21,8 +20,7 @@ class Start:
     | data        one line about the data
     | memory      bytes of model state on rank 0, as `Trainer.memory` returns them
     | precision   dtype of each kind of tensor on rank 0, as `Trainer.precision` returns them
-    | output      path of the run's folder
-    """
+    | output      path of the run's folder"""
 
     plan: str
     mesh: str
@@ -52,8 +50,7 @@ class Resume:
     | step, samples   number of steps and samples before the checkpoint was saved; 0 without a checkpoint
     | path            the checkpoint; "" if there is none yet, so that the run begins at step 1
     | changes         one line for each difference between the job and the job of the checkpoint
-    | damaged         one line for each damage in newer checkpoints, which were skipped
-    """
+    | damaged         one line for each damage in newer checkpoints, which were skipped"""
 
     step: int
     samples: int
@@ -75,8 +72,7 @@ class Step:
     | memory      peak bytes of rank 0 so far: allocated on its GPU, or resident in its process
     | eta         estimated seconds to the end of the last step, from the mean time of the steps so far
     | skipped     whether the update of the parameters was skipped
-    | samples     size of the global batch
-    """
+    | samples     size of the global batch"""
 
     step: int
     steps: int
@@ -95,8 +91,7 @@ class Step:
 class Noise:
     """Gradient noise, averaged over about the last 20 steps: tr(Σ) and |G|², as in `NoiseScale`.
 
-    `critical`: the critical batch that it implies, in samples, None if noise hides the gradient; `layers`: by layer.
-    """
+    `critical`: the critical batch that it implies, in samples, None if noise hides the gradient; `layers`: by layer."""
 
     step: int
     critical: float | None
@@ -120,8 +115,7 @@ class Slow:
     | step      the last step of the compared steps
     | steps     the steps in which the rank was slow
     | seconds   mean busy seconds of the rank in these steps
-    | others    median busy seconds of the other ranks, as a mean over these steps
-    """
+    | others    median busy seconds of the other ranks, as a mean over these steps"""
 
     step: int
     rank: int
@@ -137,8 +131,7 @@ class ExpertLoad:
     | step     the last step
     | name     the mixture whose busiest expert had the largest share
     | factor   that share over an even share
-    | mean     mean of these factors over all mixtures
-    """
+    | mean     mean of these factors over all mixtures"""
 
     step: int
     name: str
@@ -151,8 +144,7 @@ class Measured:
     """A step has been measured action by action: the step of median time among the last `steps` steps.
 
     | table   text table of the times, one row for each rank
-    | path    the file that `meshwise draw timeline` reads
-    """
+    | path    the file that `meshwise draw timeline` reads"""
 
     step: int
     steps: int

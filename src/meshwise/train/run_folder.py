@@ -16,8 +16,7 @@
     | a folder          a new one                       that checkpoint, or the newest valid one of that run
 
 Ranks that torchrun has started again find the folder by the run ID in `launch`, and resume from its checkpoints.
-If it has none, they begin where the first start began.
-"""
+If it has none, they begin where the first start began."""
 
 import itertools
 from collections.abc import Iterator
@@ -104,8 +103,7 @@ class RunStart:
 
     | folder    the existing folder in which the run continues; None: a new folder
     | roots     folders of checkpoints; from the first one with a checkpoint, the newest valid one is restored
-    | chosen    a checkpoint to restore if `roots` have none; None: the run then begins without a checkpoint
-    """
+    | chosen    a checkpoint to restore if `roots` have none; None: the run then begins without a checkpoint"""
 
     folder: Path | None = None
     roots: tuple[Path, ...] = ()
@@ -120,8 +118,7 @@ class RunStart:
 def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
     """Return where the run of this job begins. `attempt`: this start of the ranks by torchrun; None without torchrun.
 
-    Raises JobError when `train.resume` names no checkpoint.
-    """
+    Raises JobError when `train.resume` names no checkpoint."""
     start = _resume_start(job)
     folder = None if attempt is None else _folder_of(attempt, Path(job.train.output))
     if folder is None:

@@ -11,8 +11,7 @@ next epoch. A checkpoint stores only the count.
 
 The permutation of an epoch is a keyed Feistel network on two digits in base ⌈√size⌉. It is applied again until the
 result is below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). Its round function is the
-finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per sample do not depend on `size`.
-"""
+finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per sample do not depend on `size`."""
 
 import math
 from dataclasses import dataclass

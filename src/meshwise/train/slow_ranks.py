@@ -4,8 +4,7 @@ Collectives make every rank's step as long as the slowest rank's. So the ranks c
 time of the step without waits in collectives, which comm's flight recorder measures. They exchange these times every
 20 steps. A rank is slow in a step if its busy time is more than twice the other ranks' median, and 50 ms above it.
 
-Slow GPUs are not found, because on CUDA not the process, but the device waits for a collective.
-"""
+Slow GPUs are not found, because on CUDA not the process, but the device waits for a collective."""
 
 import statistics
 import time

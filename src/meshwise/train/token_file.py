@@ -2,8 +2,7 @@
 
 A token is a byte (0 … 255). A zero byte precedes every text file, so that a model learns where a text begins. The
 ranks of a machine share the memory of the mapped file. The file's name is a hash of the paths, sizes and modification
-times of the texts. The file is built under a lock, and appears when it is complete.
-"""
+times of the texts. The file is built under a lock, and appears when it is complete."""
 
 import fcntl
 import functools
@@ -34,8 +33,7 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
     """Return the path of the token file of these texts in the folder `cache`; build the file if it is missing.
 
     names: text files, folders (with all files in them that are not hidden), globs, or `python-stdlib`. Raises JobError
-    for a name without files, an unreadable file, empty texts, or a cache that cannot be written.
-    """
+    for a name without files, an unreadable file, empty texts, or a cache that cannot be written."""
     try:
         files = [path for name in names for path in _files(name)]
         stats = [(path, path.stat()) for path in files]

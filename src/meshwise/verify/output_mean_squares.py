@@ -2,8 +2,7 @@
 
 Each rank and micro-batch has a part of a split model's output, so the output tensors cannot be compared. Their mean
 square over all parts can be compared: it is the same for every split of the batch's rows. This is also true for an
-output without a batch dim, such as a position embedding, because all parts compute the same values.
-"""
+output without a batch dim, such as a position embedding, because all parts compute the same values."""
 
 import contextlib
 import math
@@ -84,8 +83,7 @@ class ChoiceGap(TorchFunctionMode):
     """Mode that finds how near to a tie the choices of routers were.
 
     `smallest`: smallest gap so far between the last chosen and the first other value of a top-k. It is relative to the
-    largest magnitude. None without a top-k that leaves values out.
-    """
+    largest magnitude. None without a top-k that leaves values out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +105,7 @@ class ChoiceGap(TorchFunctionMode):
 def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
     """Return how many of this rank's forward passes in a step have rows of the batch.
 
-    Later passes have a spare row instead of data: they only take part in collectives.
-    """
+    Later passes have a spare row instead of data: they only take part in collectives."""
     start, stop = trainer.share(row_count(batch))
     return len(trainer.modules) * sum(
         first < last for first, last in even_split(stop - start, trainer.plan.microbatches)

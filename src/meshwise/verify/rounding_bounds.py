@@ -11,8 +11,7 @@ neighbour and the reference run, and the plan may differ as much:
 
 If a gradient is small, rounding may choose the direction of its update. Small means: up to 16 times the difference of
 the neighbours; in float64, up to the rounding of the largest gradient. After such an update, that element of the
-parameter is not compared. An example is the bias of an attention's keys, whose exact gradient is zero.
-"""
+parameter is not compared. An example is the bias of an attention's keys, whose exact gradient is zero."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +68,7 @@ def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
 class _Narrowest(TorchDispatchMode):
     """Dispatch mode that records the narrowest floating dtype of the tensors that are computed from parameters.
 
-    Other tensors, such as a count of tokens or a mask, are equal on both sides.
-    """
+    Other tensors, such as a count of tokens or a mask, are equal on both sides."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -145,8 +143,7 @@ class BoundJudge:
     ) -> BoundedDifference:
         """Return the relative difference of `value` from `expected`, with the bound that the neighbours give.
 
-        `neighbours`: the same tensor in the neighbours' runs; not used if `exact`. `least`: the scale from `floor`.
-        """
+        `neighbours`: the same tensor in the neighbours' runs; not used if `exact`. `least`: the scale from `floor`."""
         found = difference(value, expected, floor=least).relative
         if self.exact:
             return BoundedDifference(found, FLOAT64_BOUND, step)
@@ -158,8 +155,7 @@ class BoundJudge:
 
         `neighbours`: the gradient in the neighbours' runs. `largest`: largest magnitude of all gradients. For such an
         element, an optimizer that divides by the size of the gradient makes a full update. The caller then no longer
-        compares this element of the parameter, but still its gradient.
-        """
+        compares this element of the parameter, but still its gradient."""
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0
             if not rounding.all():

@@ -10,8 +10,7 @@
                               │ rank against rank               the value of … on rank r
 
 Figures come in the order of computation, so the first figure over its bound is at the fault or just after it. Tensors
-are compared one at a time: every rank except the first holds its shards and one full parameter.
-"""
+are compared one at a time: every rank except the first holds its shards and one full parameter."""
 
 import dataclasses
 import itertools
@@ -43,8 +42,7 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int3
 class ReferenceSide:
     """One-process side of a verification: a trusted reference run, and then the runs of its neighbours.
 
-    In float64 there are no neighbours; otherwise they measure the bounds (see `rounding_bounds`).
-    """
+    In float64 there are no neighbours; otherwise they measure the bounds (see `rounding_bounds`)."""
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
@@ -113,8 +111,7 @@ class StepComparison:
     """Comparison of both sides, step by step. Every rank calls its methods; only the first rank gets results.
 
     | steps   figures of each step
-    | first   the first figure over its bound; None if there is none so far, and always on other ranks
-    """
+    | first   the first figure over its bound; None if there is none so far, and always on other ranks"""
 
     def __init__(
         self, trainer: Trainer, *, outputs: OutputMeanSquares, judge: BoundJudge, reference: ReferenceSide | None

@@ -2,8 +2,7 @@
 
 A wrongly split model may still train: if a factor, a rank or a micro-batch is wrong, the loss only falls more slowly.
 So before a costly run, `verify` trains the user's model for a few steps, under the plan and on one process. It
-compares the loss, every gradient and every parameter.
-"""
+compares the loss, every gradient and every parameter."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -46,8 +45,7 @@ def verify(
     numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
     the plan does not fit the world. With a codec as `wire`, the plan is compared with `wire=auto`, and one step checks
     that the codec's gradient and errors add up to the true gradient. Raises ValueError without a batch, for a loss that
-    does not return (sum, count), and when one batch gives two different losses. Raises any error of model and loss.
-    """
+    does not return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
     dtype = dtype if precision.computes is None else None
@@ -110,8 +108,7 @@ def codec_contract(subject: VerificationInputs, *, plan: Plan, world: World) -> 
 
     From equal parameters, one step is run with the codec and one without. For every bucket, the gradient with the codec
     and the errors of all ranks / count must add up to the gradient without it. Clipping is left out. Without feedback
-    nothing keeps the errors, and nothing is checked.
-    """
+    nothing keeps the errors, and nothing is checked."""
     note = f"note: wire={plan.wire} makes the training inexact; the plan was compared with wire=auto"
     if not plan.feedback:
         return f"{note}; feedback=0 keeps no errors, so no contract of the codec was checked", None

@@ -33,8 +33,7 @@ class VerificationInputs:
     | precision      dtypes of computation, masters and gradients on both sides
     | local          True if every rank draws its own random numbers (`random=local`)
     | microbatches   micro-batches of each rank's rows under the plan; the reference run has one
-    | evaluating     True if the model is compared in eval mode
-    """
+    | evaluating     True if the model is compared in eval mode"""
 
     model: Model
     loss: Loss
@@ -84,8 +83,7 @@ class VerificationInputs:
     def try_out(self, device: torch.device) -> TrialForward:
         """Run the first batch forward twice on one process, on `device`; if the results are random, again in eval mode.
 
-        Raises ValueError if the losses differ in eval mode too. Raises any error of model and loss.
-        """
+        Raises ValueError if the losses differ in eval mode too. Raises any error of model and loss."""
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]

@@ -48,8 +48,7 @@ class Divergence:
     | what      name of the figure, such as `the gradient of head.weight`
     | step      counted from 1; 0 is before the first step
     | module    name of the first module whose output differs, else of the figure's own module; None without a module
-    | detail    the factor between both values, or the difference between ranks, in words
-    """
+    | detail    the factor between both values, or the difference between ranks, in words"""
 
     what: str
     step: int
@@ -75,8 +74,7 @@ class Report:
     | notes         changes that the comparison needed, and the dtype that sets the bound
     | steps         figures of every optimizer step
     | parameters    figures of every parameter, in the order of the table, then of the buffers
-    | first         the first figure over its bound; None if the model under the plan is the same
-    """
+    | first         the first figure over its bound; None if the model under the plan is the same"""
 
     plan: str
     setting: str

@@ -26,8 +26,7 @@ _MICRO = 1e6
 def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
     """Write the trace of one or several plans to a JSON file. A time of 1 without a unit becomes a millisecond.
 
-    The processes of several plans have the plan's title in their names. Raises OSError.
-    """
+    The processes of several plans have the plan's title in their names. Raises OSError."""
     events: list[dict[str, Any]] = []
     first = 0
     for account in accounts:

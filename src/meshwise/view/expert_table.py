@@ -14,8 +14,7 @@ def expert_table(plan: Plan, *, experts: int) -> str:
     """Return a table with a line for each rank: its rows of the batch, tokens, experts, and its part of each matrix.
 
     The last column has the ranks that hold the same parameters, and sum the gradients. Raises ValueError while dp is
-    auto, and for fewer experts than `ep`.
-    """
+    auto, and for fewer experts than `ep`."""
     mesh = plan.mesh()
     if experts < plan.ep:
         raise ValueError(f"ep={plan.ep} divides at least as many experts, not {experts}; give --experts {plan.ep}")

@@ -21,8 +21,7 @@ def memory_pictures(
 ) -> Iterator[Picture]:
     """Yield a picture for each history, all to one scale: `most` bytes high, or `limit` bytes if that is little more.
 
-    `names`: the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use (0: unknown).
-    """
+    `names`: the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use (0: unknown)."""
     if not histories:
         return
     top = 1.05 * (limit if most < limit < 1.8 * most else most)

@@ -4,8 +4,7 @@
     rank 1 │.  F0 B0─── F1 B1─── .  .
 
 A column is as long as the shortest computation; `─` continues a longer computation. `F0` is the forward of micro-batch
-0. A rank with several stages writes the stage first: `2F0`.
-"""
+0. A rank with several stages writes the stage first: `2F0`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,8 +54,7 @@ def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
 def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
     """Return a drawing to scale with a legend, with one row for each rank. `seconds` fill `width` characters.
 
-    Events shorter than a character are left out. `rows`: names of the ranks, by default their numbers.
-    """
+    Events shorter than a character are left out. `rows`: names of the ranks, by default their numbers."""
     heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     longest = max(map(len, heads))
     scale = (width - longest - 2) / seconds

@@ -1,7 +1,6 @@
 """Represent a picture as a value: shapes in drawing order (`Picture`), from which SVG and PNG are written.
 
-So page, files and tests have equal content. A paint names a colour of `palette`. Lengths are pixels; y points down.
-"""
+So page, files and tests have equal content. A paint names a colour of `palette`. Lengths are pixels; y points down."""
 
 import dataclasses
 import math

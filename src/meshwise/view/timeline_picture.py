@@ -2,8 +2,7 @@
 
 rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     computations, with the waits drawn over them
           | ▂▂▂▂▂▂    ▂▂▂▂▂                                 collectives, messages and moves between tiers, each on
-          |                                                 its own track, if there are any
-"""
+          |                                                 its own track, if there are any"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

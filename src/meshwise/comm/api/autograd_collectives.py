@@ -20,8 +20,7 @@ a tensor of one kind and returns a tensor of another kind:
 
 A call starts the collective, and `.wait()` returns the resulting tensor. Computation between the call and `.wait()`
 overlaps with the collective. The backward of this computation overlaps with the conjugate collective, because autograd
-runs the backward of `.wait()` first and the backward of the call last.
-"""
+runs the backward of `.wait()` first and the backward of the call last."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -61,8 +60,7 @@ class PendingResult:
 def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Concatenate the parts of all ranks along `axes` in dim `dim`: (…, sizes[i], …) → (…, sum(sizes), …). `sizes`:
     size of each rank's part along `dim`, in group order; by default every part is as large as `x`. Backward:
-    reduce_scatter. Raises ValueError when `sizes` does not fit `x` and the group.
-    """
+    reduce_scatter. Raises ValueError when `sizes` does not fit `x` and the group."""
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=False))
 
 
@@ -74,8 +72,7 @@ def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes
 def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Return this rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …). `sizes`:
     size of each rank's part, in group order. By default parts are equal, or the first parts are larger by one.
-    Backward: all_gather. Raises ValueError when `sizes` does not fit `x` and the group.
-    """
+    Backward: all_gather. Raises ValueError when `sizes` does not fit `x` and the group."""
     return _start(x, _ReduceScatter(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
 
 
@@ -113,8 +110,7 @@ def all_to_all(
         | two dims         (…, sum(split), …, cat[i], …) → (…, split[i], …, sum(cat), …)
         | one dim for both (…, sum(split), …) → (…, sum(cat), …)
 
-    Backward: all_to_all with the two dims exchanged. Raises ValueError when `sizes` does not fit `x` and the group.
-    """
+    Backward: all_to_all with the two dims exchanged. Raises ValueError when `sizes` does not fit `x` and the group."""
     group = world.group(axes)
     cut, arriving = (None, None) if sizes is None else sizes
     split = _Along.of(x, world, axes, dim=split_dim, sizes=cut)
@@ -128,8 +124,7 @@ def all_to_all(
 @dataclass(frozen=True)
 class CollectiveSource:
     """Kind of a collective's output (see the first table of this file), and the axes of the collective. The field of
-    that kind holds the axes; the other two are empty. No collective has a partial output.
-    """
+    that kind holds the axes; the other two are empty. No collective has a partial output."""
 
     whole: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
@@ -349,8 +344,7 @@ class _Passage:
 
 class _Depart(torch.autograd.Function):
     """Start the collective on `x`, and return an empty tensor that connects this function with `_Arrive` in the graph.
-    The backward waits for the conjugate collective and returns its result.
-    """
+    The backward waits for the conjugate collective and returns its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:

@@ -15,8 +15,7 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
     """Return a 1-D view of `x`, without autograd as in c10d; a copy if `x` has torch's conjugate or negative bit.
     read_only: True if the collective only reads `x`. Raises ValueError if `x` is not contiguous, or if it has such a
-    bit and the collective writes to it.
-    """
+    bit and the collective writes to it."""
     if x.is_conj() or x.is_neg():
         if not read_only:
             raise ValueError(
@@ -33,8 +32,7 @@ def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
 def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
     """Return `x` as `size` parts in one dim: equal slices of one tensor, or a view of each tensor of the sequence.
     read_only: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
-    divide equally, when the number of tensors is not `size`, and when `flat` does.
-    """
+    divide equally, when the number of tensors is not `size`, and when `flat` does."""
     if isinstance(x, Tensor):
         if x.numel() % size:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
@@ -104,8 +102,7 @@ _BLOCK = 128 << 10
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
     """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min. `into`
     may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results. It is a separate tensor, or
-    one of the first two parts, which is then overwritten. fp16 and bf16 are summed in fp32 and rounded once.
-    """
+    one of the first two parts, which is then overwritten. fp16 and bf16 are summed in fp32 and rounded once."""
     require_op(op)
     for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
         reduce_block(shown, into=target, scratch=total, op=op)
@@ -113,8 +110,7 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
 
 def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
     """Reduce `parts` into `into`, in their order and as one block. op: sum, max or min. All arguments
-    are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums.
-    """
+    are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums."""
     if op == "sum" and into.dtype in _NARROW:
         total = parts[0].float()
         for part in parts[1:]:

@@ -5,8 +5,7 @@ Each rank keeps its records in one flight recorder, which all views of its world
 simulations read the flight recorder.
 
 A small collective takes little longer than its record. So records are named tuples, which are made in a third of the
-time of a frozen dataclass.
-"""
+time of a frozen dataclass."""
 
 import contextlib
 import math
@@ -44,8 +43,7 @@ class CallRecord(NamedTuple):
     | bytes        of the tensor of `shape`: of the gathered tensor, the full input of a reduce-scatter or all-to-all,
     |              this rank's part in a gather or scatter
     | site         file, line and function of the caller
-    | how          operation and group index of the root, such as `sum`, `max to 1`, `from 0`
-    """
+    | how          operation and group index of the root, such as `sum`, `max to 1`, `from 0`"""
 
     sequence: int
     kind: str
@@ -64,8 +62,7 @@ class CallRecord(NamedTuple):
     @property
     def agreed(self) -> str:
         """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. A send
-        and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the elements.
-        """
+        and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the elements."""
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
     @property
@@ -109,8 +106,7 @@ class PlacedCall(NamedTuple):
 
 class Position(NamedTuple):
     """Collective that a rank waits for now, or else the last collective that it called. record: None before the first
-    call. waiting_since: start of the wait by `time.monotonic`; None if the rank does not wait.
-    """
+    call. waiting_since: start of the wait by `time.monotonic`; None if the rank does not wait."""
 
     record: CallRecord | None = None
     waiting_since: float | None = None
@@ -131,8 +127,7 @@ class FlightRecorder:
     | thread       identifier of the thread that made the last call
     | called_at    time of the last call, by `time.monotonic`
     | waited       seconds that the rank has spent waiting in collectives so far
-    | digests      for each group, by its ranks: CRC32 of the `agreed` texts of all its collectives so far
-    """
+    | digests      for each group, by its ranks: CRC32 of the `agreed` texts of all its collectives so far"""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -166,8 +161,7 @@ class FlightRecorder:
     def write(self, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
         """Store the record of a call that is about to be made, and make it the position of the rank. ranks: the ranks
         of the group; for a send or recv, the source and the target. Raises RuntimeError in a fork of the rank's
-        process, and while another thread of the rank waits in a collective.
-        """
+        process, and while another thread of the rank waits in a collective."""
         self._require_own(record)
         line = CallLine(ranks, record.point_to_point)
         ordinal = self.counts.get(line, 0)
@@ -184,8 +178,7 @@ class FlightRecorder:
 
     def waiting(self, record: CallRecord) -> "_Waiting":
         """Return a context manager that marks this rank as waiting for `record`; such blocks may be nested. Raises
-        RuntimeError in a fork of the rank's process, and while another thread of the rank waits.
-        """
+        RuntimeError in a fork of the rank's process, and while another thread of the rank waits."""
         self._require_own(record)
         return _Waiting(self, record)
 
@@ -213,8 +206,7 @@ class FlightRecorder:
 
     def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
         """Add activities of this rank's other threads to the times of the `timed` block; outside a block, do nothing.
-        events: (activity, start, stop), with times of `time.monotonic`.
-        """
+        events: (activity, start, stop), with times of `time.monotonic`."""
         if self._stopwatch is not None:
             for what, start, stop in events:
                 self._stopwatch.add_background(what, start=start, stop=stop)
@@ -278,8 +270,7 @@ class _Waiting:
 
 def disagreement(records: Mapping[int, CallRecord]) -> str | None:
     """Return a text with one line for each group of ranks that made the same call, largest group first. Return None if
-    all calls match. `records`: by rank, the call that should be the same on all ranks.
-    """
+    all calls match. `records`: by rank, the call that should be the same on all ranks."""
     parties: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(records.items()):
         parties.setdefault((record.agreed, record.site), []).append(rank)
@@ -294,8 +285,7 @@ def disagreement(records: Mapping[int, CallRecord]) -> str | None:
 
 def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
     """Return the first difference between the recent calls of the ranks: a message and the ranks that made the calls.
-    Return None when there is no difference. `recent`: the last calls of each rank, by rank.
-    """
+    Return None when there is no difference. `recent`: the last calls of each rank, by rank."""
     places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
     for rank, calls in recent.items():
         for call in calls:

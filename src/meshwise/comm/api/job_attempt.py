@@ -9,8 +9,7 @@ machines may also number the restarts differently. So the ranks of an attempt ag
     | other ranks     accept the prefix that is offered to their ticket
     | rank 0          returns when every rank has accepted
 
-Tickets of ranks of an earlier attempt may receive an offer too; it is never accepted.
-"""
+Tickets of ranks of an earlier attempt may receive an offer too; it is never accepted."""
 
 import os
 import time
@@ -51,8 +50,7 @@ class JobAttempt:
 def unused_store(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
     """Return `store` with a prefix that no earlier attempt has used. Every rank of the attempt calls this function.
     When ranks are missing for `timeout`, rank 0 raises TimeoutError with their numbers. Another rank raises torch's
-    DistError if rank 0 offers it no prefix within `timeout`.
-    """
+    DistError if rank 0 offers it no prefix within `timeout`."""
     desk = c10d.PrefixStore("meshwise/attempts", store)
     ticket = desk.add("tickets", 1)
     if rank:

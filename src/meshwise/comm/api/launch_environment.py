@@ -15,8 +15,7 @@ _OF_A_RANK = REQUIRED[:2]
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     """Return (rank, world size) of the environment, or None when neither RANK nor WORLD_SIZE is set.
-    `environment`: by default the environment of this process. Raises ValueError when variables are missing or wrong.
-    """
+    `environment`: by default the environment of this process. Raises ValueError when variables are missing or wrong."""
     variables = os.environ if environment is None else environment
     if not is_under_launcher(variables):
         return None

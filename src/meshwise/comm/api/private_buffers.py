@@ -1,8 +1,7 @@
 """Lend reusable private CPU buffers to collectives, for received parts and intermediate sums.
 
 The operating system zeroes every page of a new buffer when it is first touched. For a received part this costs about
-as much as adding the part. So buffers are reused. Their number is the largest number that was in use at one time.
-"""
+as much as adding the part. So buffers are reused. Their number is the largest number that was in use at one time."""
 
 import threading
 

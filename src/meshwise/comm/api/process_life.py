@@ -2,8 +2,7 @@
 
 A file descriptor of a process (pidfd) is reliable. Linux before 5.3 has no pidfd, and Python builds for such
 systems (conda's, uv's) cannot open one. Then the PID is checked. If another process has taken over the PID, this check
-does not see the end; the watchdog finds it later.
-"""
+does not see the end; the watchdog finds it later."""
 
 import contextlib
 import multiprocessing

@@ -42,8 +42,7 @@ def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 def raised_at(error: BaseException) -> str:
     """Return `file:line function` of the innermost frame of an exception in the user's own code. If there is none: of
-    the innermost frame outside torch, or else of the innermost frame.
-    """
+    the innermost frame outside torch, or else of the innermost frame."""
     entries = traceback.extract_tb(error.__traceback__)
     others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
     theirs = [entry for entry in others if not _is_pythons_or_ours(entry.filename)]
@@ -60,8 +59,7 @@ def stack_of(thread: int | None) -> str:
     """Return the current stack of the thread with this identifier; "" if it has ended or the identifier is None.
     Garbage collection is off while the frames are read. Otherwise Python might collect garbage while it makes a frame
     object, and switch threads; the other thread could return from the frame, and its memory would be reused. Reading
-    such memory ended ranks with SIGSEGV.
-    """
+    such memory ended ranks with SIGSEGV."""
     collects = gc.isenabled()
     gc.disable()
     try:

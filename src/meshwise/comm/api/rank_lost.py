@@ -13,7 +13,6 @@ class RankKilledError(RankLostError):
 
 def lost(peer: int, *, about: object, error: Exception) -> RankLostError:
     """Return the exception for a call that failed because rank `peer` was lost. about: the call, printed in the
-    message. error: the cause; torch's prefix and advice are cut off its message.
-    """
+    message. error: the cause; torch's prefix and advice are cut off its message."""
     what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)
     return RankLostError(f"rank {peer} was lost in {about} ({what.rstrip('.')})")

@@ -10,8 +10,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def host_name() -> str:
     """Return the boot ID of the machine and the host name, a text that only processes of one container share.
-    Containers of a machine have different host names, and machines with equal host names have different boot IDs.
-    """
+    Containers of a machine have different host names, and machines with equal host names have different boot IDs."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return f"{boot} {socket.gethostname()}"
 

@@ -1,8 +1,7 @@
 """Measure when a rank begins each activity of a step, and how long it waits in collectives; or show it to a profiler.
 
 Each time is taken by an event on the current CUDA stream, or on the CPU by the clock. So on a GPU the times are GPU
-times, and the host does not wait for the GPU before `read`.
-"""
+times, and the host does not wait for the GPU before `read`."""
 
 import contextlib
 from collections.abc import Hashable
@@ -53,8 +52,7 @@ class TimedSpan:
 class ProfilerRanges:
     """Ranges of torch's profiler around the activities and waits of one rank, by which a trace is read.
 
-    Inside `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems.
-    """
+    Inside `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems."""
 
     def __init__(self) -> None:
         self._activity = contextlib.ExitStack()
@@ -98,8 +96,7 @@ class ActivityStopwatch:
 
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
-        until the GPU has reached the last event. offset: seconds to subtract from all times.
-        """
+        until the GPU has reached the last event. offset: seconds to subtract from all times."""
         marks = [(what, self._origin.at(moment) - offset) for what, moment in self._marks]
         spans = [
             TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what != StepPhase.OUTSIDE

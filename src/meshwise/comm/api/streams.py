@@ -6,8 +6,7 @@ nothing. So callers need no branch by device.
 
 `gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process;
 `use_deterministic_kernels` sets which kernels torch uses in it.
-`generator_states` and `restore_generators` save and restore torch's random generators.
-"""
+`generator_states` and `restore_generators` save and restore torch's random generators."""
 
 import contextlib
 import os
@@ -98,8 +97,7 @@ class Streams(Protocol):
 
     def create(self, *, urgent: bool = False) -> Stream:
         """Return a stream of the device's pool; after 32 calls a stream is returned again. urgent: True for a stream
-        of the other pool, whose work the device prefers.
-        """
+        of the other pool, whose work the device prefers."""
 
     def current(self) -> Stream:
         """Return the current stream of this thread."""
@@ -115,8 +113,7 @@ class Streams(Protocol):
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event that is not recorded yet. timing: True for an event that `elapsed_time` can use. blocking:
-        True if a host thread that waits for the event sleeps, False if the thread polls.
-        """
+        True if a host thread that waits for the event sleeps, False if the thread polls."""
 
     def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event recorded on the current stream; parameters as of `event`."""
@@ -151,8 +148,7 @@ class SimulatedDeviceMode(TorchDispatchMode):
 def streams_of(device: torch.device) -> Streams:
     """Return the `Streams` of a device: `CudaStreams` for CUDA, `HostStreams` for any other device.
 
-    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA.
-    """
+    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA."""
     if device.type != "cuda":
         return HostStreams(device)
     return _simulated() or CudaStreams(device)
@@ -389,8 +385,7 @@ def cuda_in_use() -> bool:
 def use_deterministic_kernels(device: torch.device) -> None:
     """Let torch use deterministic kernels alone from now on, in this process; an operation without one then raises.
 
-    Sets CUBLAS_WORKSPACE_CONFIG for CUDA, unless it is set. It counts for products of matrices after this call only.
-    """
+    Sets CUBLAS_WORKSPACE_CONFIG for CUDA, unless it is set. It counts for products of matrices after this call only."""
     if device.type != "meta":
         torch.use_deterministic_algorithms(mode=True)
     if device.type == "cuda":

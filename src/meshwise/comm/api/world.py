@@ -6,8 +6,7 @@
 
 The public methods are implemented in this file only. They find the group of the axes, return at once for a group of
 one rank, check sizes and record the call. Then they call the implementation's method of the same name with
-a leading underscore. So records, counts and hang reports mean the same in every implementation.
-"""
+a leading underscore. So records, counts and hang reports mean the same in every implementation."""
 
 import abc
 import copy
@@ -77,8 +76,7 @@ def require_root(group: Group, *, root: int) -> Group:
 
 def message_group(group: Group, *, source: int, target: int) -> Group:
     """Return the group of two ranks, source and target, for a message between these indices of `group`. Raises
-    ValueError unless they are two different indices of the group.
-    """
+    ValueError unless they are two different indices of the group."""
     if source == target or not (0 <= source < group.size and 0 <= target < group.size):
         raise ValueError(
             f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"
@@ -136,8 +134,7 @@ class World(abc.ABC):
     starts a collective and returns a `Work`; to block, call `.wait()` on it at once. `axes` is one name or several; the
     group is ordered row-major by the axes in mesh order. `source`, `target` and `to` are indices of the group.
     `Parts` is one tensor that is cut into equal parts, or a list with one part per group index, of any sizes.
-    Only one thread of a rank at a time may call and wait. Several `World` objects may be views of one world.
-    """
+    Only one thread of a rank at a time may call and wait. Several `World` objects may be views of one world."""
 
     medium: ClassVar[str] = ""
     """Name of the transport, for messages to the user: `shared memory`, `gloo`, `NCCL`, `threads`."""
@@ -186,30 +183,25 @@ class World(abc.ABC):
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
         """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None if they share none.
         Every rank of the group calls this method. An all-gather of the tensor's equal parts into the tensor copies
-        nothing: each rank only waits until every rank has written its part.
-        """
+        nothing: each rank only waits until every rank has written its part."""
         return None
 
     def prepare(self, *, groups: Iterable[Group] = (), lines: Iterable[tuple[int, int]] = ()) -> None:  # noqa: B027
         """Open the connections of `groups`, and of the messages of each line (source rank, target rank). All members
         of a group, and both ranks of a line, call this method at the same time. Without it, some worlds connect ranks
-        at their first call, which then blocks until all of them call.
-        """
+        at their first call, which then blocks until all of them call."""
 
     def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
         """Do this rank's part of collectives for which other ranks wait now, without blocking. Call it now and then
-        if a long computation lies between a collective and its `wait`.
-        """
+        if a long computation lies between a collective and its `wait`."""
 
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
         """Release the connections between the ranks. Every rank calls `close`; a second call does nothing. Only a world
-        of processes needs it. Raises RanksDisagree when the ranks called different collectives.
-        """
+        of processes needs it. Raises RanksDisagree when the ranks called different collectives."""
 
     def group(self, axes: Axes) -> Group:
         """Return this rank's group along `axes`, in any order of the names. The `axes` of the group are in mesh order,
-        without axes of one rank (unless all are). Raises ValueError for a name that the mesh does not have.
-        """
+        without axes of one rank (unless all are). Raises ValueError for a name that the mesh does not have."""
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
         if known is None:
@@ -265,8 +257,7 @@ class World(abc.ABC):
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         """Gather every rank's `x` into `into`: one tensor of size · x.numel() elements, or one tensor per group index.
-        `x` may be this rank's slice of `into`.
-        """
+        `x` may be this rank's slice of `into`."""
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
@@ -353,8 +344,7 @@ class World(abc.ABC):
     def totals(self, x: Tensor, *, digest: int = 0, equal: Axes | None = None) -> tuple[list[float], float]:
         """Return the sums over all ranks of `x` (an fp64 vector) and of `rank_mismatch`, by one blocking all-reduce.
         digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all ranks for None. If they
-        differ, the second result is not 0.
-        """
+        differ, the second result is not 0."""
         group = self.group(self.mesh.names if equal is None else equal)
         whole = self.rank_mismatch + digest * (group.size - 1 if group.index == 0 else -1)
         mismatch = torch.full((1,), float(whole), dtype=torch.float64, device=self.device)  # no copy from the host
@@ -431,8 +421,7 @@ class World(abc.ABC):
     def _meet_to_close(self) -> None:
         """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes
         while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called different
-        collectives and no error was raised for it.
-        """
+        collectives and no error was raised for it."""
         group = self.group(self.mesh.names)
         record = self._new_record("close", group, ())
         with self.flight_recorder.waiting(record):
@@ -472,8 +461,7 @@ def _copy(x: Parts, into: Parts) -> Work:
 
 def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
     """Raise RanksDisagree with the first difference between the calls of the ranks. `found`: for each rank, its last
-    calls and its number of calls on each line. Call this when the ranks have been found to differ: it always raises.
-    """
+    calls and its number of calls on each line. Call this when the ranks have been found to differ: it always raises."""
     if difference := first_difference({rank: recent for rank, (recent, _) in found.items()}):
         raise RanksDisagree(difference[0])
     for line in {line: None for _, counts in found.values() for line in counts if not line.point_to_point}:

@@ -9,8 +9,7 @@ answers of all ranks are compared. The causes are tried in this order:
     | circle            ranks wait for each other in a circle
     | slow rank         a rank answers, and computes: waiting may help
 
-In the last case waiting may help. In every other case the cause is certain, and waiting longer cannot help.
-"""
+In the last case waiting may help. In every other case the cause is certain, and waiting longer cannot help."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,7 @@ class RankAnswer:
     | counts    number of calls so far on each line (`CallLine`)
     | stack     Python stacks of the rank as text
     | lost      message of the RankLostError that the rank raised; "" if none
-    | unfinished   on a GPU, the oldest call that the host has passed and the GPU has not; None if there is none
-    """
+    | unfinished   on a GPU, the oldest call that the host has passed and the GPU has not; None if there is none"""
 
     rank: int
     process: str

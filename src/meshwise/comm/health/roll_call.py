@@ -2,8 +2,7 @@
 
 Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
 fails with an unclear error. A roll call only needs the store of the job. Each rank writes its entry. Rank 0 waits for
-all entries, but not longer than a limit. It then writes a list of the entries, which all ranks read.
-"""
+all entries, but not longer than a limit. It then writes a list of the entries, which all ranks read."""
 
 import json
 import os
@@ -35,8 +34,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> Sequence[Ro
     """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks, ordered
     by rank. Every rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at
     the latest. Rank 0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached
-    or opened.
-    """
+    or opened."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store_of(
         os.environ["MASTER_ADDR"],

@@ -13,8 +13,7 @@ works when collectives do not. They need no help from the main thread, which may
     | the store is gone                     end this rank alone when it waits
 
 Times are for `stall_seconds` = 300. Ranks that disagree, finished early or wait in a circle are reported after 10 s of
-waiting. A rank that does not answer is reported 30 s later, or 6 s later when its connection broke.
-"""
+waiting. A rank that does not answer is reported 30 s later, or 6 s later when its connection broke."""
 
 import contextlib
 import os
@@ -52,8 +51,7 @@ _FLUSH_SECONDS = 2.0
 @dataclass(frozen=True)
 class _Pace:
     """Times of a watchdog, in seconds. beat: between two beats. suspect: how long a rank waits before it starts a
-    survey. silent: how long a survey waits for answers. stall: how long a rank may wait before the job ends.
-    """
+    survey. silent: how long a survey waits for answers. stall: how long a rank may wait before the job ends."""
 
     beat: float
     suspect: float
@@ -83,8 +81,7 @@ class Watchdog:
     | sink            receiver of the final report, called on the one rank that reports; warnings go to stderr
     | launcher        process that started this rank: when it ends, this rank ends; None to watch no launcher
 
-    Raises ValueError unless stall_seconds is positive.
-    """
+    Raises ValueError unless stall_seconds is positive."""
 
     def __init__(
         self,
@@ -144,8 +141,7 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> NoReturn:
         """Report `error`, and end all ranks. Call it in the main thread; it does not return. The report is the
-        traceback. After a RankLostError it first waits for a survey, because other ranks may know the cause.
-        """
+        traceback. After a RankLostError it first waits for a survey, because other ranks may know the cause."""
         if isinstance(error, RankLostError):
             self._lost = str(error)
             self._wake.set()
@@ -255,8 +251,7 @@ class Watchdog:
 
     def _survey(self, number: int) -> RankSurvey | None:
         """Return the answers of all ranks to survey `number`, or None when this rank finishes meanwhile. Waits for
-        answers up to `silent` seconds; if a connection of this rank broke, up to six beats.
-        """
+        answers up to `silent` seconds; if a connection of this rank broke, up to six beats."""
         patience = min(self._pace.silent, 6 * self._pace.beat) if self._lost else self._pace.silent
         ends = time.monotonic() + patience
         while not self._stopped:

@@ -102,8 +102,7 @@ class PendingCollective:
 
 class Rendezvous:
     """Meeting point of the ranks of a run: their pending collectives, waiting and finished ranks, under one lock.
-    timeout: seconds that a rank may wait in one collective; None for no limit.
-    """
+    timeout: seconds that a rank may wait in one collective; None for no limit."""
 
     def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
@@ -123,8 +122,7 @@ class Rendezvous:
     ) -> PendingCollective:
         """Add this rank's next call among `ranks`, and return the collective to which the call belongs. For a send or
         recv, `ranks` are source and target. deposit: copies of this rank's tensors. Raises RunEnded when the run has
-        failed, or because the records of the ranks disagree.
-        """
+        failed, or because the records of the ranks disagree."""
         line = record.point_to_point
         with self._lock:
             self._end_if_failed()

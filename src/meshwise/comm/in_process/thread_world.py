@@ -17,8 +17,7 @@ all ranks but the target. `send` waits for its `recv`.
 All tensors are on the CPU. On a GPU the backward of all ranks would share one autograd thread, and the first collective
 in the backward would block all ranks. Grad mode, autocast and default device belong to a thread: each rank starts with
 torch's defaults, and its changes do not affect other ranks. Default dtype and number of threads are global; they are
-left unchanged. Within a rank, one thread at a time may call collectives.
-"""
+left unchanged. Within a rank, one thread at a time may call collectives."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +44,7 @@ def run_threads(
     timeout: seconds that a rank may wait in one collective while other ranks compute; None for no limit. When a rank
     raises an exception, the other ranks end at their collectives. The exception is raised here, with its traceback and
     a note that names the rank. Raises RanksDisagree when the calls of the ranks do not fit together. A rank that calls
-    no collective cannot be ended: `timeout` seconds after a failure it is left running.
-    """
+    no collective cannot be ended: `timeout` seconds after a failure it is left running."""
     rendezvous = Rendezvous(size, timeout=timeout)
     results: dict[int, Result] = {}
 

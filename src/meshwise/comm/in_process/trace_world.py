@@ -7,8 +7,7 @@ step in this world. Kinds, axes, bytes and order equal the real job's, of 8 or 6
         trainer.step(batch)
 
 With tensors that have values, all tensors of other ranks count as zeros. A sum is this rank's own term. A gather fills
-only this rank's part. Received, broadcast and scattered values are zero. `exchange` repeats this rank's value.
-"""
+only this rank's part. Received, broadcast and scattered values are zero. `exchange` repeats this rank's value."""
 # ruff: noqa: ARG002 — most methods here do not need all their arguments
 
 from collections.abc import Mapping

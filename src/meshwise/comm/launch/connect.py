@@ -1,7 +1,6 @@
 """Connect this process, a rank that torchrun or `run` has started, with the other ranks: `connect` returns its World.
 
-A process has one world for each device, closed when the process exits. A world of several ranks has a watchdog.
-"""
+A process has one world for each device, closed when the process exits. A world of several ranks has a watchdog."""
 
 import atexit
 import contextlib
@@ -38,8 +37,7 @@ def connect(
     |                 value of MESHWISE_COMM, or `auto` without this variable
 
     The world is closed at exit. Raises ValueError when ranks are on CPU and on CUDA, `local` is impossible, a requested
-    GPU is missing, or the environment is incomplete. Raises torch's DistError when ranks are missing.
-    """
+    GPU is missing, or the environment is incomplete. Raises torch's DistError when ranks are missing."""
     with comm_setting(comm):
         return connected_world(device, stall_seconds=stall_seconds, sink=report_to_stderr)
 
@@ -64,8 +62,7 @@ def connected_world(
 def _worlds(pid: int) -> dict[torch.device, World]:  # noqa: ARG001 - the key of the cache
     """Return the worlds of process `pid`, this one, by device: one dict, which lives as long as the process.
 
-    A fork of this process is another process: it begins without worlds.
-    """
+    A fork of this process is another process: it begins without worlds."""
     return {}
 
 
@@ -98,8 +95,7 @@ def leave_undone() -> None:
 
 def _close(world: World, watch: Watchdog | None) -> None:
     """Close the world at exit. A disagreement is reported here, with exit status 1: an exception at exit would give 0.
-    The loss of a rank is ignored, unless the end of the job was declared: that gives exit status 1 too.
-    """
+    The loss of a rank is ignored, unless the end of the job was declared: that gives exit status 1 too."""
     try:
         world.close()
     except (RankLostError, RanksDisagree) as error:

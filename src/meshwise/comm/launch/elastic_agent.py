@@ -6,8 +6,7 @@
    report it as failed, its status was 0.
 2. When a rank ends without an outcome, the other ranks get 2 s to report the collective in which they lost it.
    torch's launcher would end them at once.
-3. Ranks need semaphores. If a container has no room for them, the error says what to change.
-"""
+3. Ranks need semaphores. If a container has no room for them, the error says what to change."""
 
 import errno
 import os
@@ -54,8 +53,7 @@ def launch(
     | method     start method of multiprocessing
     | folder     folder of the job, in which the ranks save their outcomes
 
-    Raises NoSemaphoresError. After a signal, raises torch's SignalException when all ranks have ended.
-    """
+    Raises NoSemaphoresError. After a signal, raises torch's SignalException when all ranks have ended."""
     rendezvous = LoopbackRendezvous(uuid.uuid4().hex)
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
     spec = WorkerSpec(

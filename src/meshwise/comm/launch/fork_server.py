@@ -11,8 +11,7 @@ to each rank (`LauncherEnvironment`). Since the launcher is not the parent of a 
 multiprocessing whether the launcher runs.
 
 The server is a new process. If the launcher has only imported modules so far, the server can instead be a fork of the
-launcher (`fork_server_from_here`), which saves the import of torch.
-"""
+launcher (`fork_server_from_here`), which saves the import of torch."""
 
 import atexit
 import contextlib
@@ -42,8 +41,7 @@ _SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"
 def start_context() -> ForkServerContext | SpawnContext:
     """Return the multiprocessing context for ranks: forkserver, or spawn on macOS and on machines with a GPU. Starts
     the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal, so that
-    an interrupted import prints no traceback.
-    """
+    an interrupted import prints no traceback."""
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if gpu_count() or not forks:
         return multiprocessing.get_context("spawn")
@@ -60,8 +58,7 @@ def start_context() -> ForkServerContext | SpawnContext:
 
 def fork_server_from_here() -> None:
     """Start the server of `start_context` as a fork of this process, which has imported the modules already. Call it
-    when this process has done nothing but import modules: each rank inherits all of its state.
-    """
+    when this process has done nothing but import modules: each rank inherits all of its state."""
     with _terminal_signals_blocked():
         resource_tracker.ensure_running()
     ordinary = util.spawnv_passfds

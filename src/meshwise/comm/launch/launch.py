@@ -5,8 +5,7 @@ one script works with `python` and with torchrun.
 
     run ── elastic_agent ──── rank_process ────────────── connect ──────── main(world, …)
      │     torch's launcher   one rank, start to end      its world
-     └─ rank_outcome: the results of `main`, or the first error (not the errors that it caused in other ranks)
-"""
+     └─ rank_outcome: the results of `main`, or the first error (not the errors that it caused in other ranks)"""
 
 import contextlib
 import functools
@@ -66,8 +65,7 @@ def run(
 
     Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError
     when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
-    ValueError for an incomplete environment or an impossible argument, NoSemaphoresError without room in /dev/shm.
-    """
+    ValueError for an incomplete environment or an impossible argument, NoSemaphoresError without room in /dev/shm."""
     if launched_rank():
         world = connect(device=device, comm=comm)
         if world.size != size:
@@ -107,8 +105,7 @@ def run(
 
 def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
     """Return the torchrun command that starts `size` ranks on this machine, quoted for the shell. argv: the script (or
-    `-m` and the module), followed by its arguments. restarts: as in `run`.
-    """
+    `-m` and the module), followed by its arguments. restarts: as in `run`."""
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
 
@@ -123,8 +120,7 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 def _start_method(main: Callable[..., Any]) -> str:
     """Return the start method of multiprocessing: `fork` if a notebook defines `main`, else the one of `start_context`.
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
-    pickled, RuntimeError for a notebook's function where a fork is impossible.
-    """
+    pickled, RuntimeError for a notebook's function where a fork is impossible."""
     script = sys.modules["__main__"]
     if sys.modules.get("__mp_main__", script) is not script:
         # A forked process does not print why it exits.

@@ -5,8 +5,7 @@
     |   logs/                    log files of torch's launcher
 
 Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. It holds the time of the
-error, from which the first of several errors is known.
-"""
+error, from which the first of several errors is known."""
 
 import contextlib
 import json
@@ -126,8 +125,7 @@ def load_statuses(folder: Path) -> Mapping[int, int]:
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
     """Return the exception that `run` raises: the first one in `folder` that is no consequence of another rank's end.
     If all are consequences, it is a RankLostError for the rank that ended without an outcome. statuses: exit status of
-    each failed process, by rank; minus the signal's number for a process that a signal ended.
-    """
+    each failed process, by rank; minus the signal's number for a process that a signal ended."""
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]

@@ -1,8 +1,7 @@
 """Run one rank from start to end in a process that `run` has started, and save its `RankOutcome`.
 
 A rank that blocks in a collective cannot run Python signal handlers. So signals (Ctrl-C, or from the launcher) end it
-by their default action. A rank ends by `os._exit`, because torch's threads may abort an interpreter that exits.
-"""
+by their default action. A rank ends by `os._exit`, because torch's threads may abort an interpreter that exits."""
 
 import atexit
 import functools
@@ -37,8 +36,7 @@ SIGNALS = (signal.SIGINT, *ENDING)
 CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
 """Seconds that a rank stays alive after it failed because another rank was lost.
 
-In this time, even an overloaded machine's launcher notices the rank that ended first, and ends this rank.
-"""
+In this time, even an overloaded machine's launcher notices the rank that ended first, and ends this rank."""
 
 
 def rank_main(
@@ -92,8 +90,7 @@ def _die_of(numbers: Collection[signal.Signals]) -> None:
 
 def _keep_lines_whole() -> None:
     """Write output one whole line at a time, because all ranks write to the same terminal or file. Otherwise parts of
-    lines would mix when a buffer is full, or with PYTHONUNBUFFERED. Each line is out before a rank can be killed.
-    """
+    lines would mix when a buffer is full, or with PYTHONUNBUFFERED. Each line is out before a rank can be killed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -112,8 +109,7 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 def asked_threads() -> int | None:
     """Return the number of threads in OMP_NUM_THREADS; of a list such as `4,2`, the first number. Return None without
-    the variable, and for a value that is no number above 0, which OpenMP ignores too.
-    """
+    the variable, and for a value that is no number above 0, which OpenMP ignores too."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
 

@@ -14,15 +14,13 @@ from meshwise.comm.network.process_world import job_store
 Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work | c10d.Work]]
 """Collective of (world, x, y), as the works to wait for: reads x and writes y, or works in place on one of them.
 
-Both tensors have the full size: the size of the gathered tensor. A rank's part is its slice of x or y.
-"""
+Both tensors have the full size: the size of the gathered tensor. A rank's part is its slice of x or y."""
 
 
 def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
     """Return torch's gloo collectives among the first `size` ranks, by name; an empty mapping on other ranks. Names:
     all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are on one
-    host. Raises RuntimeError when gloo cannot connect the ranks.
-    """
+    host. Raises RuntimeError when gloo cannot connect the ranks."""
     store = job_store()
     if store is None or world.rank >= size:
         return {}

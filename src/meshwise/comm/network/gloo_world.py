@@ -13,8 +13,7 @@ for each group, which runs its calls in order. Every rank sends to every other r
 
 CUDA tensors are copied to pinned memory and back. The calling thread starts the copies to the host and records an
 event. The thread of the group waits for the event and exchanges the messages. `wait` starts the copies back on the
-current stream. torch's caching host allocator does not reuse pinned memory while a copy reads it.
-"""
+current stream. torch's caching host allocator does not reuse pinned memory while a copy reads it."""
 
 import itertools
 import threading
@@ -58,8 +57,7 @@ class WorkerThread:
     """Thread that runs jobs one after the other; it starts when the object is made.
 
     `close` joins the thread before the interpreter exits. A daemon thread that is still inside torch then would end the
-    process with "terminate called without an active exception" and a wrong exit status.
-    """
+    process with "terminate called without an active exception" and a wrong exit status."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[ThreadJob, Callable[[], None]] | None] = SimpleQueue()
@@ -257,8 +255,7 @@ class GlooWorld(World):
         carried: bool = False,
     ) -> Work:
         """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work. CUDA tensors
-        are replaced by pinned copies. carried: True if a thread completes the collective.
-        """
+        are replaced by pinned copies. carried: True if a thread completes the collective."""
         assert self._transport is not None
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks}"

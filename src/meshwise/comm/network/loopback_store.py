@@ -2,8 +2,7 @@
 
 torch's stores listen on every interface of a machine, and any process that can connect may write into them. If
 MASTER_ADDR is a loopback address, the store here gets a socket that is bound to the loopback interface. For any other
-address torch's store is used unchanged.
-"""
+address torch's store is used unchanged."""
 
 import ctypes
 import errno
@@ -44,8 +43,7 @@ def address_towards(host: str) -> str:
 
 def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
     """Open a store in this process on the loopback interface, and return it. port: 0 for any free port. timeout: for
-    operations of the store. Raises OSError when the port is in use.
-    """
+    operations of the store. Raises OSError when the port is in use."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((LOOPBACK, port))
@@ -67,8 +65,7 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 def _opened() -> weakref.WeakSet[TCPStore]:
     """Return the set of stores that this process has opened. A store joins its thread when it is collected. A fork of
     the process, such as a data worker, has no such thread, and died of a segmentation fault. So a fork never collects
-    the stores: each gets one more reference there.
-    """
+    the stores: each gets one more reference there."""
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
     def keep() -> None:
@@ -81,8 +78,7 @@ def _opened() -> weakref.WeakSet[TCPStore]:
 
 def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
     """Return the store at `host` and `port`. opens: True if this process opens the store, unless the port is in use
-    already: then it connects. Raises torch's DistError if it cannot be reached, OSError if not opened.
-    """
+    already: then it connects. Raises torch's DistError if it cannot be reached, OSError if not opened."""
     if opens and is_loopback(host):
         try:
             return loopback_store(port, timeout=timeout)

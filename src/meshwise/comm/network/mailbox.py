@@ -9,8 +9,7 @@ none of these problems. They are started at once, in any number, and use the mem
     | messages                              55 to 74     32 to 40         30           48
 
 The tag of a message is a hash of the collective that the rank calls: ranks, kind, operation, phase, size, dtype. So a
-rank never receives a message of a different collective: it waits, and the hang report names the ranks that differ.
-"""
+rank never receives a message of a different collective: it waits, and the hang report names the ranks that differ."""
 
 import os
 import zlib
@@ -33,8 +32,7 @@ _TAG_BITS = 0x7FFFFFFF
 class PendingMessages:
     """Sends and receives that were started together; `about` is the call, for the message of an error.
 
-    pending: for each message the other rank, the tensor, which is kept alive, and its work.
-    """
+    pending: for each message the other rank, the tensor, which is kept alive, and its work."""
 
     pending: Sequence[tuple[int, Tensor, c10d.Work]]
     about: object
@@ -69,8 +67,7 @@ class Mailbox:
     ) -> PendingMessages:
         """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
         the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
-        skipped. about: the call, for the message of an error. Raises RankLostError.
-        """
+        skipped. about: the call, for the message of an error. Raises RankLostError."""
         assert self._group is not None, "the world was closed"
         pending = []
         for start, messages in ((self._group.recv, receives), (self._group.send, sends)):

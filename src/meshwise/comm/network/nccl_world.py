@@ -10,8 +10,7 @@ receive. These streams are of high priority, because a stage that waits computes
 of one direction arrive in the order of sending.
 
 To make a communicator takes all of its ranks, and blocks them. `prepare` makes all of them in one order on every rank.
-A communicator that was not prepared is made at its first call. Ranks that then all send first wait for each other.
-"""
+A communicator that was not prepared is made at its first call. Ranks that then all send first wait for each other."""
 
 import itertools
 import os

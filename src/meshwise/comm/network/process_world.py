@@ -7,8 +7,7 @@
     | two or more on one GPU            GlooWorld     messages over gloo and pinned copies; NCCL refuses this case
     | a world of one rank               GlooWorld     none
 
-torch's default process group is not used: a job may call `init_process_group` as well.
-"""
+torch's default process group is not used: a job may call `init_process_group` as well."""
 
 import errno
 import os
@@ -50,8 +49,7 @@ def job_store() -> c10d.Store | None:
     """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it. The
     store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
     loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
-    torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing.
-    """
+    torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing."""
     rank, size = launched_rank() or (0, 1)
     if size == 1:
         return None
@@ -64,8 +62,7 @@ def process_world(device: torch.device, *, store: c10d.Store | None = None, comm
     """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it once per device type.
     device: of this rank's tensors. store: store of the job; None for `job_store()`. comm: as described at `Comm`.
     Raises ValueError when some ranks are on CPU and others on CUDA, when `comm` differs between ranks, or when `local`
-    is impossible. Raises torch's DistError when ranks are missing for ten minutes.
-    """
+    is impossible. Raises torch's DistError when ranks are missing for ten minutes."""
     rank, size = launched_rank() or (0, 1)
     mesh = Mesh.of(rank=size)
     found = store or job_store()
@@ -84,8 +81,7 @@ def process_world(device: torch.device, *, store: c10d.Store | None = None, comm
 
 def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostConnection | None:
     """Return the connection of the ranks through shared memory, or None on all ranks when one rank cannot share memory.
-    Prints the reason on rank 0. Raises ValueError instead when `comm` is `local`.
-    """
+    Prints the reason on rank 0. Raises ValueError instead when `comm` is `local`."""
     host, reason = None, ""
     if not on_one_host(store, rank=rank, size=size):
         reason = "they are on several hosts"
@@ -122,8 +118,7 @@ def default_device() -> torch.device:
     """Return the GPU of this rank's number on its host (modulo the number of GPUs), or the CPU without GPUs.
 
     The number is LOCAL_RANK, or the variable of Slurm, Open MPI or MPICH. Raises ValueError if there are several GPUs
-    and several ranks, and none of these variables is set.
-    """
+    and several ranks, and none of these variables is set."""
     if (gpus := gpu_count()) == 0:
         return torch.device("cpu")
     number = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)), None)
@@ -137,8 +132,7 @@ def default_device() -> torch.device:
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
     """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`.
-    Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other.
-    """
+    Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other."""
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     store.set(f"device/{rank}", own)
     devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]

@@ -13,8 +13,7 @@ core busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores ta
 polling alone the barriers take 1 ms and 3 ms.
 
 A rank that has read a counter must see everything that was written before the counter. x86 always keeps this order.
-On other processors a lock is taken and released in between, because reads and writes are never moved across a lock.
-"""
+On other processors a lock is taken and released in between, because reads and writes are never moved across a lock."""
 
 import ctypes
 import platform
@@ -82,8 +81,7 @@ class Board:
     @classmethod
     def open(cls, process: int, *, place: int) -> "Board":
         """Map the board of another rank, and return it. process: PID of the other rank. place: `Board.place` of the
-        board in that process. Raises OSError when the board cannot be mapped.
-        """
+        board in that process. Raises OSError when the board cannot be mapped."""
         return cls(open_segment(process, place=place), place=place)
 
     def hide(self) -> None:

@@ -12,8 +12,7 @@ A rank does its parts of a queue's calls in the order of the calls; different qu
 a rank called another collective, this rank may find out only at its next call that needs a tensor of that rank.
 
 A board has records for 32 calls of a queue. The next call is posted when every rank has done its part of the oldest
-call. Until then the call stays in this process. The rank does not block: other ranks may wait for its next call.
-"""
+call. Until then the call stays in this process. The rank does not block: other ranks may wait for its next call."""
 
 import os
 import zlib
@@ -53,8 +52,7 @@ class QueuedCall(Work):
     | act         function that does this rank's part of the call; None if there is nothing to do
     | after       function called when all ranks have done their part; None if there is nothing to do
     | number      number of the call in its queue, from 0; -1 before `GroupQueue.post`
-    | acted       True when this rank has done its part
-    """
+    | acted       True when this rank has done its part"""
 
     gives: Sequence[Tensor] = ()
     in_payload = True
@@ -168,8 +166,7 @@ class GroupQueue:
 
     def advance(self) -> bool:
         """Do this rank's part of every call that all needed ranks have posted; return whether a call was posted or
-        done. Stops at the first call that a rank has not posted, and stores that rank in `lacks`.
-        """
+        done. Stops at the first call that a rank has not posted, and stores that rank in `lacks`."""
         self.lacks = None
         acted = self._publish()
         while self._due:
@@ -184,8 +181,7 @@ class GroupQueue:
 
     def finish(self, call: QueuedCall) -> None:
         """Block until the results of the call are complete and no rank uses this rank's tensors any more. Raises
-        RankLostError when a rank of the group has ended, RanksDisagree when tensors do not fit together.
-        """
+        RankLostError when a rank of the group has ended, RanksDisagree when tensors do not fit together."""
         self._catch_up(call.number)
         if not call.in_payload:
             for index in call.users:
@@ -277,8 +273,7 @@ class GroupQueue:
 
     def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int = 0) -> None:
         """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype. Raises
-        RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read.
-        """
+        RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read."""
         place, offset, size = self._given(call, index, into, which)
         if place == IN_PAYLOAD:
             memmove(into.data_ptr(), self._board(index).address + offset, size)
@@ -323,15 +318,13 @@ class GroupQueue:
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as
-        absent: this rank waits, and the watchdog reports the difference.
-        """
+        absent: this rank waits, and the watchdog reports the difference."""
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether this rank has done its part of the call, or group index `index` has posted the call. Once
-        this rank has done its part, the other rank may reuse the record for a later call.
-        """
+        this rank has done its part, the other rank may reuse the record for a later call."""
         return call.acted or self._is_there(index, call)
 
     def _count_done(self, index: int) -> int:
@@ -378,8 +371,7 @@ class GroupQueues:
     def progress(self, bell: int | None = None) -> Progress:
         """Do this rank's part of the calls of all queues, as far as the other ranks have posted. Return `DID` if
         anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: the rank whose bell wakes
-        the caller; a call that lacks only that rank does not count as `LATER`. In a fork of the process, do nothing.
-        """
+        the caller; a call that lacks only that rank does not count as `LATER`. In a fork of the process, do nothing."""
         outlook = Progress.NOTHING
         if os.getpid() != self._process:
             return outlook

@@ -65,8 +65,7 @@ class HostConnection:
     | slabs           shared memory for this rank's tensors
     | joint_tensors   tensors whose memory several ranks share
     | memory          access to private memory of other ranks; None if no rank can read another rank's memory
-    | scratch         buffers for intermediate sums
-    """
+    | scratch         buffers for intermediate sums"""
 
     def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
         self.rank = rank
@@ -82,8 +81,7 @@ class HostConnection:
         cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None
     ) -> "HostConnection":
         """Return this rank's connection with `ranks`, the ranks of one host; each of them calls this over one store.
-        Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one.
-        """
+        Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one."""
         board, own = None, ""
         try:
             board = Board.make()
@@ -119,8 +117,7 @@ class HostConnection:
         | about       record of the call that waits, for the message of the error
         | meanwhile   called before each sleep; does this rank's part of other calls, as far as it can
 
-        Raises RankLostError when a rank of `among` has ended and the condition is still false.
-        """
+        Raises RankLostError when a rank of `among` has ended and the condition is still false."""
         for _ in range(_LOOKS):
             if condition():
                 return
@@ -147,8 +144,7 @@ class HostConnection:
 
     def leave(self) -> None:
         """Close this rank's file descriptors for shared memory and for the other processes. Call it when no rank waits
-        any more, because afterwards no rank can map this rank's board or notice the end of another rank.
-        """
+        any more, because afterwards no rank can map this rank's board or notice the end of another rank."""
         self.board.hide()
         self.slabs.keep_none()
         for peer in self._peers.values():
@@ -161,8 +157,7 @@ class HostConnection:
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
         system frees the memory of an ending process first; for large memory the end is visible only seconds later. So
-        if `error` may be due to an end, the method waits for it up to 10 s.
-        """
+        if `error` may be due to an end, the method waits for it up to 10 s."""
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
             time.sleep(_SLEEP_SECONDS)
@@ -171,8 +166,7 @@ class HostConnection:
 
 def _peer(rank: int, text: str) -> HostPeer:
     """Return the peer `rank`, from its stored text with PID, place of board and proof number. Raises OSError when that
-    rank has no board, or when this rank cannot map the board.
-    """
+    rank has no board, or when this rank cannot map the board."""
     entry = json.loads(text)
     if isinstance(entry, str):
         raise OSError(f"rank {rank}: {entry}")

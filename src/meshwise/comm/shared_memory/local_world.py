@@ -13,8 +13,7 @@ Every rank posts the locations of its tensors (see `group_queue`), and reads the
     | all other tensors      copied between the processes by process_vm_readv and process_vm_writev; where the system
     |                        forbids this, a copy in shared memory that is lent for the call
 
-Ranks are added up in group order. So sums have the same bits wherever the tensors are, and on whichever rank.
-"""
+Ranks are added up in group order. So sums have the same bits wherever the tensors are, and on whichever rank."""
 
 from collections.abc import Callable, Sequence
 
@@ -53,8 +52,7 @@ class LocalWorld(World):
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None for a group of one rank.
         Every rank of the group calls this method. The memory is freed when no rank uses the tensor any more. Raises
-        OSError when the system refuses shared memory, RankLostError when a rank has ended.
-        """
+        OSError when the system refuses shared memory, RankLostError when a rank has ended."""
         group, host = self.group(axes), self._queues.host
         if group.size == 1:
             return None

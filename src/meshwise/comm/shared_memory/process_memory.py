@@ -3,8 +3,7 @@
 A message through a socket is copied twice, into the kernel and out again, packet by packet. These system calls copy
 once, straight from one process's memory into another's, as MPI libraries do. This takes less than half the processor
 time. Whether it is permitted depends on the kernel, the container and the user, so each rank tries to read from every
-other rank of its host. Tensors of a rank whose memory cannot be read are copied through shared memory instead.
-"""
+other rank of its host. Tensors of a rank whose memory cannot be read are copied through shared memory instead."""
 
 import ctypes
 import errno
@@ -32,8 +31,7 @@ class _Span(ctypes.Structure):
 
 class ProcessMemory:
     """Access of this rank to the memory of other ranks of its host, where the system permits it. Every rank makes one
-    over the same store, and tries to read a number from the memory of every other rank of its host.
-    """
+    over the same store, and tries to read a number from the memory of every other rank of its host."""
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._processes: dict[int, int] = {}

@@ -8,8 +8,7 @@ The state lies on the board of the rank, in words of 8 bytes:
     |         …     ring of payloads, one for each record: contents of small tensors
 
 The tag is a hash of all calls so far, equal on ranks that made the same calls. `group_queue` explains queues. Only the
-rank itself writes its state; the other ranks read it.
-"""
+rank itself writes its state; the other ranks read it."""
 
 from collections.abc import Sequence
 from ctypes import memmove
@@ -24,15 +23,13 @@ RECORDS_PER_QUEUE = 32
 
 IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
 """Places of a tensor that is not in a `SharedSegment`. IN_PAYLOAD: in the payload of its call, on the board.
-IN_PRIVATE: in private memory of the rank. IN_JOINT: in memory that all ranks have mapped (`World.shared_empty`).
-"""
+IN_PRIVATE: in private memory of the rank. IN_JOINT: in memory that all ranks have mapped (`World.shared_empty`)."""
 
 TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
 The place is a constant above or `SharedSegment.place`. The offset counts from the start of the payload or segment. For
-private memory it is the address. For a joint tensor the second number is `JointTensors.name`, and the third is 0.
-"""
+private memory it is the address. For a joint tensor the second number is `JointTensors.name`, and the third is 0."""
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
 _HEAD, _PART = 1, 3  # words

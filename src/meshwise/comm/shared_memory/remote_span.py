@@ -3,8 +3,7 @@
 A span is a run of elements of one rank's tensor. A `MappedSpan` is in memory that this process maps, and is used like
 any tensor. A `RemoteSpan` is in another process's private memory; the system copies to and from it. A sum is made block
 by block: read the block of every span, add them in the cache, and write the result to every rank that needs it. So an
-all-reduce reads each tensor once and writes it once.
-"""
+all-reduce reads each tensor once and writes it once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +67,7 @@ class RemoteSpan:
 
     def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
         """Return a function from the number of a block of `step` elements to a copy of it, made in `block`. op: as in
-        `elements`. The function raises OSError when the memory cannot be read.
-        """
+        `elements`. The function raises OSError when the memory cannot be read."""
 
         def read(number: int) -> Elements:
             into = block[: self.numel - number * step]
@@ -95,8 +93,7 @@ def reduce_spans(
 ) -> None:
     """Reduce two or more spans of equal size, in their order, into `into`, and copy the result to each of `copies`.
     `into` may be the tensor of one of the spans. op: sum, max or min. scratch: pool for intermediate blocks. Raises
-    OSError when memory of another process cannot be read or written.
-    """
+    OSError when memory of another process cannot be read or written."""
     size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
     step = size // into.element_size()
     near = [span.tensor for span in spans if isinstance(span, MappedSpan)]

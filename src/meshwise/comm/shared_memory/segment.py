@@ -8,8 +8,7 @@ open a memfd through /proc/PID/fd, and check its label.
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
 A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of
-similar size; two unused slabs are kept for this.
-"""
+similar size; two unused slabs are kept for this."""
 
 import contextlib
 import ctypes
@@ -129,8 +128,7 @@ class TensorSlabs:
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized 1-D tensor in shared memory; the slab is reused after the tensor's last view.
         The tensor is in ordinary memory when 256 slabs are in use (each needs a file descriptor) or shared memory is
-        refused. It also is in a fork of the rank's process.
-        """
+        refused. It also is in a fork of the rank's process."""
         if len(self._lent) < _MOST and os.getpid() == self._process:
             with contextlib.suppress(OSError):
                 return self.lend(numel, dtype=dtype)
@@ -229,8 +227,7 @@ class PeerMappings:
 
     def at(self, place: int) -> Tensor:
         """Return the bytes of the slab `place` of that process; the first call maps the slab. Also unmaps slabs that
-        the process has closed. Raises OSError when the slab cannot be mapped.
-        """
+        the process has closed. Raises OSError when the slab cannot be mapped."""
         if place not in self._mapped:
             self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
             self._mapped[place] = self.map(place)

@@ -1,8 +1,7 @@
 """Choose where stages begin, to make a training step short or the largest stage small.
 
 Boundaries between pieces are tried first. A boundary inside a block (`split_blocks.py`) is used if it gains enough. Its
-cost includes the values that are sent there, and the code that runs on both sides.
-"""
+cost includes the values that are sent there, and the code that runs on both sides."""
 
 import difflib
 import math
@@ -57,8 +56,7 @@ def bounds_by_name(
 ) -> StageBounds:
     """Return the bounds of stages that begin at the keys `at`: pieces, or modules inside the blocks `splittable`.
 
-    Raises CutError for a wrong number of keys, for a key at which no stage can begin, and for keys out of order.
-    """
+    Raises CutError for a wrong number of keys, for a key at which no stage can begin, and for keys out of order."""
     if len(at) != stages - 1:
         raise CutError(f"{stages} stages need {stages - 1} names to begin at, not {len(at)}: {', '.join(at)}")
     begins = seen.begins(splittable)
@@ -85,8 +83,7 @@ def balance(
     """Return the best bounds between pieces, or inside the blocks `splittable` if that gains at least MIN_GAIN.
 
     `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
-    their schedule. Raises CutError when fewer than `stages` stages fit.
-    """
+    their schedule. Raises CutError when fewer than `stages` stages fit."""
     clock = None if by != "time" or schedule is None else _clock(model, schedule)
     whole, fine = (
         _Row(_items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule)))

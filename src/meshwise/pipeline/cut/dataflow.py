@@ -10,8 +10,7 @@ and in-place changes share them. After Python reads a number from a tensor, all 
     |                                losses   has an effect of block, which appended a tensor to it
     |                                h        has the effect too, if block changes h in place
 
-Plain Python values, such as numbers, are not followed further.
-"""
+Plain Python values, such as numbers, are not followed further."""
 
 import contextlib
 import itertools
@@ -223,8 +222,7 @@ class DataflowTracer(TorchDispatchMode):
 def _in_one_place(given: Any) -> Any:
     """Return the arguments of an operation, all on the meta device if one of them is; 0-dim tensors stay.
 
-    A piece on meta tensors may create a mask or positions without naming a device; these would be on the CPU.
-    """
+    A piece on meta tensors may create a mask or positions without naming a device; these would be on the CPU."""
     if not any(tensor.is_meta for tensor in tensors(given)):
         return given
     return map_tensors(lambda tensor: tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta"), given)

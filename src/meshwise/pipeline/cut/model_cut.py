@@ -1,7 +1,6 @@
 """Cut a model into pipeline stages; a `ModelCut` says which modules each stage runs, and what it holds and sends.
 
-One rank makes the cut and sends it to the other ranks as names and numbers. `build_stage.py` makes stages from it.
-"""
+One rank makes the cut and sends it to the other ranks as names and numbers. `build_stage.py` makes stages from it."""
 
 import dataclasses
 from bisect import bisect_right
@@ -153,8 +152,7 @@ class ModelCut:
     def coarser(self, at: Sequence[str], *, model: nn.Module) -> "ModelCut":
         """Return a cut whose stages begin at the first call and at the keys `at`; it adds up the loads of this cut.
 
-        Raises ValueError for a key at which no stage of this cut begins.
-        """
+        Raises ValueError for a key at which no stage of this cut begins."""
         begins = [self.keys[bound] for bound in self.bounds[:-1]]
         firsts = [0, *(begins.index(key) for key in at)]
         stage_of = [bisect_right(firsts, stage) - 1 for stage in range(self.stages)]
@@ -202,8 +200,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     loss. The model, torch's generators and the gradients do not change.
 
     Raises CutError when not so many stages fit, or the schedule has another number of stages. Raises it also when `at`
-    has a name at which no stage can begin, or names in the wrong order.
-    """
+    has a name at which no stage can begin, or names in the wrong order."""
     if request.schedule is not None and request.schedule.stages != stages:
         raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")
     where, timed = request.where, request.by == "time"

@@ -1,8 +1,7 @@
 """Partition a list of items into contiguous stages whose largest load is as small as possible.
 
 An item is one call of a piece of the model. Most pipelines round a running sum instead. Its error is up to the largest
-item, and a language model's embedding and head are large. The lists are short, so the best bounds are found exactly.
-"""
+item, and a language model's embedding and head are large. The lists are short, so the best bounds are found exactly."""
 
 import itertools
 import math
@@ -53,8 +52,7 @@ class PartitionItems:
 def places_to_try(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
     """Return the items at which it is worth a try to begin a stage: all of `always`, none of `never`, and others.
 
-    The others are at least `apart` in load from each other and from `always`; items with few sent bytes come first.
-    """
+    The others are at least `apart` in load from each other and from `always`; items with few sent bytes come first."""
     sums = [0.0, *accumulate(max(items.loads, key=sum))]
     kept = sorted(always)
     taken = sorted(sums[place] for place in kept)
@@ -73,8 +71,7 @@ def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
     Take all bounds whose largest load exceeds the least possible by at most the fraction `slack`. Of these, return the
     bounds that send the fewest bytes; if several do, the most even. Dynamic programming, O(stages · items²).
 
-    Raises CutError, with the number of stages that fit, when there are fewer solid items than stages.
-    """
+    Raises CutError, with the number of stages that fit, when there are fewer solid items than stages."""
     stages, count = len(items.loads), len(items.solid)
     if stages > sum(items.solid):
         raise CutError(
@@ -102,8 +99,7 @@ def improve_bounds(
 
     The search ends when no move shortens the training step, or when `tries` moves were timed. Moves whose largest stage
     is smallest come first. One kind of move shifts several neighbouring bounds by one, so one item moves from stage i
-    to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item.
-    """
+    to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item."""
     table = _Table(items)
     best = clock(loads=table.loads(bounds), sent_bytes=table.sent(bounds), limit=math.inf)
     moved = True

@@ -7,8 +7,7 @@ time is measured in separate runs.
 If the model is on the meta device, its pieces run there, and operations are counted in place of time. The code between
 the pieces runs on zeros on the example's device, because models read the values of masks and positions.
 
-Blocks that can be split (`split_blocks.py`) are traced in another run, in which their modules are the pieces.
-"""
+Blocks that can be split (`split_blocks.py`) are traced in another run, in which their modules are the pieces."""
 
 import contextlib
 import dataclasses
@@ -63,8 +62,7 @@ def probe(
     `pieces`: patterns over module names that replace the automatic choice of pieces (see `model.parameter_units`).
     `timed`: also measure costs. `splits`: also record the calls inside of the blocks that can be split.
 
-    Raises CutError for patterns that match no module, and for a piece inside of a reentrant checkpoint of torch.
-    """
+    Raises CutError for patterns that match no module, and for a piece inside of a reentrant checkpoint of torch."""
     try:
         found = [piece for unit in partition(model, units=pieces) for piece in unit]
     except ValueError as error:

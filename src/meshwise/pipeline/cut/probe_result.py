@@ -144,8 +144,7 @@ def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
     """Return the first of several runs of one model; each call gets the median work of its equal calls in all runs.
 
     Equal calls (blocks of one kind) do the same work; their times differ only by disturbances of the machine. A minimum
-    would be unfair: the more calls of a kind are measured, the smaller is their minimum.
-    """
+    would be unfair: the more calls of a kind are measured, the smaller is their minimum."""
     found: dict[Any, list[CallCost]] = {}
     for run in runs:
         for kind, called in _kinds(run.calls, model):

@@ -105,8 +105,7 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
 def read_clock(*, cuda: bool) -> float:
     """Return the seconds of a clock; with `cuda`, wait until the GPU has finished its queue.
 
-    On the CPU with one thread of torch, the clock is this thread's processor time, so other load does not count.
-    """
+    On the CPU with one thread of torch, the clock is this thread's processor time, so other load does not count."""
     if cuda:
         streams_of(torch.device("cuda")).synchronize()
     return time.thread_time() if not cuda and torch.get_num_threads() == 1 else time.perf_counter()
@@ -115,8 +114,7 @@ def read_clock(*, cuda: bool) -> float:
 def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a pack hook that writes the bytes of each saved storage to `kept`, by the storage's address.
 
-    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not hold the graph.
-    """
+    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not hold the graph."""
     stored = {parameter.untyped_storage()._cdata for parameter in parameters}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ its modules must hold all its parameters, and each must run once, in a fixed ord
 - holds parameters itself, or reads parameters of its modules without calling the modules;
 - has backward hooks, or modules with backward hooks: a piece may have none;
 - has a list of equal modules, such as experts, from which the data may choose;
-- is called more than once, or again in the backward (torch's checkpoint), where the received values are missing.
-"""
+- is called more than once, or again in the backward (torch's checkpoint), where the received values are missing."""
 
 from collections.abc import Iterator
 

@@ -22,8 +22,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     """Return stage `index` of a model. `like`: the model on meta, in the run's dtypes; None: it is made from `model`.
 
     The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
-    parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is.
-    """
+    parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is."""
     state = StageForwardState(
         cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
     )
@@ -60,8 +59,7 @@ def _release(
 ) -> None:
     """Replace parameters or buffers (`tensors`) of the module at `path` by `RemoteParameter`s, except the `kept` ids.
 
-    A model can still read the dtype or shape of a released tensor; computing with it is an error.
-    """
+    A model can still read the dtype or shape of a released tensor; computing with it is an error."""
     for name, tensor in list(tensors.items()):
         bare = like[name]
         if tensor is not None and bare is not None and id(tensor) not in kept:

@@ -7,8 +7,7 @@ The time of a step in which a rank does not compute is split by cause:
     | receives     more waits for messages and for the last rank: transfers, and computations of varying length
     | collectives  waits for reductions, and waits inside computations (split layers, gathered units). The part in which
     |              the rank would have been idle by the schedule counts as ideal or imbalance
-    | other        the remaining time: the interpreter between actions
-"""
+    | other        the remaining time: the interpreter between actions"""
 
 import dataclasses
 import json
@@ -38,8 +37,7 @@ def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> 
     """Return by how many seconds this rank's clock `now` is ahead of the first rank's; 0 if within the error.
 
     The first rank asks every other rank for the time, and uses the quickest answer: the other clock was read between
-    question and answer (Cristian, 1989). Every rank calls it.
-    """
+    question and answer (Cristian, 1989). Every rank calls it."""
     line = world.over(Mesh((("rank", world.size),)))
     offsets = [0.0] * world.size
     for rank in range(1, world.size):

@@ -1,8 +1,7 @@
 """Split the values that a stage sends into tensors and a skeleton, from which the next stage rebuilds the values.
 
 The skeleton has the place, shape and dtype of each tensor, and whether a gradient comes back for it. It is sent once
-per pair of stages and set of shapes; later messages are tensors alone. A tensor that occurs twice is sent once.
-"""
+per pair of stages and set of shapes; later messages are tensors alone. A tensor that occurs twice is sent once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ class StageEntrance(torch.autograd.Function):
     """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
 
     Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient that another
-    object refers to, such as the sender of a value that a stage passes on unchanged.
-    """
+    object refers to, such as the sender of a value that a stage passes on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

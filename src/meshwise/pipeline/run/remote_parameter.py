@@ -1,8 +1,7 @@
 """Replace another stage's parameter by a tensor that has a shape and a dtype, but raises an error in computations.
 
 A meta tensor is not enough: torch multiplies a CPU tensor by a meta tensor without an error, and returns arbitrary
-memory. TorchScript and `torch.tensor` ignore subclasses of Tensor, so they still return arbitrary memory.
-"""
+memory. TorchScript and `torch.tensor` ignore subclasses of Tensor, so they still return arbitrary memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -9,8 +9,7 @@ The table sets the order of computations and messages; `validate` has checked th
     | 2GATHER 2FREE 2REDUCE     passed to the storage of the stage's parameters
 
 The first message between two stages for each micro-batch shape starts with a header with the shapes for the receiver;
-later messages are tensors alone. The actions of a micro-batch that does not run are left out on every rank.
-"""
+later messages are tensors alone. The actions of a micro-batch that does not run are left out on every rank."""
 
 import pickle
 from collections import defaultdict, deque
@@ -97,8 +96,7 @@ class ScheduleInterpreter:
 
         Return the result of the last stage for each micro-batch; empty if another rank has the last stage. Raises any
         error of a stage, and StageError if a stage sends other shapes or numbers for micro-batches of equal shapes.
-        Raises StageError also if an earlier run broke off: this run would receive a message of that one.
-        """
+        Raises StageError also if an earlier run broke off: this run would receive a message of that one."""
         if self._broken_off:
             raise StageError(
                 f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. "

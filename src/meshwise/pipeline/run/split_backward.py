@@ -12,8 +12,7 @@ After I, the saved tensors that W does not need are freed. I and W together comp
 (Qi et al., 2023; torch's pipelining does the same).
 
 Two kinds of parameters get their gradients already in I. If the spine reaches a parameter at several nodes, autograd
-would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute.
-"""
+would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,8 +53,7 @@ def backward_input(
     """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
 
     `gradients`: of `outputs`, which require gradients. If the graph contains no received value, W is the whole
-    backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing.
-    """
+    backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing."""
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
     spine = graph.leading_to({_node(leaf) for leaf in received})
@@ -108,8 +106,7 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
     """Run the backward from a node of the spine to the parameters, with the gradients that arrived there in I.
 
     Hooks on the node's tensor have already changed these gradients in I. Autograd calls the hooks again here, so one
-    more hook, called last, puts the gradients of I back.
-    """
+    more hook, called last, puts the gradients of I back."""
     arrived = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
     hook = place.register_prehook(lambda _: tuple(gradients))
     edges = [GradientEdge(place, index) for index, _ in arrived]
@@ -120,8 +117,7 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
 def _forget(node: Node) -> None:
     """Free the saved tensors of a node that will not run again.
 
-    Tensors of dim 0 stay: a rehearsal, which records tensors, counts the factor of a dropout as a number.
-    """
+    Tensors of dim 0 stay: a rehearsal, which records tensors, counts the factor of a dropout as a number."""
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
             with contextlib.suppress(RuntimeError):  # a tier or the model has put hooks on the saved tensor

@@ -12,8 +12,7 @@ norm, head) of other stages have no parameters and do not compute (docs/pipeline
 A stage may begin inside a block (`split_blocks.py`). On the two stages that share this split block, its modules are
 pieces, and its own forward runs. On any other stage the block is one piece.
 
-The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run.
-"""
+The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run."""
 
 import contextlib
 import math
@@ -58,8 +57,7 @@ class FeatureWidth:
     def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
         """Run `shadow` on meta tensors, and return meta tensors in the shapes of this rank's output of piece `name`.
 
-        `shadow` is the piece without tensor parallelism, so its inputs are widened to all features and tokens.
-        """
+        `shadow` is the piece without tensor parallelism, so its inputs are widened to all features and tokens."""
         own, whole = self.tokens()
         if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
             return self._ask(shadow, name=name, args=args, kwargs=kwargs)
@@ -130,8 +128,7 @@ class StageForwardState:
     def device_for(self, given: Tensor) -> torch.device:
         """Return the device for a result of the input `given`; if `given` is on meta, the device of received values.
 
-        An input is on the meta device if the model moved it to the device of a remote parameter.
-        """
+        An input is on the meta device if the model moved it to the device of a remote parameter."""
         here = (tensor.device for tensor in tensors(self.received))
         return next(here, given.device) if given.is_meta else given.device
 
@@ -166,8 +163,7 @@ class Stage:
     """Stage `index` of the `count` stages of a model.
 
     `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
-    of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before.
-    """
+    of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before."""
 
     module: nn.Module
     index: int
@@ -186,8 +182,7 @@ class Stage:
         `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
         the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
         The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
-        Raises StageError when pieces run in another order than on the example of the cut.
-        """
+        Raises StageError when pieces run in another order than on the example of the cut."""
         self.state.start(received)
         try:
             returned = call(self.module)
@@ -319,8 +314,7 @@ class StageRoute:
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
     """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values. Equal keys have equal shapes.
 
-    `other`: returns the key of a value of any other type.
-    """
+    `other`: returns the key of a value of any other type."""
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
     if is_dataclass(tree) and not isinstance(tree, type):

@@ -126,8 +126,7 @@ class Schedule:
     def parse(cls, text: str) -> "Schedule":
         """Return the table in a text with one line per rank. Words of dots, empty lines and `#` comments are ignored.
 
-        Raises ScheduleError, with the line, for a word that is not an action, and for a text without actions.
-        """
+        Raises ScheduleError, with the line, for a word that is not an action, and for a text without actions."""
         rows = []
         for number, line in enumerate(text.splitlines(), start=1):
             words = line.partition("#")[0].split()

@@ -61,8 +61,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
     A name with a `/` or a `.` is the path of a file with a table, which must be for these numbers.
 
     Raises ScheduleError for an unknown name, and for a table that cannot be read or cannot run. If the schedule does
-    not work with these numbers, it raises ScheduleError with the nearest numbers that work.
-    """
+    not work with these numbers, it raises ScheduleError with the nearest numbers that work."""
     if is_path(name):
         return _from_file(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if name not in SCHEDULES:
@@ -80,8 +79,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
     """Return the table that a plan runs: the result of `make_schedule`, changed by `passes.send_first`.
 
-    Tables from files and schedules without overlap are not changed. Raises ScheduleError as `make_schedule` does.
-    """
+    Tables from files and schedules without overlap are not changed. Raises ScheduleError as `make_schedule` does."""
     schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     return schedule if is_path(name) or not SCHEDULES[name].overlaps else send_first(schedule)
 
@@ -121,8 +119,7 @@ def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | N
 def read_schedule(path: Path) -> Schedule:
     """Return the checked table in a file with one line of actions per rank (see `Schedule.parse`).
 
-    Raises OSError when the file cannot be read, and ScheduleError, with the path, for a table that cannot run.
-    """
+    Raises OSError when the file cannot be read, and ScheduleError, with the path, for a table that cannot run."""
     try:
         schedule = Schedule.parse(path.read_text(encoding="utf-8"))
         validate(schedule)

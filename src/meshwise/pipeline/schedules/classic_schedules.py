@@ -2,8 +2,7 @@
 
 Every rank first runs some forwards, then one forward and one backward in turn, then the remaining backwards. The
 schedules differ in the number of first forwards, and in the order in which a rank runs its stages. docs/pipeline.md has
-their bubbles and memory. p is the number of ranks, v the number of stages per rank.
-"""
+their bubbles and memory. p is the number of ranks, v the number of stages per rank."""
 
 from collections.abc import Sequence
 
@@ -34,8 +33,7 @@ def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
 def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
     """Return interleaved 1F1B: stage s is on rank s mod p. Groups of p micro-batches pass through all ranks v times.
 
-    `microbatches` has to be a multiple of `pp` (Narayanan et al., 2021).
-    """
+    `microbatches` has to be a multiple of `pp` (Narayanan et al., 2021)."""
     order = [
         (lap, start + index)
         for start in range(0, microbatches, pp)
@@ -55,8 +53,7 @@ def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
 def _alternating(pp: int, order: Sequence[tuple[int, int]], *, laps: int, ahead: Sequence[int]) -> Schedule:
     """Return the table in which rank r runs `ahead[r]` forwards before it alternates with backwards.
 
-    `order`: a rank's forwards, as (lap, micro-batch): lap l runs stage l·p + rank. Backwards reverse the laps.
-    """
+    `order`: a rank's forwards, as (lap, micro-batch): lap l runs stage l·p + rank. Backwards reverse the laps."""
     rows = []
     for rank, first in enumerate(min(each, len(order)) for each in ahead):
         forwards = [Action(lap * pp + rank, ActionKind.F, index) for lap, index in order]

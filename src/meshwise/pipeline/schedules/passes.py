@@ -1,7 +1,6 @@
 """Complete a schedule by passes from one table to another: transfers, gathers, reductions, early sends.
 
-`lower` applies the passes that a run needs; docs/pipeline.md has the actions that they add.
-"""
+`lower` applies the passes that a run needs; docs/pipeline.md has the actions that they add."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -31,8 +30,7 @@ def send_first(schedule: Schedule) -> Schedule:
 
     After its last forward, a rank only waits for gradients. In a B, each stage computes its weights' gradients before
     it sends its input's gradient. This makes (p - 1) w of 1F1B's bubble (p - 1) (f + i + w), where w is at most f.
-    With I W, no activation is kept for longer, because W follows at once.
-    """
+    With I W, no activation is kept for longer, because W follows at once."""
     rows = []
     for row in schedule.rows:
         last = max((place for place, action in enumerate(row) if action.kind is ActionKind.F), default=-1) + 1
@@ -47,8 +45,7 @@ def send_first(schedule: Schedule) -> Schedule:
 def merge_backward(schedule: Schedule) -> Schedule:
     """Return the table with B in place of every I that is directly followed by its own W.
 
-    In a table with transfers, no send lies between such an I and its W, so no other rank waits longer.
-    """
+    In a table with transfers, no send lies between such an I and its W, so no other rank waits longer."""
     return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
 
 
@@ -68,8 +65,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
     Messages between two ranks are received in the order in which they were sent, because a transport may match them
     by order alone. So a rank that needs a later message receives the earlier messages first. A table that already has
-    transfers is returned unchanged.
-    """
+    transfers is returned unchanged."""
     if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
         return schedule
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)

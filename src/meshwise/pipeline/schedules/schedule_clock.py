@@ -3,8 +3,7 @@
 Every rank runs its actions in order. A computation takes its time; a receive waits until the message has arrived. A
 send takes no time of the rank: the message leaves at once, or when the message before it has left the link. Gathers
 and reductions overlap with computations, and run one after the other on each rank. A computation waits for the gather
-of its stage, and the step waits for the last reduction.
-"""
+of its stage, and the step waits for the last reduction."""
 
 import math
 from collections import defaultdict, deque
@@ -42,8 +41,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     """Return the timeline of a table. `costs`: one for all stages, or one per stage. Missing transfers are added.
 
     The event of a send lasts as long as the message is on the link. Raises ScheduleError when the number of costs is
-    not the number of stages, and for a table that deadlocks.
-    """
+    not the number of stages, and for a table that deadlocks."""
     each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
     if len(each) != schedule.stages:
         raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
@@ -59,8 +57,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 class StepClock:
     """Callable that returns the time of a training step of one schedule for given loads of the stages.
 
-    F, I and W take a third of a load each. Events and their dependencies are computed once for many calls.
-    """
+    F, I and W take a third of a load each. Events and their dependencies are computed once for many calls."""
 
     def __init__(self, schedule: Schedule, *, seconds_per_byte: float = 1.0) -> None:
         self._schedule, self._seconds_per_byte = schedule, seconds_per_byte
@@ -80,8 +77,7 @@ class StepClock:
     def __call__(self, *, loads: Sequence[float], sent_bytes: Sequence[float] = (), limit: float = math.inf) -> float:
         """Return the time of a step. `loads`: time of each stage per micro-batch. `sent_bytes`: what each stage sends.
 
-        Return infinity, without a computation, if the work of one rank alone takes at least `limit`.
-        """
+        Return infinity, without a computation, if the work of one rank alone takes at least `limit`."""
         ranks = [0.0] * self._schedule.ranks
         for load, rank in zip(loads, self._schedule.rank_of, strict=True):
             ranks[rank] += load * self._schedule.microbatches
@@ -102,8 +98,7 @@ def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
 
     Events are numbered from 1, in the order in which they are yielded; 0 is the start of the step. `before` is the
     rank's last computation or receive. `other` is the message for a receive, and the link's last message for a send.
-    For a computation it is the gather of its stage, for a gather or reduction the rank's last collective.
-    """
+    For a computation it is the gather of its stage, for a gather or reduction the rank's last collective."""
     now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
     for number, (rank, action) in enumerate(walk(lowered), start=1):

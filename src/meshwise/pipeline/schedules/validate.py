@@ -1,7 +1,6 @@
 """Check that a schedule's table can run: it has each forward and backward once and in order, and no rank deadlocks.
 
-A faulty schedule hangs, or trains on wrong gradients. Both can be seen in the table before a run starts.
-"""
+A faulty schedule hangs, or trains on wrong gradients. Both can be seen in the table before a run starts."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -26,8 +25,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield the (rank, action) of a table with transfers, in an order in which they can happen.
 
     Sends do not wait. A receive waits for the next message of its channel; each pair (sender, receiver) has a channel.
-    Raises ScheduleError when all unfinished ranks wait for messages.
-    """
+    Raises ScheduleError when all unfinished ranks wait for messages."""
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     place = [0] * schedule.ranks
     moved = True

@@ -7,8 +7,7 @@ So the loss is on rank 0. There this rule would leave gaps of a few units, so th
 actions.
 
 DualPipeV's published formula for the bubble, (p - 1) (f + 2i - w), assumes that a forward and a backward run together.
-Here they run in turn, so the next rank has one result earlier.
-"""
+Here they run in turn, so the next rank has one result earlier."""
 
 from collections.abc import Sequence
 
@@ -28,8 +27,7 @@ def zb_h2(pp: int, *, microbatches: int) -> Schedule:
 def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
     """Return the schedule in which every rank runs, in each unit of time, the first allowed action of F, I and W.
 
-    A rank has at most `most` micro-batches between F and W; its forwards are at most `ahead[rank]` ahead of its I.
-    """
+    A rank has at most `most` micro-batches between F and W; its forwards are at most `ahead[rank]` ahead of its I."""
     ranks = range(len(ahead))
     rows: list[list[Action]] = [[] for _ in ranks]
     done = [dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), 0) for _ in ranks]
@@ -74,8 +72,7 @@ def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 def dualpipev(pp: int, *, microbatches: int) -> Schedule:
     """Return DualPipeV, half of a DualPipe, for at least 2p micro-batches; the phases follow DeepSeek's `dualpipev.py`.
 
-    It alternates forwards and backwards in pairs, so that their communication could overlap.
-    """
+    It alternates forwards and backwards in pairs, so that their communication could overlap."""
     return Schedule(tuple(_dualpipev_row(rank, pp, microbatches) for rank in range(pp)))
 
 

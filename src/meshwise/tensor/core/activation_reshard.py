@@ -5,8 +5,7 @@ Embeddings, position numbers, rotary tables and masks are made outside of the bl
 
 Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, but over (i, l) inside a pair (see
 `tensor/core/part.py`). So an argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
-pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients.
-"""
+pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients."""
 
 import functools
 import inspect
@@ -81,8 +80,7 @@ def gather_input_once(module: nn.Module, *, context: SplitContext, features: int
 def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
     """Register a hook that raises ValueError if the ranks have different numbers of rows.
 
-    Use it for a `module` that reads the number of rows from its input.
-    """
+    Use it for a `module` that reads the number of rows from its input."""
 
     def before(_module: nn.Module, _args: Any) -> None:
         rows = context.shard_sizes.rows
@@ -149,8 +147,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """Move `x` from this rank's rows of the hidden states, in dim 0, to its rows inside a pair.
 
     `x` is an argument such as a mask, and dim 0 may be (rows · heads). Return `x` itself if its dim 0 is not rows, or
-    if the scheme has the same rows inside a pair. This is a collective under 3D only.
-    """
+    if the scheme has the same rows inside a pair. This is a collective under 3D only."""
     there, back = context.scheme.colwise.x, context.scheme.colwise.y
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
         return x
@@ -170,8 +167,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """Move `x` from this rank's rows inside a pair, in dim 0, to its rows of the hidden states.
 
-    `x` is equal on all ranks that have the same rows inside a pair. This is a collective under 3D only.
-    """
+    `x` is equal on all ranks that have the same rows inside a pair. This is a collective under 3D only."""
     there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.shard_sizes.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
@@ -182,8 +178,7 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
     """Return a copy of `x` whose gradient is summed over the ranks that use `x` for their own heads or features.
 
-    Return `x` itself if it needs no gradient, or if an earlier operation sums the gradient (see `TensorOrigins`).
-    """
+    Return `x` itself if it needs no gradient, or if an earlier operation sums the gradient (see `TensorOrigins`)."""
     axes = context.scheme.head_axes
     if not x.requires_grad or context.degree(axes) == 1:
         return x
@@ -196,8 +191,7 @@ def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collect
     """Register hooks that move a module's arguments to the rows inside its pair, and sum the arguments' gradients.
 
     Arguments that colwise matrices read stay unchanged, because the matrices reshard them. Such an argument has as many
-    dims as the hidden states, and one of `widths` as number of features.
-    """
+    dims as the hidden states, and one of `widths` as number of features."""
     dims = [0]
 
     def look(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:

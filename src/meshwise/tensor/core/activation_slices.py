@@ -10,8 +10,7 @@ follows from the layouts of the parameters, and does not change between two spli
     | rowwise linear     hidden             this rank's, in sequence parallelism   hidden
     | last block         hidden             all                                    hidden
 
-"Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D.
-"""
+"Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D."""
 
 import dataclasses
 import functools
@@ -45,8 +44,7 @@ def activation_regions(
     The regions of the first mapping begin before the module runs, the regions of the second mapping after it.
     `parts` and `outside`: as given to `tensor_parallel`; for a stage of a pipeline, the parts of the whole model.
     `absent`: names of the modules that other stages run. The modules inside them are not called here, so an absent
-    module begins the region of its last inner module. Both mappings are empty if the hidden width is unknown.
-    """
+    module begins the region of its last inner module. Both mappings are empty if the hidden width is unknown."""
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
     if not width:

@@ -2,8 +2,7 @@
 
 Inside the blocks a rank may have a part of the hidden states, and it has the attention weights of its own heads. Some
 models return such tensors besides their result. So hooks note which tensors of a forward are parts. After the forward,
-each noted tensor in the output is gathered once.
-"""
+each noted tensor in the output is gathered once."""
 
 import functools
 import itertools

@@ -1,8 +1,7 @@
 """Base class of tensors that hold this rank's part but report the shape of the whole tensor.
 
 Logits, and the weight of the vocabulary embedding, are split over the ranks. The user's code was written for whole
-tensors, so it gets a tensor of the global shape. The tensor's class decides how a torch function uses the part.
-"""
+tensors, so it gets a tensor of the global shape. The tensor's class decides how a torch function uses the part."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -38,8 +37,7 @@ class GlobalShapeTensor(Tensor):
     """Tensor of the global shape without memory; the method `answer` of a subclass defines its functions.
 
     | local      this rank's part
-    | too_late   error message for a function that reaches the tensor below autograd; {} is the function
-    """
+    | too_late   error message for a function that reaches the tensor below autograd; {} is the function"""
 
     local: Tensor
     too_late: str

@@ -20,8 +20,7 @@ class Projection(BoundToRank):
     """Sharded product of one linear on this rank; call it with this rank's input, weight and bias.
 
     `shape`: shape of the full weight as stored: (out, in), or (in, out) if `part.transposed`. A weight of several
-    experts has a leading dim: (experts, out, in).
-    """
+    experts has a leading dim: (experts, out, in)."""
 
     def __init__(self, context: SplitContext, *, part: Part, shape: Sequence[int]) -> None:
         product = _product(context.scheme, part)

@@ -15,8 +15,7 @@ part of X, so the backward gathers X once more for all weight gradients (`InputG
 before they are sent. So the traffic equals the traffic of one product with all columns of W.
 
 The backward may be run in two parts, for dX and for dW. Each part gathers the operand that it multiplies: W for dX, X
-for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X.
-"""
+for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,8 +41,7 @@ Finish: TypeAlias = Callable[[], Tensor]
 class Streaming:
     """Option of the gathers of a product.
 
-    | keep     keep gathered operands for the backward: saves the second gather, needs memory for whole operands
-    """
+    | keep     keep gathered operands for the backward: saves the second gather, needs memory for whole operands"""
 
     keep: bool = False
 
@@ -53,8 +51,7 @@ class OperandMove:
     """Collective on one operand over `axes`; () means no collective.
 
     | dim     the dim that the axes split; None if all ranks have an equal operand, whose gradient is summed
-    | sizes   sizes of the ranks' parts along `dim`, in group order; None for equal sizes
-    """
+    | sizes   sizes of the ranks' parts along `dim`, in group order; None for equal sizes"""
 
     axes: tuple[str, ...] = ()
     dim: int | None = None
@@ -67,8 +64,7 @@ class MatmulCollectives:
 
     | x, w, y    the gather of X, the gather of W, the reduction of Y
     | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
-    | recall     keeps the result for a forward that is repeated
-    """
+    | recall     keeps the result for a forward that is repeated"""
 
     world: World
     x: OperandMove
@@ -116,8 +112,7 @@ class MatmulInput:
 
     | value       X to multiply, or this rank's part if the product itself gathers X
     | stored      this rank's part of X, kept for the backward instead of `value`; None: `value` is kept
-    | gathering   the gather of `stored` in the backward; None if no other product reads X
-    """
+    | gathering   the gather of `stored` in the backward; None if no other product reads X"""
 
     value: Tensor
     stored: Tensor | None = None
@@ -129,8 +124,7 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
     With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
     local out). Gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows of Y
-    only. Under autocast, operands are converted before they are sent. Raises ValueError if parts misfit `operation`.
-    """
+    only. Under autocast, operands are converted before they are sent. Raises ValueError if parts misfit `operation`."""
     value, weight, bias = (
         to_product_dtype(x.value),
         to_product_dtype(weight),

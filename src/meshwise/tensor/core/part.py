@@ -27,8 +27,7 @@ features that must stay on one rank, such as the features of a head.
     | whole       a module that each rank computes whole, such as a classifier or a pooler
     | experts     the experts of a mixture, which `expert/` divides over ranks
 
-A part belongs to a module, or to a parameter that a module holds itself.
-"""
+A part belongs to a module, or to a parameter that a module holds itself."""
 
 from dataclasses import dataclass
 
@@ -60,8 +59,7 @@ class Norm:
 class Part:
     """Role of one module or parameter, and the sizes of its split.
 
-    The docstring of a field begins with the roles that use the field; other roles leave the default.
-    """
+    The docstring of a field begins with the roles that use the field; other roles leave the default."""
 
     role: str
 

@@ -3,8 +3,7 @@
 Every known scheme computes `Y[T,N] = X[T,K] · W[K,N]` with three sets of axes: X is gathered over A, W is gathered over
 B, and Y is reduced over C. In the backward, a gather becomes a reduce-scatter, and the reverse. So a `SchemeProduct`
 has A, B, C and the layout of W, and a `Scheme` has the products of all roles. One function, `core/matmul.py`, computes
-every product; each file in `schemes/` is one `Scheme`.
-"""
+every product; each file in `schemes/` is one `Scheme`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ class OperandLayoutMove:
     | axes   the axes of the collective; () for no collective
     | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2) or `features` (dim -1)
     |        of an activation, `out` or `in` of a weight. `none`: no dim is split. Then X is whole on all ranks, and its
-    |        gradient is summed in the backward; or Y is all-reduced, and its gradient stays as it is
-    """
+    |        gradient is summed in the backward; or Y is all-reduced, and its gradient stays as it is"""
 
     axes: Axes = ()
     dim: str = "none"
@@ -62,8 +60,7 @@ class SchemeLookup:
 
     | vocabulary, features   the axes that split the table; it is stored like the head's weight (out, in)
     | w                      the gather of the table's features (dim `in` of the head's weight)
-    | y                      the sum of the embeddings; for a token of another rank's vocabulary, a rank adds zeros
-    """
+    | y                      the sum of the embeddings; for a token of another rank's vocabulary, a rank adds zeros"""
 
     vocabulary: Axes
     features: Axes
@@ -81,8 +78,7 @@ class Scheme:
     | tokens             the axes that split the tokens of the hidden states
     | kv_replicas        the axes of `inner` whose ranks hold the same keys and values; see `schemes/kv_replicas.py`
     | replicas           the axes whose ranks hold copies of all parameters under every scheme
-    | experts            the axes that split the leading dim of weights (experts, out, in)
-    """
+    | experts            the axes that split the leading dim of weights (experts, out, in)"""
 
     colwise: SchemeProduct
     rowwise: SchemeProduct

@@ -1,8 +1,7 @@
 """Split an embedding over the vocabulary, and under some schemes over the features too.
 
 A rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum the results.
-The sum equals the product of one-hot rows and the table.
-"""
+The sum equals the product of one-hot rows and the table."""
 
 import functools
 
@@ -26,8 +25,7 @@ class SplitTable(BoundToRank):
     """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
     `shape`: shape of the full table, (vocabulary, features). `running` is True while the model runs; in this time
-    `ShardedEmbedding.weight` is a `TableWeight`.
-    """
+    `ShardedEmbedding.weight` is a `TableWeight`."""
 
     def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
         lookup, world = context.scheme.embedding, context.world

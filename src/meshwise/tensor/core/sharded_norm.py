@@ -5,8 +5,7 @@ squares the variance would be inexact where the mean is large. So each rank send
 features, which are combined exactly (Chan, Golub and LeVeque, 1979). It sends 2 numbers per token in the forward
 and 2 in the backward. RMSNorm sends 1 and 1, because it needs only the mean of squares.
 
-    x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight    RMSNorm: no mean, mean(g)
-"""
+    x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight    RMSNorm: no mean, mean(g)"""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -29,8 +29,7 @@ class ShardSizes:
     """Sizes of all ranks' parts in the current forward. As a `RememberedState` it is restored in a repeated forward.
 
     | rows     rows of the batch on each rank along the axis that gathers rows (3D); None if they are equal
-    | tokens   tokens of each rank along the axes that split tokens; None if tokens are not split or not known yet
-    """
+    | tokens   tokens of each rank along the axes that split tokens; None if tokens are not split or not known yet"""
 
     rows: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
@@ -56,8 +55,7 @@ class SharedGather:
 
     The input is gathered by the first matrix that reads it, or at the entry of the module around the matrices. A later
     matrix gets it by `take`, if its input is `part` (this rank's part, at `version`) or the gathered tensor. `readers`:
-    number of matrices that will still take it.
-    """
+    number of matrices that will still take it."""
 
     part: Tensor | None = None
     version: int = 0
@@ -85,8 +83,7 @@ class SplitContext:
     """World and scheme of a split model, inside or outside of its blocks, and state of the current forward.
 
     `shard_sizes`: sizes of the ranks' parts. `streaming`: options of the gathers. `recall`: results kept for a repeated
-    forward. `origins`: finds gradients that the step sums.
-    """
+    forward. `origins`: finds gradients that the step sums."""
 
     world: World
     scheme: Scheme

@@ -3,8 +3,7 @@
 A user's loss is written for whole logits, the largest tensor of a language model. `SplitLogits` has their shape.
 Functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep the logits split. The
 cross-entropy and the argmax are computed from the parts. Any other function gets whole logits, gathered once, which is
-correct but takes the memory of whole logits.
-"""
+correct but takes the memory of whole logits."""
 
 from collections.abc import Callable, Mapping
 from types import EllipsisType
@@ -26,8 +25,7 @@ class SplitLogits(GlobalShapeTensor):
     | vocabulary          the split of the classes over ranks
     | dim_of_vocabulary   the dim of the classes, 0 or more
     | altered             True after an in-place write; the logits are then gathered, and functions use the whole ones
-    | derived             True for a view or conversion of other logits, which may share memory with them
-    """
+    | derived             True for a view or conversion of other logits, which may share memory with them"""
 
     vocabulary: VocabularySplit
     dim_of_vocabulary: int

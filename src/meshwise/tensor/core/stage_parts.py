@@ -1,8 +1,7 @@
 """Derive the parts of a pipeline stage, and the sizes of its hidden states, from the parts of the whole model.
 
 A stage runs the whole model's forward. There, a module of another stage returns the tensors received from that stage,
-or NaN. The hidden states have the same layout on every stage.
-"""
+or NaN. The hidden states have the same layout on every stage."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -53,8 +52,7 @@ def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
     """Return the parts of `model` for stage `module`; a part has `on_other_stage` if the stage lacks its parameters.
 
-    Only the `last` stage keeps logits split, because it computes the loss. Other stages send whole logits.
-    """
+    Only the `last` stage keeps logits split, because it computes the loss. Other stages send whole logits."""
     here, everywhere = _around_parameters(module), _around_parameters(model)
     found = {}
     for name, part in parts.items():

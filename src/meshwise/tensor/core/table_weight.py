@@ -4,8 +4,7 @@
 
 Such a forward calls no linear module that could be split. So while the model runs, a split embedding returns its weight
 as a `TableWeight`, a tensor of the table's full shape. Its product with the hidden states is split logits, as a head
-returns. Other functions of its values raise ValueError, because a rank has only a part of the table.
-"""
+returns. Other functions of its values raise ValueError, because a rank has only a part of the table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +31,7 @@ class TableWeight(GlobalShapeTensor):
 
     | size_of_table   (rows, features) of the full table
     | head            function that returns split logits from the hidden states and the rank's part
-    | flipped         True if the tensor is the transposed table, (features, rows)
-    """
+    | flipped         True if the tensor is the transposed table, (features, rows)"""
 
     size_of_table: tuple[int, ...]
     head: Callable[[Tensor, Tensor], Tensor]

@@ -8,8 +8,7 @@ once. Whether the attention has to sum them depends on the origin of the argumen
     | bias = copied * 2            from the output of a `gradient.copy` in a module around this one, which sums
     | value = first_block_value    from a matmul: each rank has only its own heads, so nothing is summed
 
-The nearest parameter, matmul or collective in the graph behind the tensor decides the case.
-"""
+The nearest parameter, matmul or collective in the graph behind the tensor decides the case."""
 
 from collections.abc import Mapping
 

@@ -48,8 +48,7 @@ class VocabularySplit:
 @dataclass(frozen=True)
 class _How:
     """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: weights of this
-    rank's classes. `total`: sum of the weights of all classes.
-    """
+    rank's classes. `total`: sum of the weights of all classes."""
 
     vocabulary: VocabularySplit
     smoothing: float
@@ -73,8 +72,7 @@ def cross_entropy(
     The options are as in `torch.nn.functional.cross_entropy`; `weight` is for all classes.
     The result is equal on all ranks of the vocabulary. Its shape is (N, …) for reduction `none`, else it is a scalar.
     Raises ValueError for wrong shapes or an unknown reduction. Raises IndexError for a target that is no class; on CUDA
-    a device-side assertion fails instead.
-    """
+    a device-side assertion fails instead."""
     if local.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {(*local.shape[:-1], vocabulary.size)}, classes last, need targets of shape "

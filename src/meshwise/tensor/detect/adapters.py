@@ -5,8 +5,7 @@ An adapted linear computes W x + B A x. The parts of W are found in the model wi
     | W          A                            B
     | colwise    whole: its input is whole    colwise: its output is split as W's
     | rowwise    rowwise: its input is split  whole: its input is summed over the ranks
-    | whole      whole                        whole
-"""
+    | whole      whole                        whole"""
 
 import copy
 from collections.abc import Mapping
@@ -24,8 +23,7 @@ _KNOWN = ("base_layer", "lora_A", "lora_B")
 def without_adapters(module: nn.Module) -> nn.Module:
     """Return a model in which each adapted layer is replaced by its base layer; `module` itself without adapters.
 
-    Modules around adapted layers are shallow copies; parameters and other modules are shared.
-    """
+    Modules around adapted layers are shallow copies; parameters and other modules are shared."""
     if _is_adapted(module):
         return module.get_submodule("base_layer")
     children = {name: child and without_adapters(child) for name, child in module._modules.items()}
@@ -39,8 +37,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 def with_adapters(parts: Mapping[str, Part], *, module: nn.Module, plan: Plan) -> dict[str, Part]:
     """Return the parts of an adapted model. `parts`: found in the model without adapters.
 
-    Raises PlanError for adapters that tensor parallelism does not know, with the plan or setting that works.
-    """
+    Raises PlanError for adapters that tensor parallelism does not know, with the plan or setting that works."""
     found = dict(parts)
     for name, layer in [(name, one) for name, one in module.named_modules() if _is_adapted(one)]:
         part = found.pop(name, Part("whole"))

@@ -6,8 +6,7 @@ rank's counts. So a forward with `q.view(batch, -1, self.num_heads, self.head_wi
 
     | queries      heads x width features, split so that all queries of one key head stay together
     | keys, values key heads x width features
-    | output       reads the features of the queries, and is split like them
-"""
+    | output       reads the features of the queries, and is split like them"""
 
 import ast
 import copy
@@ -124,8 +123,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
     each section. `width`: features of a head. The evidence is a known class, a tuple or list with the section sizes
     in features or heads as an attribute, or a forward that splits the output. It may use `self.qkv(x).split(...)`,
-    `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`.
-    """
+    `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`."""
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
             return "interleaved"
@@ -138,8 +136,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
     """Return the section sizes of a colwise matrix from its output size, if q, k and v follow each other.
 
-    An output that fits neither q, nor k, nor all three is taken as several sections of the size of k.
-    """
+    An output that fits neither q, nor k, nor all three is taken as several sections of the size of k."""
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
     return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
@@ -151,8 +148,7 @@ def cut_by_rule(
     """Return the sections (() for one) and the grain, in features, that a rule states for a matrix.
 
     `given`: options of the rule. `sections`: sizes by the matrix's structure, used if their number is the rule's; else
-    sections are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit.
-    """
+    sections are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit."""
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
     if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
@@ -166,8 +162,7 @@ def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -
     """Return the attributes that count query heads or their features, each with the number that stays together.
 
     `group`: query heads that stay together. An attribute of a configuration is written as "config.num_heads"; it is
-    returned only if the forward reads it.
-    """
+    returned only if the forward reads it."""
     found = []
     for name, value in _numbers(module).items():
         numbers = value if isinstance(value, tuple) else (value,)
@@ -251,8 +246,7 @@ def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
     """Return whether matrices with `firsts` output features can be the q, k and v of these heads.
 
     The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must be exactly three
-    times as wide as the heads. `sure` (their own module counts heads) skips this test.
-    """
+    times as wide as the heads. `sure` (their own module counts heads) skips this test."""
     adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
 

@@ -18,8 +18,7 @@ either, such as the queries and the output of most attentions. Then the registra
 
 The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
 and v may be in one module and the output in the next. The rowwise matrix may be registered before the colwise ones, if
-their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
-"""
+their module holds no other matrix. Roles that the user or the model declares take precedence over sizes."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,8 +56,7 @@ def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
     """Return the width of the hidden states: the size that the most matrices of the blocks read or write.
 
     Only sizes that some matrix reads and some matrix writes count. Among equally frequent sizes, one in `outside` (last
-    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size.
-    """
+    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size."""
     uses: Counter[int] = Counter()
     read: list[int] = []
     written = set()

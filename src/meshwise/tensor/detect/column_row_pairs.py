@@ -5,8 +5,7 @@ A pair, found as a `BlockBranch`, is one or more colwise matrices and a rowwise 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
     mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features
 
-The modules between the matrices of an attention hold one number per head, or treat all heads equally.
-"""
+The modules between the matrices of an attention hold one number per head, or treat all heads equally."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,8 +59,7 @@ class ColumnRowPairs:
     | options    the options of rules, such as heads=8, by module name
     | sharing    the properties of the plan that limit how attentions are split
     | reasons    mapping to which a text is added, by name, for each module that gets no part
-    | attentions the attentions found so far
-    """
+    | attentions the attentions found so far"""
 
     modules: Mapping[str, nn.Module]
     options: Mapping[str, Mapping[str, int]]
@@ -258,8 +256,7 @@ def parts_between(
     """Return two mappings by name: the parts of an attention's norms, tables and parameters; reasons for no part.
 
     `owner`: the module called `name`. `grain`: inner features that stay on one rank.
-    `shared`: True if several ranks hold the same key head.
-    """
+    `shared`: True if several ranks hold the same key head."""
     found: dict[str, Part] = {}
     for inner_name, module in owner.named_modules(prefix=name):
         if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:

@@ -39,8 +39,7 @@ Rules: TypeAlias = Mapping[str, str]
      "blocks.*.attention.scale": "inner grain=2",                split, but two neighbouring heads stay together
      "blocks.*.mlp.up": "colwise",
      "blocks.*.mlp.down": "rowwise",
-     "classifier": "whole"}
-"""
+     "classifier": "whole"}"""
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "attention": ("heads", "kv_heads"),
@@ -251,8 +250,7 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
     """Return a rule to copy, as (pattern, right side), for a parameter without a part.
 
-    The rule is the one in `reason`, else "whole". Its pattern covers all blocks if the modules there have one class.
-    """
+    The rule is the one in `reason`, else "whole". Its pattern covers all blocks if the modules there have one class."""
     name = parameter.rpartition(".")[0]
     stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if stated and stated[1]:
@@ -285,8 +283,7 @@ def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dic
 
     This is so if the model has no head, or if its code outside of the blocks uses all features (`counts`). Blocks, and
     embeddings and split linears outside of blocks, then get `whole_features`. Small parts outside of blocks, such as
-    norms, become whole. Under 1d, or without blocks, nothing changes.
-    """
+    norms, become whole. Under 1d, or without blocks, nothing changes."""
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts
     if plan.tp_mode == "1d" or not blocks or split:

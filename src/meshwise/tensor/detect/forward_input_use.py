@@ -2,8 +2,7 @@
 
 Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
 the tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
-gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered input.
-"""
+gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered input."""
 
 import ast
 import inspect
@@ -50,8 +49,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 def reads_no_sizes(module: nn.Module) -> bool:
     """Return whether a module's forward never reads sizes, dtype or device of its first argument.
 
-    Return False without a source, and if a method of the module gets the argument, because the method may read them.
-    """
+    Return False without a source, and if a method of the module gets the argument, because the method may read them."""
     definition = _forward(module)
     if definition is None:
         return False

@@ -1,8 +1,7 @@
 """List the attribute and argument names by which attentions are recognised, and analyse dotted module names.
 
 The names are conventions of several libraries. A few classes are listed too, where no attribute shows how the fused
-matrix is arranged. Classes are listed by full name, so that their library need not be installed.
-"""
+matrix is arranged. Classes are listed by full name, so that their library need not be installed."""
 
 import re
 from collections.abc import Mapping

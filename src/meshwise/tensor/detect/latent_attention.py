@@ -5,8 +5,7 @@
     |                                └─ key of the position ─────── for every head ─┘
 
 The matrices that write heads are split by heads, `o_proj` reads them. What lies before is computed whole on every rank.
-The key of the position goes to every rank's own heads, so its gradients are summed over the ranks (`summed_from`).
-"""
+The key of the position goes to every rank's own heads, so its gradients are summed over the ranks (`summed_from`)."""
 
 from collections.abc import Mapping
 
@@ -32,8 +31,7 @@ def latent_attentions(module: nn.Module) -> Mapping[str, nn.Module]:
 def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str, Part]:
     """Return the parts of an attention called `name` and of its modules.
 
-    Raises PlanError if the plan has more ranks than the attention has heads, splits tokens, or is not `tp_mode=1d`.
-    """
+    Raises PlanError if the plan has more ranks than the attention has heads, splits tokens, or is not `tp_mode=1d`."""
     heads = _heads(attention)
     if plan.tp_mode != "1d" or plan.sequence_parallel:
         raise PlanError(

@@ -2,8 +2,7 @@
 
 A split module gets a new forward. So a subclass of nn.Linear or nn.Embedding that computes something else (a linear
 with adapters) must not be split. To find out, a subclass with its own forward is run on random numbers, and its output
-is compared with the output of torch's class.
-"""
+is compared with the output of torch's class."""
 
 import copy
 from collections.abc import Iterator

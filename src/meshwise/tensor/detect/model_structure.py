@@ -9,8 +9,7 @@ GPT
 │       ├── norm         computes LayerNorm or RMSNorm over the hidden states                            norm
 │       └── …
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
-└── head                 a linear with as many outputs as the vocabulary has tokens                      head
-"""
+└── head                 a linear with as many outputs as the vocabulary has tokens                      head"""
 
 from collections.abc import Iterator, Mapping
 
@@ -44,8 +43,7 @@ class ModelStructure:
     | modules      modules by name, `blocks` the repeated blocks among them
     | width        number of features of the hidden states; None if unknown
     | parts        result: parts by module or parameter name, as far as they were found
-    | attentions   result: the attentions, with their heads
-    """
+    | attentions   result: the attentions, with their heads"""
 
     def __init__(
         self,
@@ -135,8 +133,7 @@ class ModelStructure:
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
         """Give the part `vector` to a parameter that a user's module itself holds and whose last dim is the width.
 
-        It must have one row, or be a table outside of the blocks; a parameter that could be a matrix needs a rule.
-        """
+        It must have one row, or be a table outside of the blocks; a parameter that could be a matrix needs a rule."""
         if name in self.parts or parameter.shape[-1:] != (self.width,):
             return
         table = not self._in_block(name) and parameter.shape[0] != self.width

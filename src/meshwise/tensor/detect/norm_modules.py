@@ -9,8 +9,7 @@ parameters, is run on random numbers, and its output is compared with both formu
 
 The gain may be the stored parameter, or 1 + the stored parameter. The input is float64. A module that agrees only to
 1e-5 is assumed to compute its statistics in float32. Other modules without children, such as a scale or shift, are run
-too, to find out if they mix features.
-"""
+too, to find out if they mix features."""
 
 import copy
 import dataclasses

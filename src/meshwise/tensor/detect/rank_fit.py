@@ -60,8 +60,7 @@ def refuse_unsupported_parts(
 ) -> None:
     """Raise PlanError for a part that sequence parallelism or a `tp_mode` other than 1d cannot split.
 
-    `modules`: the model's modules by name. `width`: the number of features of the hidden states; None if unknown.
-    """
+    `modules`: the model's modules by name. `width`: the number of features of the hidden states; None if unknown."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
     for name, module in modules.items():
         whole = any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))

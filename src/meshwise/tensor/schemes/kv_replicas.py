@@ -8,8 +8,7 @@ The mesh axis that splits the heads becomes two axes. The outer axis splits the 
     | q                            0           1           2           3
     | k, v                         0           0           1           1          gradients summed over kv
 
-Other tensors that were split over the one axis are split over both axes.
-"""
+Other tensors that were split over the one axis are split over both axes."""
 
 import dataclasses
 from collections.abc import Iterable

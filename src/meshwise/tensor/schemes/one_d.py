@@ -10,8 +10,7 @@ all-reduce becomes a reduce-scatter and an all-gather of b·s·h elements: the s
 take 1/tp of the memory. The backward gathers X once more for the gradient of W, unless X is kept.
 
 The embedding and the head split the vocabulary. Each takes one all-reduce of b·s·h elements: the embedding in the
-forward, the head in the backward.
-"""
+forward, the head in the backward."""
 
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 

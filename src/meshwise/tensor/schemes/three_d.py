@@ -16,8 +16,7 @@ the batch are split over (i, l). So other tensors with a batch dim, such as an a
 
 The head is the 2D product with (i, j) as row and l as col. Its rows are the hidden states' rows, so labels fit.
 Its logits, the largest tensor of all, are never a partial sum. With a vocabulary of v it gathers h·v/p elements of W;
-a product on the cube would reduce b·s·v/p². The embedding's table is stored like the head's weight.
-"""
+a product on the cube would reduce b·s·v/p². The embedding's table is stored like the head's weight."""
 
 from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 

@@ -24,8 +24,7 @@ activations, are smaller by a factor of d:
     forward of a block    7 b·s·h / (q·d) + 12 h² / q elements      on one grid (7 b·s·h + 12 h²) / q
     gradient of W         12 h² / q² elements per block, summed over depth once per step
 
-With d = 1 the scheme is 2D; with q = 1 it is data parallelism.
-"""
+With d = 1 the scheme is 2D; with q = 1 it is data parallelism."""
 
 from meshwise.tensor.core.scheme import Axes, OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
