@@ -15,6 +15,7 @@ from meshwise.bench.doctor import DoctorReport, check_port, check_reachable, exa
 from meshwise.cli.main import main
 from meshwise.comm import World
 from meshwise.comm.health.roll_call import roll_call
+from meshwise.comm.network.loopback_store import address_towards
 from warm_processes import Processes
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -114,7 +115,7 @@ def roll_call_at(world: World, port: int, sizes: list[int], ranks: list[int]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "",
     }
     with mock.patch.dict(os.environ, environment):
-        entries = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=5.0)
+        entries = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=5.0).entries
     world.barrier()
     return [(entry.rank, entry.size, entry.facts["torch"]) for entry in entries]
 
@@ -133,6 +134,25 @@ def test_all_ranks_hear_the_same_of_everyone_who_came(
     processes: Processes, port: int, sizes: list[int], ranks: list[int], heard: list[tuple[int, int, str]]
 ) -> None:
     assert processes.run(2, roll_call_at, args=(port, sizes, ranks)) == [heard, heard]
+
+
+@pytest.mark.processes
+def test_ranks_that_nothing_launched_connect_after_the_roll_call(port: int) -> None:
+    """The server that rank 0 opens for the roll call stays: else a rank may connect to it while it ends."""
+    try:
+        own = address_towards("192.0.2.1")  # of this machine, but not of the loopback interface
+    except OSError:
+        pytest.skip("this machine has no interface but loopback")
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": own, "MASTER_PORT": str(port)}
+    words = [sys.executable, "-m", "meshwise", "doctor", "--seconds", "20"]
+    ranks = [
+        subprocess.Popen(
+            words, env={**os.environ, **job, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    told = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

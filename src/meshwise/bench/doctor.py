@@ -21,7 +21,7 @@ from meshwise.bench.machine import Machine, machine_facts
 from meshwise.bench.pair_messages import PairMessages, exchange_messages, slow_links
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.launch_environment import launch_error
-from meshwise.comm.health.roll_call import roll_call
+from meshwise.comm.health.roll_call import RollCall, roll_call
 from meshwise.comm.network.loopback_store import is_opened_by_launcher
 
 _RETRY_SECONDS = 0.2
@@ -106,8 +106,8 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
         return DoctorReport(machine, [problem(error[0], remedy=error[1])])
     size = int(os.environ["WORLD_SIZE"])
     findings = list(examine_machine(machine, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    findings += _call_roll(machine, size, seconds) if size > 1 else []
     report = DoctorReport(machine, findings)
+    called = _call_roll(report, size, seconds) if size > 1 else None
     if not report.healthy:
         return report
     try:
@@ -116,20 +116,26 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
         report.add(_exchange_in_time(world, 3 * seconds))
     except (RuntimeError, OSError, ValueError) as problem_of_rank:
         report.findings.append(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
+    del called  # until here it has kept the store open, through which the ranks connect
     return report
 
 
-def _call_roll(machine: Machine, size: int, seconds: float) -> list[MachineFinding]:
-    """Reach the store of the job, call the roll there, and return the problems between the ranks."""
+def _call_roll(report: DoctorReport, size: int, seconds: float) -> RollCall | None:
+    """Reach the store of the job, call the roll there, and add the problems between the ranks to the report. Return the
+    roll call, or None without a store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = os.environ["RANK"] == "0" and not is_opened_by_launcher()
     if found := check_port(port) if opens else check_reachable(address, port=port, seconds=seconds):
-        return [found]
+        report.findings.append(found)
+        return None
+    facts = own_facts(report.machine, device="cuda" if report.machine.gpus else "cpu")
     try:
-        entries = roll_call(own_facts(machine, device="cuda" if machine.gpus else "cpu"), seconds=seconds)
+        called = roll_call(facts, seconds=seconds)
     except RuntimeError as error:
-        return [_failure(f"the store of the job at {address}:{port}", error)]
-    return list(examine_roll_call(entries, size=size, seconds=seconds))
+        report.findings.append(_failure(f"the store of the job at {address}:{port}", error))
+        return None
+    report.findings += examine_roll_call(called.entries, size=size, seconds=seconds)
+    return called
 
 
 def _exchange_in_time(world: World, seconds: float) -> PairMessages:

@@ -1,8 +1,7 @@
 """Read the text of a plan, word by word (`read_words`).
 
 `dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints as the first text. `dp=4x8` gives two keys: dp and
-shards. Ambiguous text is refused. A path
-with spaces is written in double quotes: `schedule="my tables/one.txt"`."""
+shards. Ambiguous text is refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`."""
 
 import difflib
 import re

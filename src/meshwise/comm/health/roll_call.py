@@ -30,9 +30,19 @@ class RollCallEntry:
     """Facts that should be equal on all ranks, such as versions, by name."""
 
 
-def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> Sequence[RollCallEntry]:
-    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks, ordered
-    by rank. Every rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at
+@dataclass(frozen=True)
+class RollCall:
+    """Result of a roll call."""
+
+    entries: Sequence[RollCallEntry]
+    """Ordered by rank."""
+    store: Store
+    """Store of the job. Keep it until the ranks are connected: they do this through the server that rank 0 opened."""
+
+
+def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks. Every
+    rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at
     the latest. Rank 0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached
     or opened."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -54,7 +64,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> Sequence[Ro
     roll.add("read", 1)
     if rank == 0:
         _await(lambda: roll.add("read", 0) >= len(entries), until=time.monotonic() + _GRACE_SECONDS)
-    return sorted(entries, key=lambda entry: entry.rank)
+    return RollCall(sorted(entries, key=lambda entry: entry.rank), store)
 
 
 def _present(roll: Store) -> list[RollCallEntry]:
