@@ -232,7 +232,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.engine.staged_runner._absent": "predictions, not steps",
     "meshwise.memory.recompute": "a repeated forward that differs is named",
     "meshwise.memory.swap_file": "memory of the host",
-    "meshwise.optim.slice_trial": "the optimizer is tried before the first step",
+    "meshwise.optim.flat_optimizer.slice_difference": "the optimizer is tried before the first step",
     "meshwise.optim.group_hyperparameters": "settings of the optimizer that are tensors",
     "meshwise.pipeline.run.measured_step": "clocks of ranks are compared after a measurement",
     # In a step, where sizes or the work to do depend on values.

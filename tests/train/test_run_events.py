@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.train.experiment_loggers import logger_maker
+from meshwise.train.experiment_loggers import JsonLines, logger_maker
 from meshwise.train.job import Job
-from meshwise.train.metrics_files import JsonLines
 from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.run_events import (
     End,

@@ -1,4 +1,4 @@
-"""Pass a run's numbers to experiment trackers (`train.loggers`), or its events to a class of the user (callbacks).
+"""Write a run's events to metrics.jsonl, its numbers to trackers (`train.loggers`), and events to classes of the user.
 
     | train.loggers         what rank 0 calls
     | "tensorboard"         SummaryWriter(folder/tensorboard)       extra `tensorboard`
@@ -10,6 +10,9 @@
 An event is a dataclass of `run_events.py`: Start, Step, Validation, Saved, End and others."""
 
 import importlib
+import json
+import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +21,7 @@ from typing import Any, TypeAlias
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_toml import to_toml
 from meshwise.train.objects_by_name import locate
-from meshwise.train.run_events import Event, EventSink, Step, Validation
+from meshwise.train.run_events import Event, EventSink, Step, Validation, event_record
 
 Tracker: TypeAlias = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
 """Functions of a tracker: log (numbers by name, step), and close."""
@@ -93,3 +96,29 @@ def _aim(aim: Any, folder: Path, job: str) -> Tracker:
 _TRACKERS: Mapping[str, Callable[[Any, Path, str], Tracker]] = MappingProxyType(
     {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "aim": _aim}
 )
+
+
+class JsonLines:
+    """An event sink that appends each event to a file as one line of JSON, and flushes the line at once.
+
+    An infinite number or NaN is written as the string `inf`, `-inf` or `nan`. If the file exists, an unfinished last
+    line is removed first; a killed run may have left it."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            whole = path.read_bytes().rpartition(b"\n")
+            os.truncate(path, len(whole[0] + whole[1]))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        """Append the event as a line."""
+        self._file.write(json.dumps({key: _plain(value) for key, value in event_record(event).items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,10 +41,9 @@ from meshwise.train import run_events
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.dataset import length, read_batches
-from meshwise.train.experiment_loggers import logger_maker
+from meshwise.train.experiment_loggers import JsonLines, logger_maker
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job, SampleJob, ScheduleJob
-from meshwise.train.metrics_files import JsonLines
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
