@@ -31,6 +31,7 @@ from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.flat_optimizer import optimizer_name
 from meshwise.optim.group_hyperparameters import describe_groups, restore_groups, saved_groups
 from meshwise.plan import Plan
+from meshwise.sync.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class RestoredState:
 class TrainingState:
     """Saves and loads the state of an engine and its optimizer (in `update`). One save at a time is in progress."""
 
-    def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan, replicas: Replicas | None = None) -> None:
+        """`replicas`: the replicas that differ between agreements, under a `sync` across steps."""
+        self.replicas = replicas
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
@@ -78,8 +81,12 @@ class TrainingState:
             "groups": describe_groups(self._optimizer, names=self._groups()),
             **extra,
         }
+        slices = slices_to_save(engine, optimizer=self._optimizer)
+        if self.replicas is not None:
+            own["sync"] = self.replicas.state()
+            slices = self.replicas.slices_to_save(slices)
         aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
-        holdings = itertools.chain(slices_to_save(engine, optimizer=self._optimizer), self._generators())
+        holdings = itertools.chain(slices, self._generators())
         content = SaveContent(holdings, aliases, own)
         if self._hook is None:
             self._hook = self._optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
@@ -106,7 +113,8 @@ class TrainingState:
             refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
             self._saved_groups(index)
             refills.append(refill)
-            yield from refill.needed()
+            slices = refill.needed()
+            yield from slices if self.replicas is None else self.replicas.slices_to_load(slices, saved=index.extra)
             if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
                 yield from (state for state in generators if state.key in index.tensors)
 

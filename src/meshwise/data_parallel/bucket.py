@@ -24,7 +24,10 @@ from meshwise.precision.dtype_policy import Precision
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and the axes whose ranks hold replicas."""
+    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and the axes whose ranks hold replicas.
+
+    `sync_axes`: axes whose ranks hold replicas that agree across steps; each of them counts and saves its parameters.
+    """
 
     reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)
@@ -32,6 +35,7 @@ class StorageConfig:
     replicas: tuple[str, ...] = REPLICAS
     outer: tuple[str, ...] = ()
     """Axes of `replicas` whose ranks hold replicas of the same shards, as under `dp=4x8`."""
+    sync_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Bucket:
         self.trainable = rows[0].trainable
         self.device = world.device
         copies = (*rows[0].copies(world.mesh), *shard_group.outer)
+        copies = tuple(axis for axis in copies if axis not in self.storage.sync_axes)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
         self.is_sharded = reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)

@@ -6,6 +6,7 @@ the model or each stage -> dtype -> parameter table -> modules split by tp -> un
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
+from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
@@ -114,6 +116,9 @@ class Options:
     """With `offload=activations:…`, which activations are moved to the tier, and how early they are fetched back."""
     swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
     """With `offload=…:disk`, the folder of the swap file and its buffers: `SwapConfig(folder=Path("/nvme"))`."""
+    sync: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """With a `sync` across steps in the plan, changed fields of its row: `{"outer_lr": 0.5}`; see
+    `meshwise.sync.sync_scheme.SyncScheme`."""
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     """With tp, how the operands of matmuls are gathered. `Streaming(keep=True)` keeps them for the backward."""
 
@@ -171,14 +176,16 @@ def parallelize(
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
         recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise)
-        trainer = Trainer(engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy)
+        trainer = Trainer(
+            engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy, scheme=setting.scheme
+        )
         on_error.pop_all()
     return trainer
 
 
 def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
-    precision = options.precision or precision_of(plan)
+    precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
@@ -194,9 +201,39 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     reduction = ZERO[plan.zero]
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
-    storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes)
+    if scheme is not None:
+        reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
+    storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes, plan.sync_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
-    return ParallelSetting(plan, world, options, task, storage, policy, context)
+    return ParallelSetting(plan, world, options, task, storage, policy, context, scheme)
+
+
+def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | None:
+    """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError for what it cannot do."""
+    if plan.sync == "step":
+        if options.sync:
+            raise PlanError(
+                f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan"
+            )
+        return None
+    if options.noise:
+        raise PlanError(
+            f"the noise of gradients is measured in each step over all replicas, and sync={plan.sync} differs"
+        )
+    for norm in running_norms(module):
+        raise PlanError(
+            f"{norm} has running statistics, which replicas do not exchange under sync={plan.sync}; use GroupNorm or "
+            "LayerNorm, or sync=step"
+        )
+    try:
+        return sync_scheme(
+            plan.sync,
+            every=plan.every,
+            replicas=math.prod(map(plan.mesh().degree, plan.sync_axes)),
+            settings=options.sync,
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
@@ -251,6 +288,8 @@ class ParallelSetting:
     policy: ActivationPolicy
     context: ContextParallel | None
     """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
+    scheme: SyncScheme | None
+    """How replicas agree across steps; None under `sync=step`."""
 
     @property
     def token_task(self) -> MicrobatchTask:
@@ -465,7 +504,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
 
 def _splits_rows(plan: Plan, world: World) -> bool:
     """Return whether several ranks split the rows of one matmul."""
-    split = [axis for axis in plan.row_axes if axis not in plan.replica_axes]
+    split = [axis for axis in plan.row_axes if axis not in (*plan.replica_axes, *plan.sync_axes)]
     return world.group(split).size > 1 if split else False
 
 

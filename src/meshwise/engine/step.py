@@ -38,6 +38,7 @@ from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.malloc_settings import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.loss_scale import LossScale, likely_count
+from meshwise.sync.replicas import Replicas
 
 Inspection: TypeAlias = Callable[[OnGradient], None]
 """Function that runs forward and backward again, and passes each gradient to its argument."""
@@ -84,8 +85,12 @@ class TrainingSteps:
         recipe: UpdateRecipe,
         updating: UpdateTiming,
         policy: ActivationPolicy,
+        replicas: Replicas | None = None,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier. `updating`: when units are updated."""
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: when units are updated.
+
+        `replicas`: under a `sync` across steps; each replica then decides about its own updates.
+        """
         self.applied = True
         """True if the last step updated the parameters: it neither was skipped nor raised."""
         self.clipped = 1.0
@@ -98,6 +103,8 @@ class TrainingSteps:
         self._recipe = recipe
         self._updating = updating
         self._policy = policy
+        self._replicas = replicas
+        self._together = engine.world.mesh.others(plan.sync_axes)
         self._steps = 0
         self._skips = 0
         self._compared = False
@@ -110,6 +117,8 @@ class TrainingSteps:
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         """Run one step; arguments, result and errors as in `Trainer.step`."""
         micro_batches = self.sharder.split(batch, local=local, total=total, count=self._plan.microbatches)
+        if self._replicas is not None:
+            self._check_rows(tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total)
         if only is not None:
             micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
         with self.attempt() as attempt:
@@ -121,7 +130,7 @@ class TrainingSteps:
                 self._world.flight_recorder.doing = StepPhase.EXCHANGE
                 inputs = StepInputs(given, tree.row_count(batch), tuple(called))
                 more = [self._engine.squared_norm(), *(() if self._noise is None else self._noise.squares())]
-                loss, count, *squares = self.totals(sums, inputs=inputs, local=local, more=more)
+                loss, count, *squares = self.totals(sums, inputs=inputs, local=local, more=more, axes=self._together)
             check_count(count)
             self._compared = True
             squared, *noise = (one / self.factor**2 for one in squares)
@@ -133,7 +142,17 @@ class TrainingSteps:
             if self._noise is not None and attempt.applied:
                 rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
                 attempt.noise = self._noise.scale(noise, count=count, rows=rows)
+        if self._replicas is not None:
+            self._replicas.after_step(count if attempt.applied else 0.0)
         return attempt.result()
+
+    def _check_rows(self, rows: int) -> None:
+        """Raise ValueError if a replica has no rows in a batch of `rows`: it could not step, as the others do."""
+        if rows < self.sharder.ranks:
+            raise ValueError(
+                f"the batch has {rows} rows for {self.sharder.ranks} replicas under sync={self._plan.sync}, which all "
+                "step by their own rows; leave short batches out, as in DataLoader(…, drop_last=True)"
+            )
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[StepAttempt]:
@@ -184,7 +203,7 @@ class TrainingSteps:
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
         updated = self._updating.skip_update()
         if totals.count and inspect is not None:
-            problem += culprits(self._engine, run=inspect)
+            problem += culprits(self._engine, axes=self._together, run=inspect)
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
@@ -226,18 +245,27 @@ class TrainingSteps:
         self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))
 
     def totals(
-        self, sums: tuple[Tensor, Tensor], *, inputs: StepInputs, local: bool, more: Sequence[Tensor] = ()
+        self,
+        sums: tuple[Tensor, Tensor],
+        *,
+        inputs: StepInputs,
+        local: bool,
+        more: Sequence[Tensor] = (),
+        axes: Sequence[str] | None = None,
     ) -> list[float]:
-        """Sum loss, count and `more` over the ranks. Raises RanksDisagree if batches or collectives differ.
+        """Sum loss, count and `more` over the ranks along `axes` (None: all ranks).
+
+        Raises RanksDisagree if batches or collectives differ.
 
         Of ranks with equal rows and equal losses only the first counts. In a pipeline only the last stage has a loss.
         With `local`, only ranks that share their rows need equal batches."""
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), *more]
-        equal = [axis for axis in world.mesh.names if not (local and axis in self._plan.row_axes)]
-        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal)
+        axes = world.mesh.names if axes is None else axes
+        equal = [axis for axis in axes if not (local and axis in self._plan.row_axes)]
+        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes)
         if mismatch:
-            found_inputs = dict(world.exchange((world.rank, inputs)))
+            found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))
             raise RanksDisagree(mismatch_text(world.mesh, found=found_inputs, equal=equal))
         return found
 

@@ -65,8 +65,12 @@ class SkipPolicy:
         )
 
 
-def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]) -> str:
+def culprits(
+    engine: Engine, *, axes: Sequence[str], run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]
+) -> str:
     """Return as text which parameters have a gradient, or values, that are not finite, by rank (collective).
+
+    axes: axes of the mesh whose ranks call it.
 
     `run(arrival)` repeats this rank's forward and backward, and calls `arrival(micro_batch, row, gradient)` for each
     gradient, with the micro-batch's number and the row of the parameter table."""
@@ -80,7 +84,7 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
     order = {row.name: number for number, row in enumerate(engine.table.rows)}
     world = engine.world
     own.sort(key=lambda found: (found[0], -order[found[1]]))
-    found = world.exchange((world.rank, len(own), own[:3]))
+    found = world.exchange((world.rank, len(own), own[:3]), axes=axes)
     reports = [
         f"rank {rank}: {', '.join(f'{name} (micro-batch {micro})' for micro, name in first)}"
         + (f" and {number - len(first)} more" if number > len(first) else "")
@@ -155,8 +159,9 @@ def _ends(tensor: Tensor) -> Tensor:
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
     """Return an error message: how the batches or collectives of the ranks differ, and what to change.
 
-    `equal`: axes of the mesh along which the batches have to be equal."""
-    for group in mesh.groups(equal):
+    `equal`: axes of the mesh along which the batches have to be equal.
+    """
+    for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:
             parties.setdefault((found[rank].batch, found[rank].rows), []).append(rank)
@@ -182,7 +187,7 @@ def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) 
     meetings = dict.fromkeys(
         record.axes for records in called.values() for record in records if not record.point_to_point
     )
-    for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met)]:
+    for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met) if set(ranks) <= set(called)]:
         calls = {rank: [record for record in called[rank] if record.axes == axes] for rank in ranks}
         for number in range(max(len(records) for records in calls.values())):
             present = {rank: records[number] for rank, records in calls.items() if number < len(records)}

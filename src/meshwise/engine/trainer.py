@@ -1,5 +1,6 @@
 """The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
+from meshwise.sync.replicas import Replicas
+from meshwise.sync.sync_scheme import SyncScheme
 
 
 class Trainer:
@@ -54,8 +57,12 @@ class Trainer:
         recipe: UpdateRecipe,
         optimizer: torch.optim.Optimizer,
         policy: ActivationPolicy,
+        scheme: SyncScheme | None = None,
     ) -> None:
-        """`optimizer`: over the slices that this rank updates. `policy`: activations to recompute or to move."""
+        """`optimizer`: over the slices that this rank updates. `policy`: activations to recompute or to move.
+
+        `scheme`: how replicas agree across steps; None under `sync=step`.
+        """
         self.plan = plan
         self.optimizer = optimizer
         self._engine = engine
@@ -68,7 +75,14 @@ class Trainer:
         self._update, when = build_update(engine, optimizer=optimizer, early=recipe.early)
         self._average: ParameterAverage | None = None
         self._state = TrainingState(engine, update=self._update, plan=plan)
-        self._stepping = TrainingSteps(engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy)
+        self._replicas = None
+        if scheme is not None:
+            self._replicas = self._state.replicas = Replicas(
+                engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=self._state.wait_staged
+            )
+        self._stepping = TrainingSteps(
+            engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy, replicas=self._replicas
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -189,6 +203,10 @@ class Trainer:
 
         Raises PlanError with pp, and for updates in the backward (nonfinite='end' with offload)."""
         self._refuse_averaged()
+        if self._replicas is not None:
+            raise PlanError(
+                f"open_step sums gradients over replicas, and sync={self.plan.sync} does not; use sync=step"
+            )
         if self._recipe.early and self.tiers.offload.updates_on_cpu:
             raise PlanError("open_step updates after its backwards, and nonfinite='end' in them; use nonfinite='raise'")
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
@@ -232,11 +250,12 @@ class Trainer:
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
 
-        Every rank passes the same number of batches. Raises LossError for counts that are negative or not finite, and
-        RanksDisagree as `step` does."""
+        Every rank passes the same number of batches. Replicas that differ use their mean. Raises LossError for counts
+        that are negative or not finite, and RanksDisagree as `step` does.
+        """
         total, tokens = zeros(self.world)
         splits, digest, rows = self._runner.evaluation_micro_batches, 0, 0
-        with torch.no_grad(), eval_mode(self.model):
+        with torch.no_grad(), eval_mode(self.model), self._mean_of_replicas():
             for number, batch in enumerate(batches):
                 digest, rows = batch_digest(batch, contents=number == 0, before=digest), rows + row_count(batch)
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
@@ -266,6 +285,7 @@ class Trainer:
         with torch.no_grad(), eval_mode(self.model):
             if not split:
                 return self._runner.predict(batch)
+        with torch.no_grad(), eval_mode(self.model), self._mean_of_replicas():
             axes = self.plan.row_axes
             sharder = BatchSharder(self.world, axes, runs_empty=True)
             [part] = sharder.split(batch, local=False, total=None, count=1)
@@ -281,8 +301,14 @@ class Trainer:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of every parameter, in table order. Every rank must iterate to the end.
 
-        A tensor is valid until the next one is yielded: copy it to keep it."""
-        return self._engine.full_parameters()
+        A tensor is valid until the next one is yielded: copy it to keep it. Under a `sync` across steps it is the mean
+        of the replicas; `trainer.model` has the parameters of this rank's replica.
+        """
+        with self._mean_of_replicas():
+            yield from self._engine.full_parameters()
+
+    def _mean_of_replicas(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._replicas is None else self._replicas.averaged()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full gradient) of the last step's mean loss, before clipping. Every rank iterates to the end.
@@ -400,6 +426,8 @@ class Trainer:
 
     def _resumed(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         self._stepping.load_state(kept)
+        if self._replicas is not None:
+            self._replicas.load_state(kept.get("sync"))
         return dict(kept["user"])
 
     def close(self) -> None:

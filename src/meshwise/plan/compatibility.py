@@ -112,5 +112,30 @@ COMPATIBILITY = (
         reason="a mixture exchanges tokens by collectives that torch.compile cannot trace",
         instead="compile=off",
     ),
+    Refusal(when="sync=step every>1", reason="sync=step agrees in each step", instead="every=1"),
+    Refusal(
+        when="sync!=step zero>0",
+        reason="replicas that differ between agreements cannot share their state",
+        instead="zero=0",
+    ),
+    Refusal(
+        when="sync!=step ep>1", reason="experts that are divided over replicas are used in each step", instead="ep=1"
+    ),
+    Refusal(
+        when="sync!=step precision=fp16",
+        reason="each replica would have its own loss scale",
+        instead="precision=bf16",
+    ),
+    Refusal(
+        when="sync!=step wire!=auto",
+        reason="parameters are exchanged in the dtype of the masters, and no gradients",
+        instead="wire=auto",
+    ),
+    Refusal(
+        when="sync!=step offload.optimizer!=device",
+        reason="replicas agree about state on the device",
+        instead="offload=none",
+    ),
+    Refusal(when="dp=1 sync!=step", reason="only replicas agree across steps", instead="sync=step"),
 )
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""

@@ -106,6 +106,12 @@ class Plan:
         least=0,
         most=1,
     )
+    sync: str = one_of(
+        "step local slowmo diloco gossip",
+        means="when replicas agree: their gradients in each step, or their parameters after `every` steps, by the mean "
+        "(`local`), an outer momentum (`slowmo`, `diloco`) or with neighbours (`gossip`)",
+    )
+    every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
     offload: str = offload(
         "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
     )
@@ -238,7 +244,12 @@ class Plan:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold copies of the same parameters under every `tp_mode`, and sum their gradients."""
-        return (*REPLICAS, *self.token_axes)
+        return self.token_axes if self.sync_axes else (*REPLICAS, *self.token_axes)
+
+    @property
+    def sync_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold replicas that agree across steps, and differ meanwhile; none under `sync=step`."""
+        return () if self.sync == "step" else REPLICAS
 
     @property
     def outer_axes(self) -> tuple[str, ...]:

@@ -339,6 +339,9 @@ class Job:
     swap: SwapJob = SwapJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
     """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` uses all ranks."""
+    sync: Arguments = field(default_factory=dict)
+    """With a `sync` across steps in the plan: changed settings of its scheme, as in `outer_lr=0.5 fragments=4`. See
+    docs/local_steps.md."""
     loss: str = "cross-entropy"
     """`cross-entropy`, `mse`, or your own function (`package.module:function`, `path/to/file.py:function`):
     loss(output, batch) returns the sum of the losses and their number."""

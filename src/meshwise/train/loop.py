@@ -222,8 +222,9 @@ class _Run:
                 return self._trainer.step(batch, local=True, total=self._size)
         except NonFiniteError as error:
             self._emit(run_events.NonFinite(step, str(error)))
-            # Every rank raises here, but no rank may end before rank 0 has printed the reason.
-            self._trainer.world.barrier()
+            if self._trainer.plan.sync == "step":
+                # Every rank raises here, but no rank may end before rank 0 has printed the reason.
+                self._trainer.world.barrier()
             raise
 
     def _set_rate(self) -> float:

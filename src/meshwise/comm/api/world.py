@@ -219,12 +219,14 @@ class World(abc.ABC):
         """Measure this rank's activities and waits inside the block. Raises RuntimeError inside another such block."""
         return self.flight_recorder.timed(self.streams)
 
-    @property
-    def rank_mismatch(self) -> int:
-        """Number whose sum over all ranks is 0 if the ranks of every group have called the same collectives."""
+    def rank_mismatch(self, among: Group) -> int:
+        """Return a number whose sum over the ranks of `among` is 0 if they have called the same collectives in every
+        group of these ranks alone.
+        """
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
             for ranks, digest in self.flight_recorder.digests.items()
+            if among.size == self.size or set(ranks) <= set(among.ranks)
         )
 
     # ---- collectives -------------------------------------------------------------------------------------------
@@ -341,15 +343,19 @@ class World(abc.ABC):
         self.all_gather(data, into=parts, axes=group.axes).wait()
         return [_value_of(part) for part in parts]
 
-    def totals(self, x: Tensor, *, digest: int = 0, equal: Axes | None = None) -> tuple[list[float], float]:
-        """Return the sums over all ranks of `x` (an fp64 vector) and of `rank_mismatch`, by one blocking all-reduce.
-        digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all ranks for None. If they
-        differ, the second result is not 0."""
+    def totals(
+        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None
+    ) -> tuple[list[float], float]:
+        """Return the sums of `x` (an fp64 vector) and of `rank_mismatch` over the ranks along `axes` (None: all ranks),
+        by one blocking all-reduce. digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all
+        ranks for None. If they differ, the second result is not 0.
+        """
         group = self.group(self.mesh.names if equal is None else equal)
-        whole = self.rank_mismatch + digest * (group.size - 1 if group.index == 0 else -1)
+        among = self.group(self.mesh.names if axes is None else axes)
+        whole = self.rank_mismatch(among) + digest * (group.size - 1 if group.index == 0 else -1)
         mismatch = torch.full((1,), float(whole), dtype=torch.float64, device=self.device)  # no copy from the host
         numbers = torch.cat([x, mismatch])
-        self.all_reduce(numbers, axes=self.mesh.names).wait()
+        self.all_reduce(numbers, axes=among.axes).wait()
         *sums, mismatches = numbers.tolist()
         return sums, mismatches
 

@@ -41,11 +41,13 @@ class TraceWorld(World):
         """Return a list with this rank's `value` for every rank of the group. No collective is recorded."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
-    def totals(self, x: Tensor, *, digest: int = 0, equal: Axes | None = None) -> tuple[list[float], float]:
+    def totals(
+        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None
+    ) -> tuple[list[float], float]:
         """Return sums as `World.totals` does; for a meta tensor, 1 for each sum and 0 for the mismatch."""
         if not x.is_meta:
-            return super().totals(x)
-        self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names).wait()
+            return super().totals(x, axes=axes)
+        self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names if axes is None else axes).wait()
         return [1.0] * x.numel(), 0.0
 
     def waited(self, record: CallRecord) -> None:

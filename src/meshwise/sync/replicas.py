@@ -1,0 +1,308 @@
+"""Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
+
+x_r: parameters of replica r, a: the last agreed parameters, n_r: the counts of the loss of replica r in the round,
+w_r = n_r / sum(n). A replica that has updated nothing in the round weighs nothing, unless none has.
+
+    | begin, without outer step    send n_r x_r
+    | begin, with outer step       send n_r (a - x_r)
+    | apply, without outer step    x_r = sum(w_r x_r)
+    | apply, with outer step       d = sum(w_r (a - x_r));  u = momentum u + d / s;  a = a - rate s v;
+    |                              x_r = (1 - blend) a + blend x_r
+    | neighbours of a graph        x_r = sum over neighbours q of W[r, q] x_q
+
+v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
+
+A rank gives P bytes to the all-reduces of a round (P: its masters), and P + S with `state=mean` (S: state tensors of
+the optimizer). Between two agreements no message goes from replica to replica.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from meshwise.comm.api.world import Work
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.sync.mixing_graph import mixing_weights
+from meshwise.sync.sync_scheme import SyncScheme
+
+_LEAST_WEIGHT = 1e-30
+"""Weight of a replica that has updated nothing: if no replica has, all weigh the same."""
+
+
+@dataclass(frozen=True)
+class _SentTensor:
+    """A weighted tensor on its way to the mean of all replicas."""
+
+    target: Tensor
+    total: Tensor
+    work: Work
+
+
+class Replicas:
+    """The replicas of a plan whose parameters differ between agreements. Every rank has one of these objects.
+
+    | steps    steps of this training; counts skipped steps too
+    | index    number of this rank's replica, and `size` the number of replicas
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        optimizer: optim.Optimizer,
+        scheme: SyncScheme,
+        axes: Sequence[str],
+        wait: Callable[[], None],
+    ) -> None:
+        """`axes`: the mesh axes of the replicas. `wait`: waits until a save in progress has copied its tensors."""
+        self._engine = engine
+        self._optimizer = optimizer
+        self.scheme = scheme
+        self._axes = tuple(axes)
+        self._wait = wait
+        self._world = engine.world
+        group = self._world.group(self._axes)
+        self.index, self.size = group.index, group.size
+        unit_of = {row.name: number for number, unit in enumerate(engine.table.units) for row in unit.rows}
+        self._fragments: list[list[Bucket]] = [[] for _ in range(scheme.fragments)]
+        for bucket in engine.buckets:
+            self._fragments[unit_of[bucket.place.pieces[0].row.name] % scheme.fragments].append(bucket)
+        self._in_flight: dict[int, tuple[Tensor, Work, list[_SentTensor]]] = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin the first round: the parameters of now are agreed."""
+        self.steps = 0
+        self._mixed = 0
+        self._counts = [0.0] * self.scheme.fragments
+        self._in_flight.clear()
+        if self.scheme.has_anchor:
+            for bucket in self._buckets:
+                bucket.reduction_state["agreed"].copy_(_master(bucket))
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for fragment in self._fragments for bucket in fragment]
+
+    # ---- a round ------------------------------------------------------------------------------------------------
+
+    def after_step(self, count: float) -> None:
+        """Run the exchanges that are due after a step. `count`: of the replica's loss; 0 if the step was skipped."""
+        scheme, self.steps = self.scheme, self.steps + 1
+        self._counts = [before + count for before in self._counts]
+        begun, applied = scheme.begun(self.steps), scheme.applied(self.steps)
+        if begun or applied or scheme.in_groups(self.steps):
+            self._wait()  # a skipped step ran no optimizer, which otherwise waits
+        if scheme.in_groups(self.steps):
+            self._mix(f"groups:{scheme.group}")
+        if scheme.graph != "all":
+            if begun:
+                self._mix(scheme.graph)
+                self._mixed += 1
+            return
+        for fragment in begun:
+            self._begin(fragment)
+        for fragment in applied:
+            self._apply(fragment)
+
+    def _begin(self, fragment: int) -> None:
+        """Start to send a fragment, weighted by the counts of the round."""
+        weight = max(self._counts[fragment], _LEAST_WEIGHT)
+        self._counts[fragment] = 0.0
+        sent: list[_SentTensor] = []
+        for bucket in self._fragments[fragment]:
+            value = _master(bucket)
+            if self.scheme.has_anchor:
+                value = bucket.reduction_state["agreed"] - value
+            sent.append(self._send(value * weight, target=_master(bucket)))
+        if self.scheme.state == "mean":
+            sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
+        total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
+        self._in_flight[fragment] = total, self._world.all_reduce(total, axes=self._axes), sent
+
+    def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
+        total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value.view(-1))
+        return _SentTensor(target, total, self._world.all_reduce(total, axes=self._axes))
+
+    def _common_state(self, fragment: int) -> list[Tensor]:
+        """Return the tensors of the optimizer's state that every replica has (a collective)."""
+        found: list[dict[str, Tensor]] = []
+        for parameter in self._slices(fragment):
+            state = self._optimizer.state.get(parameter, {}).items()
+            found.append({key: it for key, it in state if isinstance(it, Tensor) and it.shape == parameter.shape})
+        keys = self._world.exchange([sorted(state) for state in found], axes=self._axes)
+        common = [set(own).intersection(*others) for own, *others in zip(*keys, strict=True)]
+        return [state[key] for state, here in zip(found, common, strict=True) for key in sorted(here)]
+
+    def _slices(self, fragment: int) -> Iterator[nn.Parameter]:
+        return (parameter for bucket in self._fragments[fragment] for _, parameter in bucket.slices)
+
+    def _apply(self, fragment: int) -> None:
+        """Wait for the mean of a fragment, and apply it."""
+        total, work, sent = self._in_flight.pop(fragment)
+        work.wait()
+        buckets = self._fragments[fragment]
+        for one in sent:
+            one.work.wait()
+        for bucket, one in zip(buckets, sent, strict=False):
+            mean = one.total / float(total)
+            if self.scheme.has_anchor:
+                self._outer_step(bucket, mean)
+            else:
+                one.target.copy_(mean)
+        for one in sent[len(buckets) :]:
+            one.target.copy_((one.total / float(total)).view_as(one.target))
+        if self.scheme.state == "reset":
+            for parameter in self._slices(fragment):
+                self._optimizer.state.pop(parameter, None)
+        self._show(buckets)
+
+    def _outer_step(self, bucket: Bucket, change: Tensor) -> None:
+        """Move the agreed parameters against the mean change of the replicas, and the own parameters to them."""
+        scheme, state, master = self.scheme, bucket.reduction_state, _master(bucket)
+        unit = (self._optimizer.param_groups[0]["lr"] or 1.0) if scheme.scaled_by_lr else 1.0
+        step = change = change / unit
+        if scheme.outer_momentum:
+            step = state["outer_momentum"].mul_(scheme.outer_momentum).add_(change)
+            if scheme.nesterov:
+                step = change + scheme.outer_momentum * step
+        state["agreed"].sub_(step, alpha=scheme.outer_lr * unit)
+        master.copy_(state["agreed"].lerp(master, scheme.blend))
+
+    def _mix(self, graph: str) -> None:
+        """Mix the parameters of this replica with its neighbours' in a graph."""
+        [axis] = self._world.group(self._axes).axes
+        rows = mixing_weights(graph, size=self.size, round_number=self._mixed)
+        takers = [replica for replica, row in enumerate(rows) if self.index in row and replica != self.index]
+        own = rows[self.index]
+        sent, works = [_master(bucket).clone() for bucket in self._buckets], []
+        taken: list[list[tuple[float, Tensor]]] = [[(own[self.index], value)] for value in sent]
+        for value, parts in zip(sent, taken, strict=True):
+            works += [self._world.send(value, axis=axis, to=taker) for taker in takers]
+            for giver in own.keys() - {self.index}:
+                parts.append((own[giver], torch.empty_like(value)))
+                works.append(self._world.recv(parts[-1][1], axis=axis, source=giver))
+        for work in works:
+            work.wait()
+        for bucket, parts in zip(self._buckets, taken, strict=True):
+            _master(bucket).copy_(sum((weight * value for weight, value in parts[1:]), parts[0][0] * parts[0][1]))
+        self._show(self._buckets)
+
+    def _show(self, buckets: Iterable[Bucket]) -> None:
+        """Round the masters into the parameters that the model uses."""
+        for bucket in buckets:
+            bucket.round_off()
+
+    # ---- the mean -----------------------------------------------------------------------------------------------
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over the replicas (a collective), in new memory."""
+        total = value.detach().clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            self._world.all_reduce(total, axes=self._axes).wait()
+        return total.div_(self.size)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the mean of the replicas' parameters inside the block. Every rank calls it."""
+        self._wait()
+        own = [(bucket, _master(bucket).clone()) for bucket in self._buckets]
+        for bucket, value in own:
+            _master(bucket).copy_(self.mean(value))
+        self._show(self._buckets)
+        try:
+            yield
+        finally:
+            for bucket, value in own:
+                _master(bucket).copy_(value)
+            self._show(self._buckets)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def slices_to_save(self, own: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
+        """Yield the slices of a checkpoint from the slices of this replica (collectives).
+
+        Parameters and the optimizer's state are saved as the mean of the replicas, in their usual slots, and for each
+        replica in slots that begin with `replica/` and its number. Other slices are saved by the first replica.
+        """
+        self._settle()
+        for each in own:
+            kind = each.slot.partition("/")[0]
+            if kind in ("parameter", "optimizer", "scalar", "number"):
+                yield dataclasses.replace(each, slot=self._own_slot(each.slot))
+            if kind in ("parameter", "optimizer"):
+                each = dataclasses.replace(each, tensor=self.mean(each.tensor))
+            if self.index == 0:
+                yield each
+
+    def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
+        """Yield the slices to load: this replica's own if so many replicas were saved, else the mean of the replicas.
+
+        saved: the `extra` values of the checkpoint, with the result of `state`.
+        """
+        same = saved.get("sync", {}).get("replicas") == self.size
+        for each in needed:
+            own = same and each.slot.partition("/")[0] in ("parameter", "optimizer", "scalar", "number")
+            yield dataclasses.replace(each, slot=self._own_slot(each.slot)) if own else each
+
+    def _own_slot(self, slot: str) -> str:
+        return f"replica/{self.index}/{slot}"
+
+    def _settle(self) -> None:
+        """Wait for the exchanges in flight; their sums become state that a checkpoint has."""
+        for fragment, (_, work, sent) in self._in_flight.items():
+            work.wait()
+            for bucket, one in zip(self._fragments[fragment], sent, strict=False):
+                one.work.wait()
+                bucket.reduction_state["outer_change"].copy_(one.total)
+
+    def state(self) -> dict[str, Any]:
+        """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
+        self._settle()
+        counts = self._world.exchange(self._counts, axes=self._axes)
+        flying = {str(fragment): float(total) for fragment, (total, _, _) in self._in_flight.items()}
+        kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
+        return {**kept, "mixed": self._mixed, "counts": counts, "in_flight": flying}
+
+    def load_state(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue a round from the result of `state` when the tensors are loaded; without it, begin a first round.
+
+        With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
+        of a scheme with other outer state begins anew.
+        """
+        self._restart_exchanges()
+        fits = saved is not None and saved["state"] == list(self.scheme.state_names)
+        if saved is None or not fits or len(saved["counts"][0]) != self.scheme.fragments:
+            self._restart()
+            return
+        self.steps, self._mixed = int(saved["steps"]), int(saved["mixed"])
+        same = saved["replicas"] == self.size
+        totals = [sum(each) / self.size for each in zip(*saved["counts"], strict=True)]
+        self._counts = list(saved["counts"][self.index]) if same else totals
+        for fragment, weight in saved["in_flight"].items():
+            sent = [
+                _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())
+                for bucket in self._fragments[int(fragment)]
+            ]
+            total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
+            self._in_flight[int(fragment)] = total, Work(), sent
+
+    def _restart_exchanges(self) -> None:
+        for _, work, sent in self._in_flight.values():
+            work.wait()
+            for one in sent:
+                one.work.wait()
+        self._in_flight.clear()
+
+
+def _master(bucket: Bucket) -> Tensor:
+    """Return the unrounded parameters of a bucket, (elements,)."""
+    assert bucket.master is not None
+    return bucket.master

@@ -1,0 +1,154 @@
+"""The table of schemes by which replicas agree across steps (`SCHEMES`): local SGD, SlowMo, DiLoCo and gossip are rows.
+
+    plan key `sync`                             about                 with whom    applied
+    local       (Stich, arXiv 1805.09767)       parameters, state     all          replace
+      after     (post-local, 1808.07217)        parameters, state     all          replace
+      group     (hierarchical, 1808.07217)      parameters            group, all   replace
+    slowmo      (Wang, arXiv 1910.00643)        change                all          outer momentum
+    diloco      (Douillard, arXiv 2311.08105)   change                all          Nesterov momentum
+      fragments (streaming, arXiv 2501.18512)   a fragment's change   all          late, blended
+    gossip      (D-PSGD, arXiv 1705.09056)      parameters            neighbours   mixing matrix
+
+A new scheme is a new row. `Replicas` interprets a row, and knows no scheme by name.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from meshwise.sync.mixing_graph import check_graph
+
+STATE_CHOICES = ("keep", "mean", "reset")
+"""Values of `SyncScheme.state`."""
+
+
+@dataclass(frozen=True)
+class SyncScheme:
+    """One row of the table: how the replicas of a plan agree. Raises ValueError for values that do not go together."""
+
+    every: int = 1
+    """Steps of a round: replicas agree after each so many steps. The plan's key `every`."""
+    graph: str = "all"
+    """With whom: `all`; `ring`, `torus`, `exponential`; `groups:2`; or edges of replicas such as `0-1,1-2,0-2`."""
+    outer_lr: float = 1.0
+    """Factor of the outer step. With an outer momentum of 0 it moves from the last agreed parameters to the mean."""
+    outer_momentum: float = 0.0
+    """Momentum of the outer step."""
+    nesterov: bool = False
+    """True: Nesterov's form of the outer momentum."""
+    scaled_by_lr: bool = False
+    """True: the outer momentum is kept in units of the optimizer's learning rate, as SlowMo does."""
+    state: str = "keep"
+    """The tensors of the optimizer's state when replicas agree: `keep` each replica's own, take the `mean`, or `reset`
+    them. The mean of all replicas alone; replicas that mix with neighbours keep their own."""
+    after: int = 0
+    """Steps at the start of the training in which the replicas agree after every step (post-local SGD)."""
+    group: int = 0
+    """Replicas of a group, which agree after each `group_every` steps by the mean of their parameters. 0: no groups."""
+    group_every: int = 1
+    """Steps after which the replicas of a group agree; used with `group`."""
+    fragments: int = 1
+    """Fragments of the model, which agree at different steps of a round; unit u is in fragment u mod `fragments`."""
+    delay: int = 0
+    """Steps between the begin of an exchange and its application, in which training continues. Less than `every`."""
+    blend: float = 0.0
+    """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
+
+    def __post_init__(self) -> None:
+        for key, least in (
+            ("every", 1),
+            ("after", 0),
+            ("group", 0),
+            ("group_every", 1),
+            ("fragments", 1),
+            ("delay", 0),
+        ):
+            if type(value := getattr(self, key)) is not int or value < least:
+                raise ValueError(
+                    f"sync: {key}={value!r} is not a whole number of at least {least}; write {key}={least}"
+                )
+        if self.state not in STATE_CHOICES:
+            raise ValueError(f"sync: state={self.state!r} is none of {', '.join(STATE_CHOICES)}; write state=keep")
+        if not (0 <= self.outer_momentum < 1 and 0 <= self.blend < 1 and self.outer_lr > 0):
+            raise ValueError(
+                f"sync: outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}, blend={self.blend}: the rate "
+                "is above 0, the other two from 0 to below 1; write outer_lr=0.7 outer_momentum=0.9 blend=0.0"
+            )
+        if self.fragments > self.every or self.delay >= self.every:
+            raise ValueError(
+                f"sync: fragments={self.fragments} and delay={self.delay} do not fit a round of every={self.every} "
+                f"steps; write fragments=1 delay=0, or every={max(self.fragments, self.delay + 1)} in the plan"
+            )
+        if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.delay or self.group):
+            raise ValueError(
+                f"sync: graph={self.graph} mixes the parameters of neighbours, and an outer step, fragments, a delay "
+                "and groups need the mean of all; write graph=all"
+            )
+        if self.group and (self.has_anchor or self.fragments > 1):
+            raise ValueError(
+                f"sync: group={self.group} agrees about whole parameters, without an outer step and fragments; write "
+                "group=0, or sync=local in the plan and fragments=1"
+            )
+
+    @property
+    def has_anchor(self) -> bool:
+        """True if the replicas keep the last agreed parameters, from which the outer step begins."""
+        return (self.outer_lr, self.outer_momentum, self.blend) != (1.0, 0.0, 0.0) or self.delay > 0
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the outer state: tensors of the parameters' shapes, equal on all replicas."""
+        momentum = ("outer_momentum",) if self.outer_momentum else ()
+        sent = ("outer_change",) if self.delay else ()
+        return ("agreed", *momentum, *sent) if self.has_anchor else ()
+
+    def applied(self, step: int) -> tuple[int, ...]:
+        """Return the fragments that all replicas apply after step number `step`, which counts from 1."""
+        if step <= self.after:
+            return tuple(range(self.fragments))
+        ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
+        return tuple(number for number, end in enumerate(ends) if (step - end) % self.every == 0 and step > self.delay)
+
+    def begun(self, step: int) -> tuple[int, ...]:
+        """Return the fragments whose exchange begins after step number `step`; without a delay, `applied(step)`."""
+        return self.applied(step + self.delay)
+
+    def in_groups(self, step: int) -> bool:
+        """Return whether the replicas of each group agree after step number `step`."""
+        return bool(self.group) and step % self.group_every == 0 and not self.applied(step)
+
+
+SCHEMES: Mapping[str, SyncScheme] = MappingProxyType(
+    {
+        "local": SyncScheme(state="mean"),
+        "slowmo": SyncScheme(outer_momentum=0.7, scaled_by_lr=True),
+        "diloco": SyncScheme(outer_lr=0.7, outer_momentum=0.9, nesterov=True),
+        "gossip": SyncScheme(graph="ring"),
+    }
+)
+"""The row of each value of the plan's key `sync`, except `step`."""
+
+
+def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, Any]) -> SyncScheme:
+    """Return the row `name` of the table for a number of replicas, with some of its fields changed by `settings`.
+
+    Raises ValueError for an unknown setting, and for settings that do not fit each other or the replicas.
+    """
+    known = [item.name for item in dataclasses.fields(SyncScheme) if item.name != "every"]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+            raise ValueError(f"sync has no setting {key!r}; {hint}")
+    scheme = dataclasses.replace(SCHEMES[name], every=every, **settings)
+    if scheme.after and scheme.delay:
+        raise ValueError(f"sync: after={scheme.after} agrees at once, and delay={scheme.delay} later; write delay=0")
+    check_graph(scheme.graph, size=replicas)
+    if scheme.group and replicas % scheme.group:
+        raise ValueError(
+            f"sync: group={scheme.group} does not divide the {replicas} replicas of the plan; write group=1"
+        )
+    return scheme
