@@ -65,6 +65,7 @@ class Trainer:
         """
         self.plan = plan
         self.optimizer = optimizer
+        self.scheme = scheme
         self._engine = engine
         self._runner = runner
         split = any(row.layout.axes or row.held_at for row in engine.table.rows)

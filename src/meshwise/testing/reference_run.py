@@ -39,6 +39,7 @@ class ReferenceRun:
     """Training of an unsplit model on one process, on the CPU or on `device`. Other arguments are as in `parallelize`.
 
     A function as `model` gives the same initial parameters as under every plan with the same seed. A module is copied.
+    `masters`: the values that `optimizer` updates, by name: the trained parameters, or wider copies.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class ReferenceRun:
         convert(self.model, precision=self._precision)
         CastHooks(self.model, precision=self._precision)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._updated = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
-        groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
+        self.masters = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
+        groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self.masters.items()]
         if needs_whole(optimizer):
-            optimizer_arguments["logical"] = WholeParameters(self._updated)
-        self._optimizer = optimizer(groups, **optimizer_arguments)
+            optimizer_arguments["logical"] = WholeParameters(self.masters)
+        self.optimizer = optimizer(groups, **optimizer_arguments)
         rules = token_rules(self._options.tensor_rules)
         tokens = None
         if rules:
@@ -89,7 +90,7 @@ class ReferenceRun:
         self._steps += 1
         for name, parameter in self._trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._updated[name].grad = gradient.to(self._updated[name].dtype)
+            self.masters[name].grad = gradient.to(self.masters[name].dtype)
         return float(total.detach()) / counted, counted
 
     def evaluate(self, batch: Any) -> float:
@@ -118,18 +119,18 @@ class ReferenceRun:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) of the trained parameters: unclipped before `update`, clipped after it."""
-        for name, parameter in self._updated.items():
+        for name, parameter in self.masters.items():
             assert parameter.grad is not None
             yield name, parameter.grad
 
     def update(self) -> float:
         """Clip the gradients, update the parameters, and return the gradient norm before clipping."""
         clip = self._options.clip_norm
-        norm = nn.utils.clip_grad_norm_(self._updated.values(), float("inf") if clip is None else clip)
-        self._optimizer.step()
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), float("inf") if clip is None else clip)
+        self.optimizer.step()
         with torch.no_grad():
             for name, parameter in self._trained.items():
-                parameter.copy_(self._updated[name])
+                parameter.copy_(self.masters[name])
         return float(norm)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

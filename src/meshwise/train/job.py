@@ -222,6 +222,9 @@ class TrainJob:
     """What a gradient that is not finite does. `raise`: it ends the run. `skip:N`: the step is skipped, at most N steps
     in a row. `end`: as `raise`, but a faster update of parameters on CPU or disk tiers is allowed, during the backward
     (docs/memory.md)."""
+    sync: Arguments = field(default_factory=dict)
+    """With a `sync` across steps in the plan: changed settings of its scheme, as in `outer_lr=0.5 fragments=4`. See
+    docs/local_steps.md."""
     dtype: str | None = None
     """`float32` or `float64`: the element type of parameters and floating-point data. Default: the types of the model
     and of the data. For half precision see the plan's `precision`."""
@@ -339,9 +342,6 @@ class Job:
     swap: SwapJob = SwapJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
     """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` uses all ranks."""
-    sync: Arguments = field(default_factory=dict)
-    """With a `sync` across steps in the plan: changed settings of its scheme, as in `outer_lr=0.5 fragments=4`. See
-    docs/local_steps.md."""
     loss: str = "cross-entropy"
     """`cross-entropy`, `mse`, or your own function (`package.module:function`, `path/to/file.py:function`):
     loss(output, batch) returns the sum of the losses and their number."""

@@ -66,7 +66,7 @@ class Prepared:
             tensor_rules=job.model.tensor_rules,
             swap=job.swap.config,
             cut=job.model.cut_options,
-            sync=job.sync,
+            sync=job.train.sync,
             example=example,
         )
 

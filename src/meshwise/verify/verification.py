@@ -15,13 +15,15 @@ from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.connect import connect
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
+from meshwise.verify.replayed_replicas import ReplayedSide
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, TrialForward
 from meshwise.verify.step_comparison import ReferenceSide, StepComparison, on_first_rank
 from meshwise.verify.verification_inputs import VerificationInputs
-from meshwise.verify.verification_report import Divergence, Report
+from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
 
 
 def verify(
@@ -68,15 +70,25 @@ def verify(
     return _verify(world, subject, plan)
 
 
+def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge) -> ReferenceSide:
+    device, scheme = trainer.world.device, trainer.scheme
+    if scheme is None:
+        return ReferenceSide(subject, judge=judge, device=device)
+    units = {row.name: number for number, unit in enumerate(trainer.table.units) for row in unit.rows}
+    return ReplayedSide(subject, judge=judge, device=device, scheme=scheme, units=units, replicas=trainer.plan.dp or 1)
+
+
 def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     trial: TrialForward = world.exchange(on_first_rank(world, call=lambda: subject.try_out(world.device)))[0]
-    subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
+    replayed = bool(plan.sync_axes)  # a replica's draws are of its rows' numbers in the batch
+    evaluating = trial.random or bool(trial.pooled) or (replayed and bool(trial.drew))
+    subject = dataclasses.replace(subject, evaluating=evaluating)
     judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
     exact = dataclasses.replace(plan, wire="auto") if plan.codec else plan
     trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
-    reference = on_first_rank(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
+    reference = on_first_rank(world, call=lambda: _reference(subject, trainer, judge))
     comparison = StepComparison(trainer, outputs=outputs, judge=judge, reference=reference)
     comparison.start()
     for number, batch in enumerate(subject.converted(), start=1):
@@ -87,6 +99,14 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     if plan.codec:
         note, broken = codec_contract(subject, plan=plan, world=world)
         notes, first = (*notes, note), first or broken
+    if replayed:
+        notes = (
+            (
+                f"contract: replay. Replicas under sync={plan.sync} differ between agreements, so one process trains "
+                "otherwise. Values are compared as the mean of the replicas, gradients as the first replica's"
+            ),
+            *notes,
+        )
     if gap is not None:
         notes = (*notes, f"note: routers chose by scores that were at least {gap:.1e} apart, relative to the largest")
     many = "s" * (len(subject.batches) > 1)
@@ -98,6 +118,7 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
         parameters=tuple(comparison.parameters()),
         first=first,
         near_tie=gap is not None and gap <= judge.least_gap,
+        same_as=f"the same algorithm as {plan.dp} replicas in one process" if replayed else SAME_MODEL,
     )
     shared: Report = world.exchange(report if world.rank == 0 else None)[0]
     return shared

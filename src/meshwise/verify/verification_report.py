@@ -8,6 +8,7 @@ from meshwise.verify.rounding_bounds import BoundedDifference
 
 Row = tuple[str, ...]
 """Texts of the cells of a table's row."""
+SAME_MODEL = "the same model as one process"
 _LOOSE = 0.05
 """Relative bound above which errors that matter may be hidden."""
 
@@ -84,6 +85,8 @@ class Report:
     first: Divergence | None
     near_tie: bool = False
     """True if a router of the model had two scores so near to each other that rounding may decide its choice."""
+    same_as: str = SAME_MODEL
+    """Contract that was checked, as the end of the verdict: "dp=2 is …"."""
 
     @property
     def undecided(self) -> bool:
@@ -104,14 +107,14 @@ class Report:
             loosest = max(figure.bound for figure in self._figures())
             advice = "this proves little: verify with precision=fp32, or in float64"
             warning = "" if loosest <= _LOOSE else f"; with so wide a bound {advice}"
-            return f"{self.plan} is the same model as one process ({found}{warning})"
+            return f"{self.plan} is {self.same_as} ({found}{warning})"
         over = sum(line.over for line in self.parameters)
         if self.undecided:
             return (
                 f"{self.plan} is undecided ({over} of {len(self.parameters)} parameters differ, and a router had a tie "
                 "that rounding may break); verify with another seed or batch"
             )
-        return f"{self.plan} is NOT the same model as one process ({over} of {len(self.parameters)} parameters differ)"
+        return f"{self.plan} is NOT {self.same_as} ({over} of {len(self.parameters)} parameters differ)"
 
     def step_rows(self) -> list[Row]:
         """Return the table of steps, header first: loss and gradient norm, each with its difference."""
