@@ -2,6 +2,7 @@
 
 parameter, optimizer, scalar, number,            first words of tensors' names (data_parallel.stored_slices)
 reduction, buffer
+replica/2/parameter, replica/2/optimizer, …      under a `sync` across steps: of replica 2; the names above: the mean
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
                                                  on the same number of ranks
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and

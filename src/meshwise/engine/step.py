@@ -89,8 +89,7 @@ class TrainingSteps:
     ) -> None:
         """`policy`: which activations are recomputed or moved to a tier. `updating`: when units are updated.
 
-        `replicas`: under a `sync` across steps; each replica then decides about its own updates.
-        """
+        `replicas`: under a `sync` across steps; each replica then decides about its own updates."""
         self.applied = True
         """True if the last step updated the parameters: it neither was skipped nor raised."""
         self.clipped = 1.0

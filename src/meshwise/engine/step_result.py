@@ -159,8 +159,7 @@ def _ends(tensor: Tensor) -> Tensor:
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
     """Return an error message: how the batches or collectives of the ranks differ, and what to change.
 
-    `equal`: axes of the mesh along which the batches have to be equal.
-    """
+    `equal`: axes of the mesh along which the batches have to be equal."""
     for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:

@@ -61,8 +61,7 @@ class Trainer:
     ) -> None:
         """`optimizer`: over the slices that this rank updates. `policy`: activations to recompute or to move.
 
-        `scheme`: how replicas agree across steps; None under `sync=step`.
-        """
+        `scheme`: how replicas agree across steps; None under `sync=step`."""
         self.plan = plan
         self.optimizer = optimizer
         self.scheme = scheme
@@ -252,8 +251,7 @@ class Trainer:
         """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
 
         Every rank passes the same number of batches. Replicas that differ use their mean. Raises LossError for counts
-        that are negative or not finite, and RanksDisagree as `step` does.
-        """
+        that are negative or not finite, and RanksDisagree as `step` does."""
         total, tokens = zeros(self.world)
         splits, digest, rows = self._runner.evaluation_micro_batches, 0, 0
         with torch.no_grad(), eval_mode(self.model), self._mean_of_replicas():
@@ -303,8 +301,7 @@ class Trainer:
         """Yield (name, full tensor) of every parameter, in table order. Every rank must iterate to the end.
 
         A tensor is valid until the next one is yielded: copy it to keep it. Under a `sync` across steps it is the mean
-        of the replicas; `trainer.model` has the parameters of this rank's replica.
-        """
+        of the replicas; `trainer.model` has the parameters of this rank's replica."""
         with self._mean_of_replicas():
             yield from self._engine.full_parameters()
 

@@ -1,1 +1,1 @@
-"""Agreement of replicas across steps: when they agree, about what, with whom, and how the result is applied."""
+"""Agreement of replicas across steps: the table of schemes, the graphs of neighbours, and the rounds."""

@@ -9,8 +9,7 @@
 Every column and row of the matrix of weights adds up to 1, so mixing keeps the mean of the replicas. An undirected edge
 has the weight 1 / (1 + the larger degree of its ends), after Metropolis and Hastings. In the exponential graph each
 replica takes half of one other. `groups:` and edges need not connect all replicas; `check_graph` refuses edges that
-leave two parts.
-"""
+leave two parts."""
 
 import itertools
 import math

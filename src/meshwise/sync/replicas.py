@@ -13,8 +13,7 @@ w_r = n_r / sum(n). A replica that has updated nothing in the round weighs nothi
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
 
 A rank gives P bytes to the all-reduces of a round (P: its masters), and P + S with `state=mean` (S: state tensors of
-the optimizer). Between two agreements no message goes from replica to replica.
-"""
+the optimizer). Between two agreements no message goes from replica to replica."""
 
 import contextlib
 import dataclasses
@@ -49,8 +48,7 @@ class Replicas:
     """The replicas of a plan whose parameters differ between agreements. Every rank has one of these objects.
 
     | steps    steps of this training; counts skipped steps too
-    | index    number of this rank's replica, and `size` the number of replicas
-    """
+    | index    number of this rank's replica, and `size` the number of replicas"""
 
     def __init__(
         self,
@@ -229,9 +227,8 @@ class Replicas:
     def slices_to_save(self, own: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
         """Yield the slices of a checkpoint from the slices of this replica (collectives).
 
-        Parameters and the optimizer's state are saved as the mean of the replicas, in their usual slots, and for each
-        replica in slots that begin with `replica/` and its number. Other slices are saved by the first replica.
-        """
+        The usual slots of parameters and of the optimizer's state have the mean of the replicas. Slots that begin with
+        `replica/` and a number have each replica's own. The first replica saves all other slices."""
         self._settle()
         for each in own:
             kind = each.slot.partition("/")[0]
@@ -245,8 +242,7 @@ class Replicas:
     def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
         """Yield the slices to load: this replica's own if so many replicas were saved, else the mean of the replicas.
 
-        saved: the `extra` values of the checkpoint, with the result of `state`.
-        """
+        saved: the `extra` values of the checkpoint, with the result of `state`."""
         same = saved.get("sync", {}).get("replicas") == self.size
         for each in needed:
             own = same and each.slot.partition("/")[0] in ("parameter", "optimizer", "scalar", "number")
@@ -275,8 +271,7 @@ class Replicas:
         """Continue a round from the result of `state` when the tensors are loaded; without it, begin a first round.
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
-        of a scheme with other outer state begins anew.
-        """
+        of a scheme with other outer state begins anew."""
         self._restart_exchanges()
         fits = saved is not None and saved["state"] == list(self.scheme.state_names)
         if saved is None or not fits or len(saved["counts"][0]) != self.scheme.fragments:

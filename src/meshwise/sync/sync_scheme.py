@@ -1,16 +1,15 @@
 """The table of schemes by which replicas agree across steps (`SCHEMES`): local SGD, SlowMo, DiLoCo and gossip are rows.
 
-    plan key `sync`                             about                 with whom    applied
-    local       (Stich, arXiv 1805.09767)       parameters, state     all          replace
-      after     (post-local, 1808.07217)        parameters, state     all          replace
-      group     (hierarchical, 1808.07217)      parameters            group, all   replace
-    slowmo      (Wang, arXiv 1910.00643)        change                all          outer momentum
-    diloco      (Douillard, arXiv 2311.08105)   change                all          Nesterov momentum
-      fragments (streaming, arXiv 2501.18512)   a fragment's change   all          late, blended
-    gossip      (D-PSGD, arXiv 1705.09056)      parameters            neighbours   mixing matrix
+    | `sync`      | paper (arXiv)           | about             | with       | applied
+    | local       | Stich, 1805.09767       | parameters, state | all        | replace
+    |   after     | post-local, 1808.07217  | parameters, state | all        | replace
+    |   group     | hierarchical, 1808.07217| parameters        | group, all | replace
+    | slowmo      | Wang, 1910.00643        | change            | all        | outer momentum
+    | diloco      | Douillard, 2311.08105   | change            | all        | Nesterov momentum
+    |   fragments | streaming, 2501.18512   | fragment's change | all        | late, blended
+    | gossip      | D-PSGD, 1705.09056      | parameters        | neighbours | mixing matrix
 
-A new scheme is a new row. `Replicas` interprets a row, and knows no scheme by name.
-"""
+A new scheme is a new row. `Replicas` interprets a row, and knows no scheme by name."""
 
 import dataclasses
 import difflib
@@ -135,8 +134,7 @@ SCHEMES: Mapping[str, SyncScheme] = MappingProxyType(
 def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, Any]) -> SyncScheme:
     """Return the row `name` of the table for a number of replicas, with some of its fields changed by `settings`.
 
-    Raises ValueError for an unknown setting, and for settings that do not fit each other or the replicas.
-    """
+    Raises ValueError for an unknown setting, and for settings that do not fit each other or the replicas."""
     known = [item.name for item in dataclasses.fields(SyncScheme) if item.name != "every"]
     for key in settings:
         if key not in known:

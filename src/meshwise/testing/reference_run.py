@@ -39,8 +39,7 @@ class ReferenceRun:
     """Training of an unsplit model on one process, on the CPU or on `device`. Other arguments are as in `parallelize`.
 
     A function as `model` gives the same initial parameters as under every plan with the same seed. A module is copied.
-    `masters`: the values that `optimizer` updates, by name: the trained parameters, or wider copies.
-    """
+    `masters`: the values that `optimizer` updates, by name: the trained parameters, or wider copies."""
 
     def __init__(
         self,

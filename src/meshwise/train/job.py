@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.engine.step_result import SkipPolicy
 from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -351,6 +352,9 @@ class Job:
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate: `local`, through shared memory; `gloo`, by messages; `auto`, through
     shared memory where possible, unless MESHWISE_COMM names another way."""
+    emulate: str | None = None
+    """Slow down the messages between ranks on CPUs as a network would: `1Gbit 2ms`, or `100Mbit 20ms dp` for messages
+    along the axis dp alone. It shows what another plan saves there; see docs/local_steps.md. Default: no emulation."""
     restarts: int = 0
     """How many times the local ranks are started again after a rank fails; they resume from the newest checkpoint, so
     `train.save_every` must be set. Under torchrun its --max-restarts decides."""
@@ -359,6 +363,11 @@ class Job:
         if self.ranks is not None:
             _least("ranks", self.ranks, 1)
         _least("restarts", self.restarts, 0)
+        if self.emulate is not None:
+            try:
+                EmulatedLink.parse(self.emulate)
+            except ValueError as error:
+                raise JobError(str(error)) from None
         if self.restarts and not self.train.save_every:
             raise JobError(
                 f"restarts = {self.restarts} with train.save_every = 0: restarted ranks would begin from step 0; "

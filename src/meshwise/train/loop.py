@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, default_collate
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.checkpoint.safetensors_format import TensorSpec, header
+from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
@@ -43,7 +44,7 @@ from meshwise.train.console_output import OutputConsole
 from meshwise.train.dataset import length, read_batches
 from meshwise.train.experiment_loggers import JsonLines, logger_maker
 from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import Job, SampleJob, ScheduleJob
+from meshwise.train.job import Job, JobError, SampleJob, ScheduleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
@@ -76,6 +77,9 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     job = prepared.job
     attempt = JobAttempt.current()
     start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world)
+    world.link = None if job.emulate is None else EmulatedLink.parse(job.emulate)
+    if world.link is not None and world.device.type == "cuda":
+        raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -307,7 +311,8 @@ def _device(world: World) -> str:
     threads = torch.get_num_threads()
     on_cpu = f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
     name = gpu_properties(world.device).name if world.device.type == "cuda" else on_cpu
-    return f"{name}, joined by {world.medium}" if world.size > 1 else name
+    link = "" if world.link is None else f", as slow as {world.link.text} by emulation"
+    return f"{name}, joined by {world.medium}{link}" if world.size > 1 else name
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -33,14 +33,24 @@ from meshwise.train.run_folder import RunStart, find_run_start
 T = TypeVar("T")
 
 FREE_KEYS = (
-    *("plan", "ranks", "restarts", "comm", "swap", "sample"),
+    *("plan", "ranks", "restarts", "comm", "emulate", "swap", "sample"),
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
     *("train.output", "train.resume", "train.accept"),
 )
 """Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
-_SILENT_KEYS = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output", "train.resume", "train.accept")
+_SILENT_KEYS = (
+    "ranks",
+    "restarts",
+    "comm",
+    "emulate",
+    "swap",
+    "data.cache",
+    "train.output",
+    "train.resume",
+    "train.accept",
+)
 
 
 @dataclass

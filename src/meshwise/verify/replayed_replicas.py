@@ -1,8 +1,7 @@
 """Replay replicas that agree across steps in one process, as the reference of a verification (`ReplayedSide`).
 
-A plan with a `sync` across steps is another training than that of one process. Its contract is that it equals the
-published algorithm, which this file writes over whole parameters of replicas, without ranks, buckets and messages.
-"""
+A plan with a `sync` across steps trains otherwise than one process. Its contract is to equal the published algorithm.
+This file writes the algorithm over whole parameters of replicas, without ranks, buckets and messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,8 +22,7 @@ from meshwise.verify.verification_inputs import VerificationInputs
 class ReplayedSide(ReferenceSide):
     """One-process side of a verification of replicas: a reference run of each replica, and the rule of their scheme.
 
-    Loss, gradients and norm are those of the first replica, the values the mean of all.
-    """
+    It returns the loss, gradients and norm of the first replica, and the mean of all replicas' parameters."""
 
     def __init__(
         self,

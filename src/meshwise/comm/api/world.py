@@ -12,6 +12,7 @@ import abc
 import copy
 import math
 import pickle
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
+from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.comm.api.flat_parts import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.flight_recorder import (
     CallLine,
@@ -103,6 +105,7 @@ class Work:
         self._new_record = record
         self._at_wait = finish
         self._done = world is None
+        self._posted = time.monotonic()
 
     @property
     def ready(self) -> bool:
@@ -115,7 +118,10 @@ class Work:
             return
         assert self._world is not None
         assert self._new_record is not None
-        if self.ready:
+        if self._world.link is not None:
+            with self._world.flight_recorder.waiting(self._new_record):
+                self._world.over_link(self._finish, record=self._new_record, posted=self._posted)
+        elif self.ready:
             self._finish()
         else:
             with self._world.flight_recorder.waiting(self._new_record):
@@ -138,6 +144,8 @@ class World(abc.ABC):
 
     medium: ClassVar[str] = ""
     """Name of the transport, for messages to the user: `shared memory`, `gloo`, `NCCL`, `threads`."""
+    link: EmulatedLink | None = None
+    """A slower network that this rank emulates, through views made after it was set; None: no emulation."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, device: torch.device, flight_recorder: FlightRecorder | None = None
@@ -221,8 +229,7 @@ class World(abc.ABC):
 
     def rank_mismatch(self, among: Group) -> int:
         """Return a number whose sum over the ranks of `among` is 0 if they have called the same collectives in every
-        group of these ranks alone.
-        """
+        group of these ranks alone."""
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
             for ranks, digest in self.flight_recorder.digests.items()
@@ -328,7 +335,15 @@ class World(abc.ABC):
         if group.size > 1:
             record = self._new_record("barrier", group, ())
             with self.flight_recorder.waiting(record):
-                self._barrier(record, group)
+                self.over_link(lambda: self._barrier(record, group), record=record, posted=time.monotonic())
+
+    def over_link(self, finish: Callable[[], None], *, record: CallRecord, posted: float) -> None:
+        """Run `finish`, which completes a call, as slowly as over `link`. `posted`: `time.monotonic()` at the call."""
+        if self.link is None:
+            finish()
+        else:
+            ranks = self.group(record.axes).size
+            self.link.call(finish, record=record, ranks=ranks, posted=posted)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Block, and return the small `value` of every rank along `axes` (None: of all ranks), in group order."""
@@ -348,8 +363,7 @@ class World(abc.ABC):
     ) -> tuple[list[float], float]:
         """Return the sums of `x` (an fp64 vector) and of `rank_mismatch` over the ranks along `axes` (None: all ranks),
         by one blocking all-reduce. digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all
-        ranks for None. If they differ, the second result is not 0.
-        """
+        ranks for None. If they differ, the second result is not 0."""
         group = self.group(self.mesh.names if equal is None else equal)
         among = self.group(self.mesh.names if axes is None else axes)
         whole = self.rank_mismatch(among) + digest * (group.size - 1 if group.index == 0 else -1)
