@@ -52,8 +52,7 @@ from meshwise.plan import Plan
 from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.planner.search import figures_of
-from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import Cluster, Curve, parse_cluster, rate_at
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import Rehearsal

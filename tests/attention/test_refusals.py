@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from meshwise import Plan, PlanError, World, parallelize
 from meshwise.reference import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import next_token_loss
 from meshwise.testing import run
 
 CONFIG = GPTConfig(vocabulary=16, context=16, layers=1, heads=3, width=12)

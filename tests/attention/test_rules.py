@@ -11,7 +11,7 @@ from torch.nn import functional
 from meshwise import Options, World, parallelize
 from meshwise.attention import attend, causal, documents, padding, parse_pattern, window
 from meshwise.reference import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import next_token_loss
 from meshwise.testing import agree, alone, outcome, run
 
 WIDTH, TOKENS, WORDS = 16, 11, 29

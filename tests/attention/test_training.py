@@ -10,7 +10,7 @@ from torch import Tensor
 from grid import Grid
 from meshwise import Options, Plan, World, parallelize
 from meshwise.reference import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import next_token_loss
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.testing import SavedForBackward, agree, alone, outcome, run
 from simulate.subjects import gpt_subject

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from meshwise.attention import Pattern, causal, documents, full, window
-from meshwise.attention.work_table import work_table
+from meshwise.attention.token_attention import work_table
 from meshwise.cli.main import main
 from meshwise.plan import Plan
 

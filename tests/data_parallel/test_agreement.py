@@ -29,7 +29,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.reference.language_loss import IGNORED
+from meshwise.reference.gpt import IGNORED
 from meshwise.testing import agree, alone, outcome, run
 from warm_processes import Processes
 

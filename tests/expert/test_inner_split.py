@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.expert.inner_split import inner_split
+from meshwise.expert.expert_parallel import inner_split
 from meshwise.layout.layout import ANYWHERE, DimSplit
 from meshwise.model.find_mixtures import find_mixtures
 from meshwise.plan import PlanError

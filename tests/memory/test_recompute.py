@@ -17,7 +17,7 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import RecomputedBlock, RecomputeError
-from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.forward import ForwardReplay
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.by_name import SCHEDULES
 from meshwise.plan import Plan, PlanError

@@ -12,10 +12,9 @@ from memory.recomputed_model import TOKENS, WORDS, batches, loss
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import RecomputedBlock, RecomputeError
-from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.forward import ForwardReplay
 from meshwise.testing import run
-from meshwise.testing.agree import agree
-from meshwise.testing.train_and_record import RecordedSteps, alone, outcome
+from meshwise.testing.agree import RecordedSteps, agree, alone, outcome
 from tensor.exact import with_exact_norms
 
 

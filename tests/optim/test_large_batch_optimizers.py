@@ -14,7 +14,7 @@ from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.optim import LAMB, LARS, Muon, Several, parameter_rule
-from meshwise.optim.muon import orthogonalize
+from meshwise.optim.large_batch_optimizers import orthogonalize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome, run
 from meshwise.verify import verify

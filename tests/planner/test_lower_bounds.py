@@ -17,8 +17,7 @@ from meshwise.plan import Plan
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.search import Candidate, figures_of, prediction_of
-from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse

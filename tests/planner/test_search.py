@@ -17,8 +17,7 @@ from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.plan_space import PlanSpace, parse_fixed
 from meshwise.planner.search import Candidate, EstimateLevel, PlanSearch, SearchEffort, SearchResult, figures_of, search
 from meshwise.planner.search_tables import FULL, best_table, lost_table
-from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.rehearsal import rehearse, schedule_of

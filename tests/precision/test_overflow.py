@@ -13,7 +13,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
-from meshwise.precision.loss_scale import LossScale
+from meshwise.precision.dtype_policy import LossScale
 from meshwise.testing import run
 
 

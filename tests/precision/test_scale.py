@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from meshwise.precision.loss_scale import LossScale, likely_count
+from meshwise.precision.dtype_policy import LossScale, likely_count
 
 
 def scales(events: str, scale: LossScale) -> list[float]:

@@ -15,10 +15,9 @@ from torch.nn import functional
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.precision.dtype_policy import Precision
-from meshwise.precision.loss_scale import LossScale
+from meshwise.precision.dtype_policy import LossScale, Precision
 from meshwise.testing import run
-from meshwise.testing.relative_difference import difference
+from meshwise.testing.reference_run import difference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STEPS = 2

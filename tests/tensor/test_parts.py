@@ -12,8 +12,7 @@ from torch.nn import functional
 from meshwise import parallelize
 from meshwise.comm.api.world import World
 from meshwise.plan import Plan
-from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.language_loss import next_token_loss
+from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.core.linear import ShardedLinear
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.testing import run

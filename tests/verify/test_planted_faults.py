@@ -14,7 +14,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import Parts
 from meshwise.comm.api.world import Axes, Work, World
 from meshwise.engine.parallelize import Options
-from meshwise.reference.language_loss import IGNORED, next_token_loss
+from meshwise.reference.gpt import IGNORED, next_token_loss
 from meshwise.testing import run
 from meshwise.verify import Divergence, Report, verify
 

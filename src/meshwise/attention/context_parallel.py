@@ -2,22 +2,224 @@
 
 A micro-batch enters the forward with all tokens. Here it is cut to this rank's tokens, and the model and the loss run
 under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and parameters are replicas over `cp`, so
-the engine does the rest."""
+the engine does the rest.
+
+transformers finds the attention and the mask of a model by name, in two registries. Here both get functions named
+`meshwise`, which call `attend`. The mask is not a tensor but a `Pattern`, translated from transformers' mask functions,
+so no rank holds a mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows
+the tokens.
+
+Rules, stated with the rules of tensor parallelism, give a module a pattern or all tokens.
+
+| "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
+|                               the model: "attention pattern=window:1024+global:64"
+| "tokens whole"                with cp, the module gets all tokens, and returns this rank's"""
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
-from meshwise.attention.mask_pattern import Pattern
+from meshwise.attention.mask_pattern import Combined, Pattern, Restarts, causal, full, padding, parse_pattern, window
+from meshwise.attention.split_attention import attend
 from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
 from meshwise.attention.token_interception import TokenInterception
-from meshwise.attention.token_rules import install_rules, token_rules
-from meshwise.attention.token_state import HEADS, RING, TokenState, packed_documents, rank_order, sequence_length
-from meshwise.attention.transformers_attention import use_attend
+from meshwise.attention.token_state import (
+    HEADS,
+    RING,
+    TokenState,
+    packed_documents,
+    rank_order,
+    sequence_length,
+    token_dims,
+)
+from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.world import World
+from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan
+
+_Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+"""Functions before and after a module's forward; the module's copies in the stages of a pipeline share them."""
+_PATTERN, _WHOLE = "attention pattern=", "tokens whole"
+
+
+def token_rules(rules: Mapping[str, str] | None) -> dict[str, Pattern | None]:
+    """Return the rules about tokens, by pattern of module names: a pattern of attention, or None for tokens whole.
+
+    Raises ValueError for a text that is no pattern."""
+    found: dict[str, Pattern | None] = {}
+    for pattern, text in (rules or {}).items():
+        if text.startswith(_PATTERN):
+            found[pattern] = parse_pattern(text.removeprefix(_PATTERN))
+        elif text == _WHOLE:
+            found[pattern] = None
+    return found
+
+
+def install_rules(
+    module: nn.Module, *, rules: Mapping[str, Pattern | None], mode: TokenInterception, attention: TokenAttention
+) -> Callable[[], None]:
+    """Register the hooks of the rules on the modules that match; return a function that removes them.
+
+    Warns that a pattern changes the model. Raises ValueError for a rule that matches no module."""
+    handles = contextlib.ExitStack()
+    for pattern, rule in rules.items():
+        found = [one for name, one in module.named_modules() if matches(name, pattern=pattern)]
+        if not found:
+            raise ValueError(f"rule {pattern!r} matches no module; name one as in named_modules()")
+        if rule is not None:
+            warnings.warn(f"{pattern} attends only to pairs of {rule}: this changes the model", stacklevel=3)
+        for one in found:
+            enter, leave = _sees_all_tokens(mode) if rule is None else _attends(attention, rule)
+            handles.callback(one.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            handles.callback(one.register_forward_hook(leave, always_call=True).remove)
+    return handles.close
+
+
+def _attends(attention: TokenAttention, pattern: Pattern) -> _Hooks:
+    """Return the hooks of a module whose attentions have a pattern."""
+    before: list[Pattern | None] = []
+
+    def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Restrict the pattern of the module around by this one."""
+        outer = attention.rule
+        before.append(outer)
+        attention.rule = pattern if outer is None else outer & pattern
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        """Restore the pattern of the module around."""
+        attention.rule = before.pop()
+
+    return enter, leave
+
+
+def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
+    """Return the hooks of a module that gets all tokens, computes them on every rank, and returns this rank's."""
+    before: list[TokenState | None] = []
+
+    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the tokens of the arguments, and end the interception."""
+        state, given = mode.state, (args, kwargs)
+        if state is not None:
+            given = map_tensors(
+                lambda x: state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x, given
+            )
+        before.append(state)
+        mode.state = None
+        return given
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
+        """Take this rank's tokens of the output, and begin the interception again."""
+        mode.state = state = before.pop()
+        if state is None:
+            return output
+        return map_tensors(
+            lambda x: state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x, output
+        )
+
+    return enter, leave
+
+
+NAME = "meshwise"
+"""Name of the attention in transformers' registries."""
+
+
+def use_attend(module: nn.Module) -> Callable[[], None]:
+    """Let every transformers model in `module` call `attend`; return a function that undoes this.
+
+    Raises ValueError for a model of transformers whose attention cannot be replaced."""
+    undo = contextlib.ExitStack()
+    if "transformers" not in sys.modules:
+        return undo.close
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: PLC0415 - of the extra `hf`
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    inner: set[nn.Module] = set()
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or model in inner:
+            continue
+        inner.update(model.modules())
+        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
+            raise ValueError(
+                f"{type(model).__name__} of transformers has an attention of its own that cannot be replaced; use cp=1"
+            )
+    return undo.close
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Pattern | Tensor | None,
+    *_more: Any,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of a layer of transformers, as its `sdpa_attention_forward` and `eager` do."""
+    if given.get("position_bias") is not None:
+        raise ValueError(
+            f"{type(module).__name__} adds a bias by relative position, which it computes from its own number of "
+            "tokens; use cp=1"
+        )
+    is_causal = given.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    pattern = attention_mask if isinstance(attention_mask, Pattern) else None
+    mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    if attention_mask is None and is_causal:
+        pattern = causal()
+    out = attend(
+        query,
+        key,
+        value,
+        pattern=pattern,
+        mask=mask,
+        scale=given.get("scaling"),
+        dropout=given.get("dropout", 0.0),
+        softcap=given.get("softcap"),
+        sinks=given.get("s_aux"),
+        packed=True,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, q_offset: int = 0, **_given: Any
+) -> Pattern:
+    """Return the pattern of a mask function of transformers and a mask of padding (samples, tokens)."""
+    if isinstance(q_offset, int) and q_offset:
+        raise ValueError("a cache with earlier tokens has no form under cp; call the model with use_cache=False")
+    pattern = translated(mask_function)
+    return pattern if attention_mask is None else pattern & padding(attention_mask)
+
+
+def translated(function: Callable[..., Any]) -> Pattern:
+    """Return a mask function of transformers as a pattern. Raises ValueError for a function that is not known."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    inside = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    match function.__qualname__.split(".")[0]:
+        case "causal_mask_function":
+            return causal()
+        case "bidirectional_mask_function":
+            return full()
+        case "and_masks" | "or_masks" as name:
+            return Combined(tuple(map(translated, inside["mask_functions"])), every=name == "and_masks")
+        case "sliding_window_overlay":
+            return window(inside["sliding_window"])  # transformers joins it with the causal mask
+        case "sliding_window_bidirectional_overlay":
+            return window(inside["sliding_window"] + 1)
+        case "packed_sequence_mask_function":
+            return Restarts(inside["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":
+            return translated(inside["mask_function"])
+    raise ValueError(
+        f"transformers' mask {function.__qualname__.split('.')[0]} has no pattern here; use cp=1, or a model without it"
+    )
 
 
 class ContextParallel:

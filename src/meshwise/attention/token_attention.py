@@ -2,11 +2,14 @@
 
 docs/context.md has the order of tokens and the exchange of keys for each value of `context`. `auto` sends keys where
 they are needed if the pattern needs less than half of them, else it rotates; its order is striped for packed documents.
-"""
+
+`work_table` counts which rank computes how many pairs of query and key, and when, under a plan. The work of an
+attention is in proportion to the pairs that its pattern lets through. So the balance of the ranks, and the share of a
+ring's steps that computes nothing, follow from the token order and the pattern alone."""
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +22,9 @@ from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExc
 from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full
 from meshwise.attention.split_attention import AttentionTask, HeadExchange, attend
 from meshwise.attention.split_attention import split_attention as attention_of
-from meshwise.attention.token_state import HEADS, RING, TokenState
+from meshwise.attention.token_state import HEADS, RING, TokenState, rank_order
 from meshwise.base.mesh import Mesh
+from meshwise.base.text_format import align_columns
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import Group, World
 from meshwise.layout.token_order import TokenRanges
@@ -252,3 +256,45 @@ def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange) -> ScoreRules:
     dropout = None if dropout is None else dropout.of_heads(own)
     sinks = None if rules.sinks is None else rules.sinks[own.start : own.stop]
     return dataclasses.replace(rules, dropout=dropout, mask=mask, sinks=sinks)
+
+
+@dataclass(frozen=True)
+class WorkTable:
+    """Pairs of query and key by rank and step; prints as a table of shares in percent.
+
+    `pairs`: for each rank along the ring, its pairs with the keys of the rank `step` places before, step by step."""
+
+    pairs: tuple[tuple[int, ...], ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Pairs of the rank with the most, divided by the mean."""
+        of_ranks = [sum(row) for row in self.pairs]
+        return max(of_ranks) * len(of_ranks) / max(1, sum(of_ranks))
+
+    def __str__(self) -> str:
+        ranks, total = len(self.pairs), max(1, sum(map(sum, self.pairs)))
+        rows = [("rank", *(f"step {step}" for step in range(ranks)), "all")]
+        for index, row in enumerate(self.pairs):
+            cells = [f"{(index - step) % ranks}: {100 * pairs / total:.1f}" for step, pairs in enumerate(row)]
+            rows.append((str(index), *cells, f"{100 * sum(row) / total:.1f}"))
+        return f"{align_columns(rows)}\nslowest rank over the mean: {self.imbalance:.3f}"
+
+
+def work_table(plan: Plan, *, pattern: Pattern, length: int) -> WorkTable:
+    """Return the pairs that each rank of a plan's ring computes for sequences of `length` tokens."""
+    heads = head_ranks(plan)
+    order = rank_order(ORDER_OF.get(plan.context, "zigzag"), length=length, ring=plan.cp // heads, heads=heads)
+    rounds = [TokenRanges.joined(order[start : start + heads]) for start in range(0, plan.cp, heads)]
+    ranks = len(rounds)
+    return WorkTable(
+        tuple(
+            tuple(_pairs(pattern, queries, rounds[(index - step) % ranks]) for step in range(ranks))
+            for index, queries in enumerate(rounds)
+        )
+    )
+
+
+def _pairs(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> int:
+    tiles: Sequence[TilePair] = [TilePair(row, tile) for row in queries.tiles(1024) for tile in keys.tiles(1024)]
+    return sum(int(pattern.mask(pair, device=torch.device("cpu")).sum()) for pair in tiles)

@@ -29,8 +29,7 @@ from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, Checkpoint
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
 from meshwise.memory.chunked_update import ChunkedUpdate
-from meshwise.optim.flat_optimizer import optimizer_name
-from meshwise.optim.group_hyperparameters import describe_groups, restore_groups, saved_groups
+from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
 from meshwise.plan import Plan
 from meshwise.sync.replicas import Replicas
 

@@ -17,7 +17,7 @@ import tyro
 from torch.utils.data import default_collate
 
 from meshwise.attention.mask_pattern import parse_pattern
-from meshwise.attention.work_table import work_table
+from meshwise.attention.token_attention import work_table
 from meshwise.cli.flag_values import local_ranks, named_cluster, run_chosen
 from meshwise.cli.output_files import (
     DrawingFiles,

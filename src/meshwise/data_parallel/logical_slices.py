@@ -1,16 +1,170 @@
-"""Give an optimizer, which updates slices of buckets, norms and full tensors of whole parameters (collectives)."""
+"""Give an optimizer, which updates slices of buckets, norms and full tensors of whole parameters (collectives).
+
+A function of whole parameters runs on one rank for each of them: gather the parameter there, send the result back.
+Each parameter has an owner among the ranks that hold parts of it. A wave has one parameter for each owner:
+
+    | owner 0 | gather a | f(a), gather c | send a, f(c) | send c |
+    | owner 1 | gather b | f(b), gather d | send b, f(d) | send d |
+
+The largest remaining parameter goes to the owner with the least work so far, taken as elements times smallest dim.
+Elements sent for a parameter of n elements, over all its G ranks; each arrow is one all-to-all of a wave:
+
+    |                               to the owner     from the owner
+    | split over all G ranks        n (G-1)/G        n (G-1)/G
+    | whole on each rank (zero=0)   none, no call    n (G-1)
+
+With copies, as along dp under zero=0, the copy nearest to the owner sends."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.bucket_place import BucketPlace
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.parameter_owners import ParameterOwners
 from meshwise.data_parallel.stored_slices import slice_pieces
 from meshwise.model.full_parameter_access import Groups, SlicePart, WholeFunction
+from meshwise.model.parameter_table import ParameterRow
+
+
+class RankPart(NamedTuple):
+    """Elements [start, stop) that a rank updates, of its flattened part of a parameter; `sent` of them to the owner."""
+
+    rank: int
+    start: int
+    stop: int
+    sent: int
+
+
+class OwnedParameter(NamedTuple):
+    """A parameter with its owner (an index of the group), and the parts of all ranks of the group, in group order.
+
+    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter"""
+
+    row: ParameterRow
+    owner: int
+    parts: tuple[RankPart, ...]
+    slices: tuple[tuple[nn.Parameter, slice], ...]
+
+
+class Wave(NamedTuple):
+    """One parameter for each owner along `axes`, None for an owner that has none left; `dtype` of the masters."""
+
+    world: World
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    owned: Sequence[OwnedParameter | None]
+
+    def steps(
+        self, values: Mapping[nn.Parameter, Tensor], *, function: WholeFunction, dtype: torch.dtype | None
+    ) -> Iterator[None]:
+        """Start to gather the parameters; then compute this rank's one and start to send the result; then store."""
+        world, mesh, me = self.world, self.world.mesh, self.world.group(self.axes).index
+        nothing = torch.empty(0, dtype=dtype or self.dtype, device=world.device)
+        own, mine = self.owned[me], [(one, one.parts[me]) if one else None for one in self.owned]
+
+        received = [nothing.new_empty(part.sent) for part in own.parts] if own else [nothing for _ in self.owned]
+        sends = [
+            torch.cat([nothing, *(values[p].view(-1)[here].to(nothing.dtype) for p, here in it[0].slices)])
+            if it and it[1].sent
+            else nothing
+            for it in mine
+        ]
+        work = Work()
+        if any(part.sent for one in self.owned if one for at, part in enumerate(one.parts) if at != one.owner):
+            work = world.all_to_all(sends, into=received, axes=self.axes)
+        else:
+            received[me] = sends[me]
+        yield
+        work.wait()
+        sends = [nothing for _ in self.owned]
+        if own:
+            result = function(own.row.name, _full(own, received, world)).to(nothing.dtype)
+            for index, part in enumerate(own.parts):
+                there = own.row.part(result, mesh=mesh, rank=part.rank).reshape(-1)
+                sends[index] = there[part.start : part.stop]
+        received = [nothing.new_empty(it[1].stop - it[1].start) if it else nothing for it in mine]
+        work = world.all_to_all(sends, into=received, axes=self.axes)
+        yield
+        work.wait()
+        for one, flat in zip(self.owned, received, strict=True):
+            for parameter, here in one.slices if one else ():
+                values[parameter].view(-1)[here], flat = flat.tensor_split([here.stop - here.start])
+
+
+class ParameterOwners:
+    """Division of whole-parameter work among ranks. It depends only on the plan and the names, so all ranks agree."""
+
+    def __init__(self, buckets: Sequence[Bucket], *, names: frozenset[str]) -> None:
+        """`buckets`: of this rank. `names`: of the parameters to divide."""
+        found: dict[tuple[tuple[str, ...], torch.dtype], list[tuple[int, Bucket, int]]] = {}
+        for bucket in buckets:
+            assert bucket.master is not None
+            for number, piece in enumerate(bucket.place.pieces):
+                if piece.row.name in names:
+                    mesh, held = bucket.shard_group.world.mesh, dict(piece.row.held_at)
+                    key = tuple(axis for axis in mesh.names if axis not in held), bucket.master.dtype
+                    cost = piece.row.numel * min(piece.row.shape, default=1)
+                    found.setdefault(key, []).append((cost, bucket, number))
+        self._waves: list[Wave] = []
+        for (axes, dtype), pieces in found.items():
+            world = pieces[0][1].shard_group.world
+            queues: list[list[OwnedParameter]] = [[] for _ in world.group(axes).ranks]
+            loads = [0] * len(queues)
+            for cost, bucket, number in sorted(pieces, key=lambda one: -one[0]):
+                owner = loads.index(min(loads))
+                loads[owner] += cost
+                queues[owner].append(_owned(bucket, number, owner=owner, axes=axes))
+            self._waves += [Wave(world, axes, dtype, owned) for owned in zip_longest(*queues)]
+
+    def run(self, values: Mapping[nn.Parameter, Tensor], *, function: WholeFunction, dtype: torch.dtype | None) -> None:
+        """Replace the `values` of each parameter by `function(name, full tensor)`; arguments as in `LogicalTensors`."""
+        waves = [wave.steps(values, function=function, dtype=dtype) for wave in self._waves]
+        for last in range(len(waves) + 2):
+            for wave in reversed(waves[max(0, last - 2) : last + 1]):
+                next(wave, None)
+
+
+def _full(own: OwnedParameter, received: Sequence[Tensor], world: World) -> Tensor:
+    """Return the full tensor of a parameter from the parts that the ranks of the group sent."""
+    row, mesh = own.row, world.mesh
+    full = received[0].new_empty(row.shape)
+    stored: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
+    for part, values in zip(own.parts, received, strict=True):
+        if part.sent:
+            place = tuple(mesh.coordinate(part.rank)[axis] for axis in row.layout.axes)
+            stored.setdefault(place, []).append((part.rank, values))
+    for found in stored.values():
+        rank, shape = found[0][0], row.layout.local_shape(row.shape, mesh=mesh, rank=found[0][0])
+        row.put(torch.cat([values for _, values in found]).view(shape), into=full, mesh=mesh, rank=rank)
+    return full
+
+
+def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) -> OwnedParameter:
+    """Return piece `number` of a bucket as a parameter whose owner has the index `owner` along `axes`."""
+    piece, mesh = bucket.place.pieces[number], bucket.shard_group.world.mesh
+    ranks, is_split = bucket.shard_group.world.group(axes).ranks, bucket.storage.reduction.shards_updates
+    group = bucket.shard_group
+    copies = [*piece.row.copies(mesh), *(group.outer if is_split else mesh.expand(piece.row.summed))]
+    rows = [one.row for one in bucket.place.pieces]
+    shard_axes = mesh.expand(group.axes)
+    parts = []
+    for rank in ranks:
+        shapes = {row.name: row.layout.local_shape(row.shape, mesh=mesh, rank=rank) for row in rows}
+        place = BucketPlace.of(rows, shapes=shapes, parts=bucket.shard_group.size)
+        there = place.pieces[number]
+        first, last = place.shard(mesh.group(rank, axes=shard_axes).index(rank)) if is_split else (0, place.size)
+        low = max(there.start, first) - there.start
+        high = max(low, min(there.stop, last) - there.start)
+        near = all(mesh.coordinate(rank)[axis] == mesh.coordinate(ranks[owner])[axis] for axis in copies)
+        parts.append(RankPart(rank, low, high, near * (high - low)))
+    own = slice_pieces(bucket, within=(piece.start, piece.stop))
+    return OwnedParameter(piece.row, owner, tuple(parts), tuple((parameter, here) for parameter, _, here, _ in own))
 
 
 class LogicalSlices:

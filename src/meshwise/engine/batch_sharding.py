@@ -1,7 +1,9 @@
 """Split a global batch into the rows of each rank, and a rank's rows into micro-batches.
 
 A rank may have no rows, because the last batch of an epoch is short. Where the forward contains collectives (ZeRO-3),
-this rank must still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0."""
+this rank must still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0.
+
+`gather_rows` gathers the rows of all ranks, with gradients, for losses that compare the samples of a batch."""
 
 import dataclasses
 import functools
@@ -9,8 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from meshwise.base import tensor_tree as tree
 from meshwise.base.mesh import even_split
+from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.model.random_draws import SampleRows
 
@@ -119,3 +125,24 @@ def micro_batches(
         else MicroBatch(spare, counts=False, samples=own)
         for (start, stop), own in zip(shards.row_ranges(count), samples, strict=True)
     ]
+
+
+def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool) -> tuple[Tensor, int]:
+    """Return the rows of `x` of all ranks, in the order of the global batch, and the index of this rank's first row.
+
+    Each rank compares its own rows with all of them. So the backward sums the gradients of all ranks, and returns this
+    rank's part. Every rank along `axes` calls it.
+
+    | x        (rows, …); the numbers of rows may differ, the other dims are equal
+    | axes     mesh axes whose ranks have different rows
+    | counts   False: the rows of this rank are spare ones; no rank gets them, and the returned index is 0"""
+    group = world.group(axes)
+    own = x if counts else x[:0]
+    if group.size == 1:
+        return own, 0
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=world.device)
+    sizes[group.index] = len(own)
+    world.all_reduce(sizes, axes=axes).wait()
+    rows = sizes.tolist()
+    start = sum(rows[: group.index]) if counts else 0
+    return gradient.all_gather(own, world=world, axes=axes, sizes=rows).wait(), start

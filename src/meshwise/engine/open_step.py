@@ -26,8 +26,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.logical_slices import whole_tensors
-from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
-from meshwise.engine.gather_rows import gather_rows
+from meshwise.engine.batch_sharding import BatchSharder, MicroBatch, gather_rows
 from meshwise.engine.microbatch_runner import WholeModelRunner, placed
 from meshwise.engine.step import StepAttempt, TrainingSteps
 from meshwise.engine.step_result import StepInputs, StepResult, StepTotals, mismatch_text

@@ -29,9 +29,7 @@ from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO
 from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
 from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
-from meshwise.engine.stage_parameters import LiveStage
-from meshwise.engine.staged_engine import StagedEngine
-from meshwise.engine.staged_runner import StagedRunner
+from meshwise.engine.staged_runner import LiveStage, StagedEngine, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel
@@ -44,8 +42,7 @@ from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.deferred_init import ParameterSource, build_with_values
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
-from meshwise.model.forward import Forward, Loss, call_with, default_forward, no_loss
-from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.forward import Forward, ForwardReplay, Loss, call_with, default_forward, no_loss
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
@@ -56,9 +53,16 @@ from meshwise.pipeline.run.stage import FeatureWidth, PieceForward
 from meshwise.pipeline.schedules.classic_schedules import naive
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan, PlanError
-from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
-from meshwise.precision.dtype_policy import Precision, precision_of
-from meshwise.precision.loss_scale import LossScale
+from meshwise.precision.dtype_policy import (
+    CastHooks,
+    LossScale,
+    Precision,
+    autocast_context,
+    convert,
+    place_buffer,
+    precision_of,
+    widen_for_loss,
+)
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions
 from meshwise.tensor.core.matmul import Streaming

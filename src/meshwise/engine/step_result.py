@@ -19,8 +19,7 @@ from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.model.forward import LossError
 from meshwise.model.parameter_table import ParameterRow
-from meshwise.precision.dtype_policy import Precision
-from meshwise.precision.loss_scale import LossScale
+from meshwise.precision.dtype_policy import LossScale, Precision
 
 
 class NonFiniteError(RuntimeError):

@@ -18,8 +18,7 @@ from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock
 from meshwise.memory.recompute_cost import MODES, RecomputeCost, choose_modes
 from meshwise.model.compiled_blocks import CompiledBlocks
-from meshwise.model.forward import Forward
-from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.forward import Forward, ForwardReplay
 from meshwise.model.parameter_units import Patterns, partition, select
 from meshwise.plan import Plan, PlanError
 

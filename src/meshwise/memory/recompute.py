@@ -32,9 +32,9 @@ from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_gen
 from meshwise.memory.changed_inputs import BlockInputs
 from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
 from meshwise.memory.saved_operations import SavedOperations
-from meshwise.model.forward_replay import ForwardReplay, ReplayTape
+from meshwise.model.forward import ForwardReplay, ReplayTape
 from meshwise.model.torch_private import without_modes
-from meshwise.precision.dtype_conversion import active_product_casts
+from meshwise.precision.dtype_policy import active_product_casts
 
 
 class RecomputeError(RuntimeError):

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.memory.recompute_cost import DeviceTimer
-from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.forward import ForwardReplay
 from meshwise.model.torch_private import LightDispatchMode
 
 _NAMES = """

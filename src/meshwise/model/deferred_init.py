@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Axes, World
-from meshwise.model.construction_record import recording
-from meshwise.model.construction_replay import ConstructionRecord
+from meshwise.model.construction_record import ConstructionRecord, recording
 from meshwise.model.module_copy import carry_hooks, copy_modules
 from meshwise.model.parameter_table import ParameterRow, check_readable
 

@@ -19,15 +19,16 @@ from meshwise.plan.plan_keys import (
     Offload,
     PlanError,
     byte_count,
+    check_keys,
     keys_of,
     offload,
     one_of,
     plan_notation,
     read_codec,
+    read_words,
     whole_number,
     wire,
 )
-from meshwise.plan.plan_text import check_keys, read_words
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
 """The kinds of keys of a plan: the meaning and range of their values, and how to read, check and show a value.
 
 Each key is a field of the dataclass `Plan` with a `Key` as metadata. The check, the command line and the page
-docs/plans.md all use this metadata."""
+docs/plans.md all use this metadata.
+
+`read_words` reads the text of a plan word by word. `dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints
+as the first text. `dp=4x8` gives two keys: dp and shards. Ambiguous text is refused. A path with spaces is written in
+double quotes: `schedule="my tables/one.txt"`."""
 
 import contextlib
 import dataclasses
@@ -9,7 +13,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -321,3 +325,37 @@ def _followed(given: dict[str, str]) -> dict[str, str]:
 
 def _near(word: str, words: tuple[str, ...]) -> str:
     return (difflib.get_close_matches(word, words, n=1, cutoff=0.3) or words[:1])[0]
+
+
+_UNQUOTED = r'(?=(?:[^"]*"[^"]*")*[^"]*$)'
+_BETWEEN = re.compile(rf"(?:[,;]?(?:\s+|$)|[,;](?=[-\w]+=)){_UNQUOTED}")
+_EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
+
+
+def read_words(text: str) -> dict[str, int | str]:
+    """Return the values by key of `key=value` words, unchecked; numbers are int. Raises PlanError for other words."""
+    values: dict[str, int | str] = {}
+    if text.count('"') % 2:
+        raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after a path with spaces')
+    for word in filter(None, _BETWEEN.split(_EQUALS.sub("=", text))):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
+        key = name.lower().replace("-", "_")
+        given = {key: value}
+        if key == "dp" and (found := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", value)):
+            given = {"dp": str(int(found[1]) * int(found[2])), "shards": found[2]}
+        if twice := given.keys() & values.keys():
+            raise PlanError(f"{min(twice)} is given twice in the plan {text!r}; keep one of them")
+        for key, value in given.items():
+            values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else re.sub(r'^"([^"]*)"$', r"\1", value)
+    return values
+
+
+def check_keys(given: Iterable[str], *, known: Collection[str]) -> None:
+    """Raise PlanError for the first unknown key, with the nearest known key."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {' '.join(known)}"
+            raise PlanError(f"unknown plan key {key!r}; {hint}")

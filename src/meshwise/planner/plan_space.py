@@ -24,8 +24,7 @@ from typing import Any
 
 from meshwise.pipeline.schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.plan_keys import is_path, keys_of
-from meshwise.plan.plan_text import read_words
+from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (
     "dp", "tp", "pp", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel", "schedule",

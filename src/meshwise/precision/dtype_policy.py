@@ -4,14 +4,36 @@ They follow from `precision` and `wire` of the plan and from nothing else in it.
 dtypes. `Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
-al., "Mixed Precision Training", arXiv 1710.03740). Megatron-LM and FSDP2 do the same. `precision/dtype_conversion.py`
-gives activations their dtype."""
+al., "Mixed Precision Training", arXiv 1710.03740). Megatron-LM and FSDP2 do the same.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+`LossScale` adapts the loss scale of fp16 so that gradients neither underflow nor overflow. The loss is multiplied by a
+scale, and the gradient is divided by it in fp32 (Micikevicius et al., arXiv 1710.03740, section 3.2). If the gradient
+overflows, every rank skips the update, and the scale is lowered. The first overflow divides it by 2, the second in a
+row by 4, the third by 8. After `patience` applied updates it doubles.
+
+The trainer sums the loss over the batch, and divides by the exact count of loss terms at the end of the step. So the
+sum is multiplied by `factor`: the scale over an approximate count. docs/precision.md says how the count is chosen.
+
+A model that is only cast to bf16 fails at the first tensor in another dtype. docs/precision.md has the three rules that
+make a plain model work unchanged: for stored parameters, for the inputs of modules, and for products between modules.
+On the CPU autocast converts products. On CUDA autocast would also compute norms, softmax and sums in fp32, and pay
+casts and memory for it. There a mode converts the operands of products alone (`ProductCasts`). torch's kernels for
+norms and softmax compute statistics in fp32 for any input, and so do the split layers of this library."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
+from meshwise.base.batch_norm_classes import RunningNorm
+from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.plan import Plan
 
 
@@ -91,3 +113,189 @@ def dtype_names(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:
     """Return, for each of KINDS, the sorted names of the dtypes in `found`, joined by spaces; NO_DTYPE for none."""
     names = {kind: sorted({str(dtype).removeprefix("torch.") for dtype in found.get(kind, ())}) for kind in KINDS}
     return {kind: " ".join(dtypes) or NO_DTYPE for kind, dtypes in names.items()}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Loss scale between two steps. A change returns a new object.
+
+    | value      factor of the mean loss, a power of two; raises ValueError for other numbers
+    | updates    updates that were applied since the scale last changed
+    | overflows  overflows in a row, up to the last step
+    | patience   updates until the scale doubles
+    | count      approximate number of loss terms in a batch, a power of two; 0 before the first step"""
+
+    value: float = 2.0**13
+    updates: int = 0
+    overflows: int = 0
+    patience: int = 2000
+    count: float = 0.0
+
+    LEAST = 2.0**-14
+    """Smallest scale; a gradient that is still not finite is taken as infinite or NaN at every scale."""
+    MOST = 2.0**24
+    """Scale that is not doubled any more."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5:
+            raise ValueError(f"a loss scale of {self.value:g}; give a power of two, as 1024.0: it rounds no gradient")
+
+    @property
+    def factor(self) -> float:
+        """Factor of the summed loss: the scale over the approximate count."""
+        return self.value / (self.count or 1.0)
+
+    def expecting(self, count: float) -> "LossScale":
+        """Return the scale with `count`, rounded to a power of two; unchanged if `count` is 0 or not finite."""
+        return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
+
+    @property
+    def exhausted(self) -> bool:
+        """True if another overflow would lower the scale below `LEAST`."""
+        return self.overflowed().value < self.LEAST
+
+    def overflowed(self) -> "LossScale":
+        """Return the lowered scale, after a step whose gradient was not finite."""
+        return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
+
+    def updated(self) -> "LossScale":
+        """Return the scale after a step that was applied: doubled after `patience` such steps, up to `MOST`."""
+        if self.updates + 1 < self.patience or self.value >= self.MOST:
+            return replace(self, updates=self.updates + 1, overflows=0)
+        return replace(self, value=self.value * 2, updates=0, overflows=0)
+
+    def state(self) -> dict[str, float]:
+        """Return the fields by name for a checkpoint, as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def restored(cls, state: Mapping[str, float] | None) -> "LossScale":
+        """Return the scale that `state()` described, or a new scale if `state` is None."""
+        return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
+
+
+def likely_count(batch: Any) -> int:
+    """Return the size of a batch's smallest tensor (scalars aside), usually its labels; 0 without such a tensor."""
+    return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)
+
+
+def convert(module: nn.Module, *, precision: Precision) -> None:
+    """Convert floating parameters to `precision.parameters` in place, except in norms with running statistics."""
+    dtype = precision.parameters
+    if dtype is None:
+        return
+    kept = {id(parameter) for part in module.modules() if _has_statistics(part) for parameter in part.parameters()}
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) -> Tensor:
+    """Return a buffer, contiguous and on `device`; a floating buffer gets the dtype `precision.buffers` if set."""
+    dtype = precision.buffers if precision.buffers and buffer.is_floating_point() else buffer.dtype
+    return buffer.to(device, dtype).contiguous()
+
+
+class CastHooks:
+    """Hooks that convert the inputs of a model's modules to the dtype of their parameters.
+
+    Modules without floating parameters of their own, and norms with running statistics, get no hook. If
+    `precision.parameters` is None, no module gets a hook."""
+
+    def __init__(self, module: nn.Module, *, precision: Precision) -> None:
+        self._handles: list[RemovableHandle] = []
+        if precision.parameters is None:
+            return
+        for part in module.modules():
+            if any(True for _ in _floating(part)) and not _has_statistics(part):
+                self._handles.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def autocast_context(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the autocast context of a forward on `device`, in the dtype `precision.computes`.
+
+    The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it converts
+    the operands of products alone if the parameters are stored in the dtype."""
+    dtype = precision.computes
+    if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    if device.type == "cuda" and precision.parameters is not None:
+        return ProductCasts(dtype)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=precision.parameters is None)
+
+
+class ProductCasts(TorchFunctionMode):
+    """Mode that computes products (matmul, linear, attention, convolution) in one dtype, and changes nothing else."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, with its floating operands in the dtype if it is a product."""
+        if func in _PRODUCTS:
+            args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, operand: Tensor) -> Tensor:
+        return operand.to(self.dtype) if operand.is_floating_point() and operand.dtype != self.dtype else operand
+
+
+def active_product_casts() -> contextlib.AbstractContextManager[Any]:
+    """Return a context with the `ProductCasts` of this thread, to run a part of the forward again."""
+    found = _product_casts()
+    return contextlib.nullcontext() if found is None else ProductCasts(found.dtype)
+
+
+def product_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype in which this thread computes products on a type of device: of `ProductCasts`, or autocast."""
+    if device == "cuda" and (found := _product_casts()) is not None:
+        return found.dtype
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+def _product_casts() -> ProductCasts | None:
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, ProductCasts)), None)
+
+
+_METHODS = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm")
+_PRODUCTS = frozenset(
+    [
+        *(getattr(kind, name) for name in _METHODS for kind in (torch, Tensor)),
+        torch.einsum,
+        *(Tensor.__matmul__, Tensor.__rmatmul__, functional.linear, functional.bilinear),
+        *(getattr(functional, f"conv{kind}{dims}d") for kind in ("", "_transpose") for dims in (1, 2, 3)),
+        functional.scaled_dot_product_attention,
+    ]
+)
+"""Functions of torch that multiply matrices; autocast converts their operands too."""
+
+
+def widen_for_loss(output: Any) -> Any:
+    """Return a model's output with its bf16 and fp16 tensors converted to fp32."""
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor, output)
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return isinstance(module, RunningNorm) and module.track_running_stats
+
+
+def _floating(module: nn.Module) -> Iterator[Tensor]:
+    """Return the floating parameters of a module itself, without reading values, which may be off the device."""
+    return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments with floating tensors in the dtype of the module's first floating parameter."""
+    dtype = next((parameter.dtype for parameter in _floating(module)), None)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and dtype not in (None, tensor.dtype) else tensor
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.reference.gpt import GPT, Block, GPTConfig
-from meshwise.reference.language_loss import IGNORED, next_token_loss
+from meshwise.reference.gpt import GPT, IGNORED, Block, GPTConfig, next_token_loss
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
+from meshwise.model.module_copy import set_sharded_class
 from meshwise.model.parameter_table import Placement
-from meshwise.model.sharded_class import set_sharded_class
 from meshwise.plan import Plan
 from meshwise.tensor.core import activation_reshard as reshard
 from meshwise.tensor.core.gathered_outputs import GatheredOutputs

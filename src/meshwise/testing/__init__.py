@@ -14,12 +14,9 @@ A whole test:
 
     agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)"""
 
-from meshwise.testing.agree import Disagreement, agree
+from meshwise.testing.agree import Disagreement, RankRunner, agree, alone, outcome, run
 from meshwise.testing.count_calls_and_bytes import Counts, SavedForBackward, count
-from meshwise.testing.reference_run import ReferenceRun
-from meshwise.testing.relative_difference import Difference, difference
-from meshwise.testing.run_ranks import RankRunner, run
-from meshwise.testing.train_and_record import alone, outcome
+from meshwise.testing.reference_run import Difference, ReferenceRun, difference
 
 __all__ = [
     "Counts",

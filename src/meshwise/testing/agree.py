@@ -6,15 +6,53 @@ An outcome holds the figures to compare, by name: tensors and numbers in nested 
 
 Two outcomes agree when they hold the same names, and the relative difference of every pair of tensors (see
 `difference`) is at most the bound. The tensors of one mapping or sequence are a family. The largest element of a family
-sets the scale below which a value is only rounding. Each number is its own family."""
+sets the scale below which a value is only rounding. Each number is its own family.
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+`run` runs a function on N ranks, as threads of this process or as processes. `outcome` trains a few steps under a plan,
+`alone` on one process; both record all figures for `agree`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwise.testing.relative_difference import Difference, difference, largest_magnitude, rounding_floor
+from meshwise.comm import run as run_processes
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.engine.trainer import Trainer
+from meshwise.model.forward import Loss
+from meshwise.testing.reference_run import Difference, ReferenceRun, difference, largest_magnitude, rounding_floor
+
+
+class RankRunner(Protocol):
+    """Protocol of an object that runs ranks in its own way, such as in processes that it reuses between calls."""
+
+    def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call `main(world, *args)` on `size` ranks, and return the results by rank."""
+
+
+def run(
+    size: int,
+    main: Callable[..., Any],
+    *,
+    on: Literal["threads", "processes"] | RankRunner = "threads",
+    args: tuple[Any, ...] = (),
+) -> list[Any]:
+    """Call `main(world, *args)` on `size` ranks, and return the results by rank.
+
+    `on` is "threads" (starts in milliseconds, takes any callable), "processes" (starts in seconds; `main` must be at
+    the top level of a module, see `meshwise.run`), or a `RankRunner`. Raises the error of the first rank that failed,
+    with a note that names the rank, and ValueError for another `on`."""
+    if on == "threads":
+        return list(run_threads(size, main, args=args))
+    if on == "processes":
+        return run_processes(size, main, args=args)
+    if isinstance(on, str):
+        raise ValueError(  # noqa: TRY004 - the type is allowed, the value is not
+            f"on={on!r}: ranks run on 'threads', on 'processes', or on an object with a method `run`"
+        )
+    return on.run(size, main, args=args)
+
 
 Outcome: TypeAlias = Any
 """Tensors and numbers in nested mappings and sequences; names are joined by ` · `."""
@@ -90,3 +128,50 @@ def _report(found: list[tuple[str, Difference]], bound: float, compared: int) ->
         *(f"    {name:<{width}}  {apart.relative:.3g}" for name, apart in found[:_SHOWN]),
     ]
     return "\n".join(lines)
+
+
+RecordedSteps: TypeAlias = list[dict[str, Any]]
+"""Figures of each step: `loss` (mean), `grad_norm` (before clipping), `tokens` (count of the loss), and `gradients` and
+`parameters` (full tensors by name, copied to the CPU)."""
+
+
+def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
+    """Train one step on each global batch under a plan, and return the figures of every step, equal on every rank.
+
+    Every rank calls it. The gradients of the mean loss are not clipped."""
+    steps = []
+    for batch in batches:
+        result = trainer.step(batch)
+        steps.append(
+            {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "tokens": result.tokens,
+                "gradients": _copies(trainer.full_gradients()),
+                "parameters": _copies(trainer.full_parameters()),
+            }
+        )
+    return steps
+
+
+def alone(
+    model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any
+) -> RecordedSteps:
+    """Train one step on each global batch with a `ReferenceRun`, and return the figures that `outcome` returns.
+
+    `training`: the optimizer, its arguments and the options, as in `parallelize`. Gradients are unclipped."""
+    single = ReferenceRun(model, loss=loss, **training)
+    steps = []
+    for batch in batches:
+        mean, tokens = single.backward(batch)
+        gradients = _copies(single.gradients())
+        norm = single.update()
+        parameters = _copies(single.parameters())
+        steps.append(
+            {"loss": mean, "grad_norm": norm, "tokens": tokens, "gradients": gradients, "parameters": parameters}
+        )
+    return steps
+
+
+def _copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in named}

@@ -21,9 +21,8 @@ from meshwise.model.forward import Loss
 from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.optim.flat_optimizer import flat_optimizer, needs_whole
-from meshwise.optim.muon import Muon
-from meshwise.optim.parameter_rules import parameter_rule
-from meshwise.optim.several import Several
+from meshwise.optim.large_batch_optimizers import Muon
+from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags import flags_of, parse_flags

@@ -14,9 +14,8 @@ from meshwise.base.mesh import even_split
 from meshwise.sync.mixing_graph import mixing_weights
 from meshwise.sync.sync_scheme import SyncScheme
 from meshwise.testing.reference_run import ReferenceRun
-from meshwise.verify.rounding_bounds import BoundJudge
+from meshwise.verify.rounding_bounds import BoundJudge, VerificationInputs
 from meshwise.verify.step_comparison import ReferenceSide
-from meshwise.verify.verification_inputs import VerificationInputs
 
 
 class ReplayedSide(ReferenceSide):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.model.parameter_reads import read_from_children
+from meshwise.model.parameter_units import read_from_children
 
 
 def inner_modules(block: nn.Module) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ from torch.nn import functional
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.model.forward_replay import ForwardReplay, same_memory
+from meshwise.model.forward import ForwardReplay, same_memory
 from meshwise.model.torch_private import needed_gradients
-from meshwise.precision.dtype_conversion import product_dtype
+from meshwise.precision.dtype_policy import product_dtype
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Function that waits for a collective and returns its result."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import Layout
-from meshwise.model.forward_replay import ForwardReplay
+from meshwise.model.forward import ForwardReplay
 from meshwise.tensor.core.matmul import InputGather, MatmulInput, OperandMove, Streaming, to_product_dtype
 from meshwise.tensor.core.scheme import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 from meshwise.tensor.core.tensor_origins import TensorOrigins

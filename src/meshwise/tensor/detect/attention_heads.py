@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.model.parameter_reads import dotted_names, source_of
+from meshwise.model.parameter_units import dotted_names, source_of
 from meshwise.plan import Plan
 from meshwise.tensor.detect.known_names import (
     CONFIGURATIONS,

@@ -80,7 +80,7 @@ class Rule:
 
 
 _OF_TOKENS = ("attention pattern=", "tokens ")
-"""First words of the rules that concern tokens and not matrices; see `attention/token_rules.py`."""
+"""First words of the rules that concern tokens and not matrices; see `attention/context_parallel.py`."""
 
 
 def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from meshwise.model.parameter_reads import source_of
+from meshwise.model.parameter_units import source_of
 
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})

@@ -1,0 +1,202 @@
+"""Optimizers that need norms or matrices of whole parameters: LARS, LAMB and Muon.
+
+Muon replaces the matrix of a momentum by a nearly orthogonal one (Jordan, 2024; Liu et al., arXiv 2502.16982). Each
+matrix is orthogonalised on one rank, by a Newton-Schulz iteration. torch.optim.Muon iterates in bfloat16, where a
+difference of 1e-16 in a gradient may flip a rounding, so that two plans differ by 1e-2. Here the iteration runs in the
+dtype of the gradient; `dtype="bfloat16"` gives torch's numbers.
+
+LARS and LAMB have a rate for each parameter, from the norms of the whole parameter and of its update:
+
+    | LARS (You et al., arXiv 1708.03888)   v <- momentum v + lr r (g + decay w), w <- w - v
+    |                                       r = trust |w| / (|g| + decay |w|)
+    | LAMB (You et al., arXiv 1904.00962)   w <- w - lr r u, where u = m̂ / (sqrt(v̂) + eps) + decay w
+    |                                       r = |w| / |u|
+
+Under a plan a rank updates slices, and the norm of a slice is another number. So the squared norms of all parameters
+are summed in an all-reduce, one fp64 number each. r is 1 where a norm is 0, and for parameters with fewer than two
+dims, as in the authors' own code; `vectors=True` adapts these too."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.model.full_parameter_access import LogicalTensors
+
+
+class WholeParameterOptimizer(torch.optim.Optimizer):
+    """Optimizer with the keyword arguments and defaults of `DEFAULTS`; every rank calls `step`, without a closure."""
+
+    DEFAULTS: Mapping[str, Any] = {}
+
+    def __init__(self, params: Iterable[Any], *, logical: LogicalTensors, **arguments: Any) -> None:
+        name = type(self).__name__
+        if unknown := sorted(set(arguments) - set(self.DEFAULTS)):
+            raise ValueError(f"{name} takes no {', '.join(unknown)}; it takes {', '.join(self.DEFAULTS)}")
+        super().__init__(params, {**self.DEFAULTS, **arguments})
+        if not self.defaults["lr"] >= 0:
+            raise ValueError(f"Invalid learning rate: {self.defaults['lr']}; give a rate of 0 or above")
+        self.logical = logical
+
+    def kept(self, parameter: nn.Parameter, *, key: str) -> Tensor:
+        """Return the state `key` of a parameter, of the parameter's shape; zeros the first time."""
+        state = self.state[parameter]
+        if key not in state:
+            state[key] = torch.zeros_like(parameter, requires_grad=False)
+        found: Tensor = state[key]
+        return found
+
+
+RATE_FACTORS: Mapping[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factor of the rate by `adjust_lr_fn`. With `match_rms_adamw` the rate and weight decay of AdamW fit."""
+
+
+def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
+    """Return U S Vᵀ for a matrix U D Vᵀ, (rows, columns), with the diagonal of S between about 0.7 and 1.2.
+
+    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, with the coefficients (a, b, c)."""
+    a, b, c = coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Muon(WholeParameterOptimizer):
+    """Muon for parameters of two or more dims; the dims after the first are flattened. State: `momentum_buffer`.
+
+    Takes the arguments of torch.optim.Muon, and `dtype`: the name of the dtype in which matrices travel and are
+    orthogonalised, None for the dtype of the gradient. Raises ValueError for a parameter with fewer dims."""
+
+    needs = "matrices"
+    DEFAULTS: Mapping[str, Any] = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "ns_steps": 5,
+        "eps": 1e-7,
+        "adjust_lr_fn": "original",
+        "dtype": None,
+    }
+
+    def __init__(self, params: Iterable[Any], *, logical: LogicalTensors, **arguments: Any) -> None:
+        super().__init__(params, logical=logical, **arguments)
+        if self.defaults["adjust_lr_fn"] not in RATE_FACTORS:
+            how = self.defaults["adjust_lr_fn"]
+            raise ValueError(f"adjust_lr_fn={how!r}; write one of {', '.join(RATE_FACTORS)}")
+        for part in (part for group in self.param_groups for p in group["params"] for part in logical.parts(p)):
+            if len(part.shape) < 2:
+                raise ValueError(
+                    f"Muon cannot update {part.name!r} of shape {part.shape}: it is no matrix. Give vectors a second "
+                    'optimizer: optimizer=Several, optimizers={"hidden": (Muon, {"lr": 0.02}), "rest": '
+                    '(torch.optim.AdamW, {"lr": 3e-4})}; in a job, rest = {name = "AdamW", lr = 3e-4}'
+                )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
+        """Update all parameters."""
+        for group in self.param_groups:
+            updates = {}
+            for p in group["params"]:
+                momentum = self.kept(p, key="momentum_buffer").lerp_(p.grad, 1 - group["momentum"])
+                updates[p] = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
+            dtype = None if group["dtype"] is None else getattr(torch, group["dtype"])
+            how = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"], "eps": group["eps"]}
+
+            def orthogonal(_: str, full: Tensor, how: Any = how) -> Tensor:
+                return orthogonalize(full.flatten(1), **how).reshape(full.shape)
+
+            self.logical.map_whole(updates, groups=[group], function=orthogonal, dtype=dtype)
+            for p, update in updates.items():
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                for part in self.logical.parts(p):
+                    factor = RATE_FACTORS[group["adjust_lr_fn"]](part.shape[0], math.prod(part.shape[1:]))
+                    here = slice(part.start, part.stop)
+                    p.view(-1)[here].add_(update.view(-1)[here], alpha=-group["lr"] * factor)
+
+
+class _LayerwiseRates(WholeParameterOptimizer):
+    needs = "norms"
+
+    def _adapt(
+        self,
+        updates: Mapping[nn.Parameter, Tensor],
+        *,
+        measured: Mapping[nn.Parameter, Tensor],
+        factor: Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor],
+    ) -> None:
+        """Multiply each update by `factor(norm of the parameter, norm of measured, group)`, fp64 (two all-reduces)."""
+        lengths = self.logical.squared_norms({p: p.detach() for p in updates})
+        squares = self.logical.squared_norms(measured)
+        for group, p in self._pairs():
+            for part in self.logical.parts(p):
+                if len(part.shape) > 1 or group["vectors"]:
+                    length, norm = lengths[part.name].sqrt(), squares[part.name].sqrt()
+                    ratio = torch.where((length > 0) & (norm > 0), factor(length, norm, group), 1.0)
+                    updates[p].view(-1)[part.start : part.stop].mul_(ratio.to(p.dtype))
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Return (group, slice) of all slices."""
+        return [(group, p) for group in self.param_groups for p in group["params"]]
+
+
+class LARS(_LayerwiseRates):
+    """SGD with momentum and layer-wise rates. State: `momentum_buffer`."""
+
+    DEFAULTS: Mapping[str, Any] = {
+        "lr": 1.0,
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+        "trust": 0.001,
+        "vectors": False,
+    }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
+        """Update all parameters."""
+        updates = {p: p.grad.add(p, alpha=group["weight_decay"]) for group, p in self._pairs()}
+        self._adapt(
+            updates,
+            measured={p: p.grad for p in updates},
+            factor=lambda length, norm, group: group["trust"] * length / (norm + group["weight_decay"] * length),
+        )
+        for group, p in self._pairs():
+            buffer = self.kept(p, key="momentum_buffer").mul_(group["momentum"])
+            p.sub_(buffer.add_(updates[p], alpha=group["lr"]))
+
+
+class LAMB(_LayerwiseRates):
+    """Adam with decoupled decay and layer-wise rates. State: `exp_avg`, `exp_avg_sq`, `step`."""
+
+    DEFAULTS: Mapping[str, Any] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "vectors": False,
+    }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
+        """Update all parameters."""
+        updates = {}
+        for group, p in self._pairs():
+            state, (first, second) = self.state[p], group["betas"]
+            state["step"] = state.get("step", 0) + 1
+            mean = self.kept(p, key="exp_avg").lerp_(p.grad, 1 - first)
+            square = self.kept(p, key="exp_avg_sq").mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+            root = (square / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
+            updates[p] = (mean / (1 - first ** state["step"])).div_(root).add_(p, alpha=group["weight_decay"])
+        self._adapt(updates, measured=updates, factor=lambda length, norm, _: length / norm)
+        for group, p in self._pairs():
+            p.sub_(updates[p], alpha=group["lr"])
