@@ -228,7 +228,7 @@ WAITING_METHODS = frozenset({"item", "tolist", "nonzero", "masked_select", "cpu"
 REDUCTIONS = frozenset({"any", "all", "sum", "max", "min", "mean"})
 MAY_WAIT: Mapping[str, str] = {
     # Between steps, or once: checkpoints, trials at the begin, errors, measurements.
-    "meshwise.data_parallel.checkpoint_refill": "a checkpoint is read",
+    "meshwise.data_parallel.stored_slices": "a checkpoint is read",
     "meshwise.engine.step_result": "the batch of the first step is compared; a gradient that is not finite is named",
     "meshwise.engine.staged_runner._absent": "predictions, not steps",
     "meshwise.memory.recompute": "a repeated forward that differs is named",
@@ -236,7 +236,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.optim.flat_optimizer": "settings that are tensors; the optimizer is tried before the first step",
     "meshwise.pipeline.run.measured_step": "clocks of ranks are compared after a measurement",
     # In a step, where sizes or the work to do depend on values.
-    "meshwise.engine.batch_sharding": "the number of rows of each rank",
+    "meshwise.engine.microbatch_runner": "the number of rows of each rank",
     "meshwise.engine.open_step": "the loss of each backward is compared between ranks",
     "meshwise.data_parallel.batch_norm_statistics": "for a batch of one value, which is refused",
     "meshwise.expert.expert_parallel": "tokens for each expert; which experts have tokens; figures between steps",

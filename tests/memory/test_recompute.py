@@ -22,7 +22,7 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.by_name import SCHEDULES
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import run
-from meshwise.testing.count_calls_and_bytes import count
+from meshwise.testing.agree import count
 from meshwise.verify.verification import verify
 
 EVEN, UNEVEN = 8, 5

@@ -31,8 +31,8 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel, from_holders
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.microbatch_runner import (
+    MicroBatch,
     MicrobatchTask,
     OnCount,
     OnGradient,

@@ -19,8 +19,7 @@ from meshwise.comm.api.stopwatch import StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
-from meshwise.engine.batch_sharding import BatchSharder
-from meshwise.engine.microbatch_runner import MicrobatchRunner, OnGradient, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.step_result import (
     NonFiniteError,

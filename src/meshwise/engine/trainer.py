@@ -20,8 +20,7 @@ from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.stored_slices import buffers
 from meshwise.data_parallel.update_timing import build_update
-from meshwise.engine.batch_sharding import BatchSharder, gather_rows
-from meshwise.engine.microbatch_runner import MicrobatchRunner, WholeModelRunner, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parameter_average import ParameterAverage, drop_average
 from meshwise.engine.step import TrainingSteps
