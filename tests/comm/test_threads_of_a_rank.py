@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.network.process_world import job_store
-from meshwise.comm.shared_memory.remote_span import reduce_spans
+from meshwise.comm.network.job_store import job_store
+from meshwise.comm.shared_memory.shared_segment import reduce_spans
 from meshwise.testing import run
 from warm_processes import Processes
 

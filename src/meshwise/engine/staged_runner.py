@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.microbatch_runner import (
     MicrobatchTask,

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import Parts, flat, put, require_fit, require_op, require_passed, split
+from meshwise.comm.api.collective_buffers import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.flight_recorder import (
+    ActivityStopwatch,
     CallLine,
     CallRecord,
     FlightRecorder,
@@ -33,7 +34,6 @@ from meshwise.comm.api.flight_recorder import (
     first_difference,
     ranks_text,
 )
-from meshwise.comm.api.stopwatch import ActivityStopwatch
 from meshwise.comm.api.streams import streams_of
 
 
