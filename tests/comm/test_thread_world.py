@@ -47,7 +47,7 @@ def test_views_over_other_meshes_share_transport_and_recorder() -> None:
         with world.record() as records:
             grid.all_reduce(x, axes="dp").wait()
         assert [record.axes for record in records] == [("dp",)]
-        assert world.position.record == records[0]
+        assert world.flight_recorder.position.record == records[0]
         return float(x)
 
     assert run_threads(4, main) == [2, 4, 2, 4]

@@ -62,26 +62,18 @@ COPY = "copy"
 """Name of the measurement in which every rank copies a tensor within its own memory."""
 
 
-def _factor_one(_: int) -> float:
-    return 1.0
-
-
-def _all_but_own(n: int) -> float:
-    return (n - 1) / n
-
-
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
     {
         "all_reduce": lambda n: 2 * (n - 1) / n,
-        "reduce_scatter": _all_but_own,
-        "all_gather": _all_but_own,
-        "all_to_all": _all_but_own,
-        "broadcast": _factor_one,
-        "reduce": _factor_one,
-        "gather": _all_but_own,
-        "scatter": _all_but_own,
-        "send_recv": _factor_one,
-        COPY: _factor_one,
+        "reduce_scatter": lambda n: (n - 1) / n,
+        "all_gather": lambda n: (n - 1) / n,
+        "all_to_all": lambda n: (n - 1) / n,
+        "broadcast": lambda _: 1.0,
+        "reduce": lambda _: 1.0,
+        "gather": lambda n: (n - 1) / n,
+        "scatter": lambda n: (n - 1) / n,
+        "send_recv": lambda _: 1.0,
+        COPY: lambda _: 1.0,
     }
 )
 """For each collective, a function from the group size n to the factor: bus bandwidth / algorithm bandwidth."""

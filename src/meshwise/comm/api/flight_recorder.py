@@ -11,7 +11,7 @@ time of a frozen dataclass.
 `ProfilerRanges` show both to a profiler. Each time is taken by an event on the current CUDA stream, or on the CPU by
 the clock. So on a GPU the times are GPU times, and the host does not wait for the GPU before `read`.
 
-`stack` and `stack_of` return Python stacks for reports, without frames of the folder comm and of threading."""
+`stack_of` returns a Python stack for reports, without frames of the folder comm and of threading."""
 
 import contextlib
 import gc
@@ -412,11 +412,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 _MOST_FRAMES = 12
-
 _INDENT = "      "
-
 _OURS = f"{Path(__file__).parents[2]}/"
-
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 
 # Frames that wait in a collective or start a process or thread do not help the reader.
@@ -430,20 +427,10 @@ _LEFT_OUT = (
 )
 
 
-def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost 12 of `frames`, a result of `traceback.walk_stack`, as text, the outermost first."""
-    summary = traceback.StackSummary.extract(iter(frames))
-    entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
-    lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
-    for entry in entries[-_MOST_FRAMES:]:
-        lines.append(f"{entry.filename}:{entry.lineno} {entry.name}")
-        if entry.line:
-            lines.append(f"    {entry.line}")
-    return "\n".join(_INDENT + line for line in lines)
-
-
 def stack_of(thread: int | None) -> str:
-    """Return the current stack of the thread with this identifier; "" if it has ended or the identifier is None.
+    """Return the innermost 12 frames of the thread with this identifier as text, the outermost first. Return "" if the
+    thread has ended or the identifier is None.
+
     Garbage collection is off while the frames are read. Otherwise Python might collect garbage while it makes a frame
     object, and switch threads; the other thread could return from the frame, and its memory would be reused. Reading
     such memory ended ranks with SIGSEGV."""
@@ -455,7 +442,14 @@ def stack_of(thread: int | None) -> str:
     finally:
         if collects:
             gc.enable()
-    return stack(frames)
+    summary = traceback.StackSummary.extract(iter(frames))
+    entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
+    lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
+    for entry in entries[-_MOST_FRAMES:]:
+        lines.append(f"{entry.filename}:{entry.lineno} {entry.name}")
+        if entry.line:
+            lines.append(f"    {entry.line}")
+    return "\n".join(_INDENT + line for line in lines)
 
 
 def raised_at(error: BaseException) -> str:

@@ -28,7 +28,6 @@ from meshwise.comm.api.flight_recorder import (
     CallRecord,
     FlightRecorder,
     PlacedCall,
-    Position,
     RanksDisagree,
     call_site,
     first_difference,
@@ -153,11 +152,6 @@ class World(abc.ABC):
     def size(self) -> int:
         """Number of ranks."""
         return self.mesh.size
-
-    @property
-    def position(self) -> Position:
-        """Collective that this rank waits for or called last, through any view of this world."""
-        return self.flight_recorder.position
 
     @property
     def unfinished(self) -> CallRecord | None:

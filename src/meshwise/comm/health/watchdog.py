@@ -494,9 +494,9 @@ class Watchdog:
         """Watch this rank without the store: end it when it waits in a collective, but not while it computes."""
         while not self._stopped:
             self._require_launcher()
-            since = self._world.position.waiting_since
+            since = self._world.flight_recorder.position.waiting_since
             if self._lost or (since is not None and time.monotonic() - since >= self._pace.suspect):
-                record = self._world.position.record
+                record = self._world.flight_recorder.position.record
                 self._leave(
                     f"meshwise: rank {self._world.rank} ends: the job's store is gone ({why}), waiting in {record}"
                 )

@@ -355,10 +355,7 @@ class ThreadWorld(World):
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-
-        def take(met: PendingCollective) -> None:
-            met.reduce(op, into=into, part=group.index)
-
+        take = partial(PendingCollective.reduce, op=op, into=into, part=group.index)
         return self._meet(record, group, give=dict(enumerate(parts)), fill=[into], take=take)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:

@@ -144,14 +144,6 @@ Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 _ONE_PHASE_BYTES = 256 << 10
 
 
-class ThreadJob(Future[None]):
-    """One job of a worker thread, to wait for."""
-
-    def wait(self) -> None:
-        """Block until the job has ended. Raises the exception of the job."""
-        self.result()
-
-
 class WorkerThread:
     """Thread that runs jobs one after the other; it starts when the object is made.
 
@@ -159,13 +151,13 @@ class WorkerThread:
     process with "terminate called without an active exception" and a wrong exit status."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[ThreadJob, Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> ThreadJob:
-        """Run `job` after all earlier jobs; return an object to wait for."""
-        ticket = ThreadJob()
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run `job` after all earlier jobs; `result` of the returned future waits for it, and raises its exception."""
+        ticket: Future[None] = Future()
         self._jobs.put((ticket, job))
         return ticket
 
@@ -274,10 +266,9 @@ class GlooWorld(World):
         require_op(op)
         call = _Call(record, group)
 
-        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
-            yield from self._reduced(call, reads, writes[0], op)
-
-        return self._start(call, program, reads=parts, writes=[into])
+        return self._start(
+            call, lambda reads, writes: self._reduced(call, reads, writes[0], op), reads=parts, writes=[into]
+        )
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(group.size, dtype=torch.uint8)
@@ -366,7 +357,7 @@ class GlooWorld(World):
         if not carried:
             return _Started(self, call.record, transport, rest)
         ticket = transport.worker(queue).submit(rest)
-        return _Started(self, call.record, transport, ticket.wait, ticket)
+        return _Started(self, call.record, transport, ticket.result, ticket)
 
     def _post(
         self,
@@ -390,7 +381,7 @@ class _Started(Work):
         record: CallRecord,
         transport: GlooTransport,
         finish: Callable[[], None],
-        ticket: ThreadJob | None = None,
+        ticket: Future[None] | None = None,
     ) -> None:
         super().__init__(world, record=record)
         self._transport = transport
@@ -445,7 +436,7 @@ def _staged(
     ticket = worker.submit(keep_inference_mode(carry))
 
     def finish() -> None:
-        ticket.wait()
+        ticket.result()
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)
 

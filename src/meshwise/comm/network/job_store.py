@@ -33,8 +33,9 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from meshwise.comm.api.job_processes import host_name, launched_rank
 
@@ -113,45 +114,18 @@ def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -
     return TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout, multi_tenant=True)
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """Rendezvous handler for torch's elastic launcher on one machine, with a store on the loopback interface. Every
-    start of the ranks gets a new store, so keys of earlier starts cannot disturb restarted ranks. run: name of the job.
-    """
+    start of the ranks gets a new store, so keys of earlier starts cannot disturb restarted ranks. run: name of the job,
+    which the ranks see as TORCHELASTIC_RUN_ID."""
 
     def __init__(self, run: str) -> None:
-        self._run = run
-        self._store: TCPStore | None = None
-        self._closed = False
-
-    def get_backend(self) -> str:
-        """Return the name of this rendezvous for torch's records."""
-        return "meshwise-loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: the ranks use the store that the launcher opened."""
-        return True
+        super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=run, timeout=int(_TIME.total_seconds()))
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a new store and return it at once, as node 0 of 1: there is no other launcher."""
-        self._store = loopback_store()
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
-
-    def is_closed(self) -> bool:
-        """Return whether `set_closed` was called."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """Note that there will be no further start of the ranks."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other node can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the job, which the ranks see as TORCHELASTIC_RUN_ID."""
-        return self._run
+        self._store = store = loopback_store()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def shutdown(self) -> bool:
         """Drop the store, and return True for success."""

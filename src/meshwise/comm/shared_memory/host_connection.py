@@ -66,7 +66,7 @@ _NAP_SECONDS = 100e-6  # where there is no futex to sleep on
 _syscall = ctypes.CDLL(None).syscall
 
 
-class _Span(ctypes.Structure):
+class _TimeSpan(ctypes.Structure):
     """C's `struct timespec`."""
 
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
@@ -76,25 +76,21 @@ _PROOF_WORD = 1
 
 # Number of polls of a condition, then number of polls after a yield each, because another rank may need this core.
 _LOOKS = 10
-
 _YIELDS = 30
 
 # How long to sleep before this rank looks for ended ranks. It must be short: a launcher that notices an ended rank soon
-# ends all ranks, and each should report the loss first. The nap is for ranks with other calls that may become due.
+# ends all ranks, and each should report the loss first. The second number is for ranks with calls that may become due.
 _SLEEP_SECONDS = 0.005
-
 _LATER_SECONDS = 0.001
 
 # A rank that makes a call wakes all ranks that sleep on its board, even if they wait for another call. After this
 # number of wakes in vain, a waiting rank sleeps for a fixed time instead, which costs the calling rank nothing.
 _MOST_VAIN_WAKES = 16
-
 _BACK_OFF_SECONDS = 0.0002
 
 # How long a process may take to end after its memory is freed; and the errors that other ranks get meanwhile: no such
 # process, no such file, or None (an OSError of this package: another process has the PID).
 _ENDING_SECONDS = 10.0
-
 _OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
 
 
@@ -193,7 +189,7 @@ class Board:
         if _FUTEX is None:
             time.sleep(min(_NAP_SECONDS, seconds))
         elif self.words[0] == seen:
-            most = _Span(int(seconds), int(seconds % 1 * 1e9))
+            most = _TimeSpan(int(seconds), int(seconds % 1 * 1e9))
             _syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
 
 

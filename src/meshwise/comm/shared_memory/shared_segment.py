@@ -275,7 +275,7 @@ def _advise(memory: Tensor, how: int) -> None:
     _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)
 
 
-class _Span(ctypes.Structure):
+class _MemoryRange(ctypes.Structure):
     """C's `struct iovec`."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -318,8 +318,8 @@ def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
     size, done = x.numel() * x.element_size(), 0
     call = _C.process_vm_readv if verb == "read" else _C.process_vm_writev
     while done < size:
-        local = _Span(x.data_ptr() + done, size - done)
-        remote = _Span(address + done, size - done)
+        local = _MemoryRange(x.data_ptr() + done, size - done)
+        remote = _MemoryRange(address + done, size - done)
         count = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if count <= 0:
             number = ctypes.get_errno()
