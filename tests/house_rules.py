@@ -297,7 +297,8 @@ MAKERS = """
 READ_ONLY = ("Mapping", "Sequence", "Collection", "Set", "AbstractSet", "Iterable")
 MEANT_TO_BE_SET = (
     "sys.excepthook",
-    "util.spawnv_passfds",  # for one call, in comm/forked.py: multiprocessing does not ask how its server is to start
+    # for one call, in comm/launch/fork_server.py: multiprocessing does not ask how its server is to start
+    "util.spawnv_passfds",
 )
 OWN_OF_A_TENSOR = frozenset({"data", "grad", "requires_grad"})
 
@@ -401,7 +402,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.testing.reference_run.difference": 2,
     "meshwise.base.tensor_tree.map_tensors": 2,
     "meshwise.comm.launch.launch.torchrun_line": 2,
-    "meshwise.comm.api.flat_parts.split": 2,
+    "meshwise.comm.api.collective_buffers.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
     # on_gradient(row, gradient); and what torch's launcher calls in a rank.
     "meshwise.comm.launch.rank_process.rank_main": 5,

@@ -24,7 +24,7 @@ from accelerator.stream_races import StreamRace
 from accelerator.training import check_losses
 from meshwise.comm.api.world import World
 from meshwise.comm.network import gloo_world
-from meshwise.comm.network.mailbox import PendingMessages
+from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.testing import Disagreement, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
-from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
+from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.measure_steps import measure, profile

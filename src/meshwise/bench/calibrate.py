@@ -28,7 +28,7 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.bench.collectives import SizeSweep, measure
+from meshwise.bench.collective_benchmark import SizeSweep, measure
 from meshwise.bench.machine import processor_name
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World

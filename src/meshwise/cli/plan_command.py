@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from meshwise.cli.flag_values import named_cluster
 from meshwise.cli.output_files import DrawingFiles, check_drawings, check_outputs, write_drawings
-from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.launch import cores
 from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size

@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 
 from meshwise.cli.flag_values import checked_comm, local_ranks, say_start
-from meshwise.comm.api.launch_environment import is_rank
-from meshwise.comm.api.rank_lost import RankKilledError
+from meshwise.comm.api.job_processes import RankKilledError, is_rank
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.memory.memory_error import is_out_of_memory

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, LossError, call_loss

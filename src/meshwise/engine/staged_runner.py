@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.bucket import Bucket

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming

@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.engine.cut_agreement import finest_cut
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward

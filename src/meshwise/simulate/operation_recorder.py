@@ -22,9 +22,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.comm.api.flight_recorder import FlightRecorder
-from meshwise.comm.api.stopwatch import Activity, StepPhase
-from meshwise.comm.shared_memory.segment import KEPT, fits
+from meshwise.comm.api.flight_recorder import Activity, FlightRecorder, StepPhase
+from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.meta_kernels import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.torch_private import TorchDispatchMode, without_modes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.comm.api.stopwatch import Activity, StepPhase
+from meshwise.comm.api.flight_recorder import Activity, StepPhase
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
 from meshwise.pipeline.schedules.schedule_clock import event_of
 from meshwise.simulate.cost_model import CostModel

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.stopwatch import Activity, StepPhase
+from meshwise.comm.api.flight_recorder import Activity, StepPhase
 from meshwise.engine.cut_agreement import cut_and_note_writes, matrix_pairs, plan_schedule
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import ParameterSource, shapes_of

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import Parts
-from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.collective_buffers import Parts
+from meshwise.comm.api.flight_recorder import CallRecord, StepPhase
 from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
-from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
+from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.simulate.operation_recorder import Recorder
 from meshwise.simulate.step_tape import Category, TapeCall, TapeWait
 

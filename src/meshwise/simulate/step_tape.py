@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.stopwatch import Activity
+from meshwise.comm.api.flight_recorder import Activity, CallRecord
 from meshwise.pipeline.schedules.action import Action, ActionKind
 
 

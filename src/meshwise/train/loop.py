@@ -28,7 +28,7 @@ from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.checkpoint.safetensors_format import TensorSpec, header
 from meshwise.comm.api.emulated_link import EmulatedLink
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import buffers

@@ -24,7 +24,7 @@ import torch
 from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import align_columns
 from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
-from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
+from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of

@@ -1,4 +1,4 @@
-"""Time the collectives of a World over tensor sizes and group sizes.
+"""Time the collectives of a World over tensor sizes and group sizes; show the times as a table, as JSON and as a PNG.
 
     | round     one sample of every collective at every size, from the smallest size to the largest. So a slow moment
     |           of the machine affects all collectives. Every second round reverses the order of the kinds of memory
@@ -8,30 +8,103 @@
     | result    the time of the slowest rank: median and minimum over the rounds
 
 Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
-A group of n ranks is measured alone, while the other ranks wait."""
+A group of n ranks is measured alone, while the other ranks wait.
 
+Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Two bandwidths
+make measurements comparable, as nccl-tests defines them:
+
+    | algorithm bandwidth   bytes / seconds
+    | bus bandwidth         algorithm bandwidth × a factor of the group size n. With this factor, a perfect algorithm
+    |                       has the bandwidth of the slowest link for every n
+
+    | collective            bytes                                     factor
+    | all_reduce            of the tensor                            2(n−1)/n
+    | reduce_scatter        of the full input                         (n−1)/n
+    | all_gather            of the full output                        (n−1)/n
+    | all_to_all            of one rank's full input                  (n−1)/n
+    | gather, scatter       of the full tensor on the root            (n−1)/n
+    | broadcast, reduce     of the tensor                                   1
+    | send_recv             of one rank's message                           1
+
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
+a tensor within their own memory at the same time, which bounds the speed of an exchange between them."""
+
+import json
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
-from meshwise.comm.network.gloo_baseline import Call, gloo_calls
+from meshwise.comm.network.process_world import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
+from meshwise.simulate.simulation_tables import size_text
 
 VARIANTS = ("ordinary", "shared", "joint", "gloo")
 """Kinds of memory and transport on which a collective can be measured; `Measurement.on` explains each."""
 
+_COLUMNS = 3
 _AXIS = "ring"
 _CALLS_BYTES = 64 << 20
 _CALLS_MOST = 100
 _UNTIMED = 10  # timed calls for each untimed call
+
+COPY = "copy"
+"""Name of the measurement in which every rank copies a tensor within its own memory."""
+
+
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {
+        "all_reduce": lambda n: 2 * (n - 1) / n,
+        "reduce_scatter": lambda n: (n - 1) / n,
+        "all_gather": lambda n: (n - 1) / n,
+        "all_to_all": lambda n: (n - 1) / n,
+        "broadcast": lambda _: 1.0,
+        "reduce": lambda _: 1.0,
+        "gather": lambda n: (n - 1) / n,
+        "scatter": lambda n: (n - 1) / n,
+        "send_recv": lambda _: 1.0,
+        COPY: lambda _: 1.0,
+    }
+)
+"""For each collective, a function from the group size n to the factor: bus bandwidth / algorithm bandwidth."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measured times of one collective, at one size of the full tensor, in one group of ranks.
+
+    | kind      name of the collective, a key of `BUS_FACTORS`
+    | seconds   of one call on the slowest rank: the median and the minimum over all rounds
+    | on        `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
+    |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors"""
+
+    kind: str
+    ranks: int
+    bytes: int
+    median_seconds: float
+    min_seconds: float
+    on: str = "ordinary"
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the full tensor per second of the median call."""
+        return self.bytes / self.median_seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second that the slowest link would carry under a perfect algorithm, from the median call."""
+        return self.algorithm_bandwidth * BUS_FACTORS[self.kind](self.ranks)
+
 
 _Sampled: TypeAlias = tuple[str, str, int]
 
@@ -213,3 +286,104 @@ def _call(world: World, call: Call, buffers: tuple[Tensor, Tensor], calls: int) 
     for _ in range(calls):
         for work in call(world, *buffers):
             work.wait()
+
+
+def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
+    """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
+    `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks."""
+    copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
+    records: list[dict[str, str | int | float]] = []
+    order = list(BUS_FACTORS)
+    for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on)):
+        copy = copies[one.ranks, one.bytes]
+        records.append(
+            {
+                "collective": one.kind,
+                "ranks": one.ranks,
+                "bytes": one.bytes,
+                "on": one.on,
+                "median_seconds": one.median_seconds,
+                "min_seconds": one.min_seconds,
+                "algorithm_bandwidth": one.algorithm_bandwidth,
+                "bus_bandwidth": one.bus_bandwidth,
+                "copy_bandwidth": copy,
+                "share_of_copy": one.bus_bandwidth / copy,
+            }
+        )
+    return records
+
+
+def as_json(measurements: Sequence[Measurement]) -> str:
+    """Return the dicts of `rows` as the text of a JSON list."""
+    return json.dumps(rows(measurements), indent=1) + "\n"
+
+
+def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
+    """Return a table for the terminal, with one section per collective, in GB/s (10^9 bytes per second)."""
+    table = Table(caption=caption, caption_justify="left")
+    table.add_column("collective")
+    for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
+        table.add_column(name, justify="right")
+    shown = [record for record in rows(measurements) if record["collective"] != COPY]
+    for record, following in zip_longest(shown, shown[1:]):
+        ends = following is None or following["collective"] != record["collective"]
+        table.add_row(
+            str(record["collective"]),
+            str(record["ranks"]),
+            size_text(float(record["bytes"])),
+            str(record["on"]),
+            _time(float(record["median_seconds"])),
+            _time(float(record["min_seconds"])),
+            *(f"{float(record[name]) / 1e9:.3f}" for name in ("algorithm_bandwidth", "bus_bandwidth")),
+            f"{float(record['copy_bandwidth']) / 1e9:.2f}",
+            f"{float(record['share_of_copy']):.0%}",
+            end_section=ends,
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+class MissingExtraError(ValueError):
+    """Raised when an optional package is not installed; the message names the extra to install."""
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtraError if matplotlib is not installed. Commands call it before they measure."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
+
+
+def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
+    """Draw the measurements on ordinary tensors as a PNG. Raises MissingExtraError without matplotlib, and OSError."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
+    from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
+
+    kinds = [kind for kind in dict.fromkeys(one.kind for one in measurements) if kind != COPY]
+    figure = Figure(figsize=(4 * _COLUMNS, 3 * -(-len(kinds) // _COLUMNS)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, kind in enumerate(kinds):
+        panel = figure.add_subplot(-(-len(kinds) // _COLUMNS), _COLUMNS, index + 1)
+        for number, ranks in enumerate(sorted({one.ranks for one in measurements})):
+            for drawn, style in ((kind, "o-"), (COPY, "--")):
+                line = [one for one in measurements if (one.kind, one.ranks, one.on) == (drawn, ranks, "ordinary")]
+                panel.plot(
+                    [one.bytes for one in line],
+                    [one.bus_bandwidth / 1e9 for one in line],
+                    style,
+                    color=f"C{number}",
+                    markersize=3,
+                    label=f"{ranks} ranks" + (", copy" if drawn == COPY else ""),
+                )
+        panel.set_title(kind)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("bytes")
+        panel.set_ylabel("bus bandwidth, GB/s")
+        panel.grid(visible=True, alpha=0.3)
+        if index == 0:
+            panel.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120, format="png")
