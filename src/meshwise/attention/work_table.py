@@ -12,7 +12,7 @@ from meshwise.attention.mask_pattern import Pattern, TilePair
 from meshwise.attention.token_attention import ORDER_OF, head_ranks
 from meshwise.attention.token_state import rank_order
 from meshwise.base.text_format import align_columns
-from meshwise.layout.token_order import TokenRanges
+from meshwise.layout.layout import TokenRanges
 from meshwise.plan import Plan
 
 
