@@ -34,11 +34,10 @@ from meshwise.engine.staged_runner import StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel
-from meshwise.memory.activation_offload import activation_tier
+from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.memory_error import memory_errors_explained
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.storage_movers import ActivationTransfers
+from meshwise.memory.process_memory import memory_errors_explained
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.deferred_init import ParameterSource, build_with_values

@@ -11,15 +11,21 @@ value belongs to the slot of its saved tensor, and lives as long as the slot:
 
 A separate node saves the block's inputs, so that they can be offloaded like other saved activations. The repeated
 forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
-remembers. Objects that the block receives, such as the cache of a decoder, have their earlier content
-(`changed_inputs`). Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
+remembers. Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
 repetition norms update copies of their running statistics, because the first forward has updated the real ones.
-A block that writes to another buffer is refused, because its repeated forward might read the changed buffer."""
+A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
+
+A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
+decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward
+would find them there, and append them again. So during the repetition the object has its earlier content
+(`BlockInputs`); afterwards its present content is restored. A tensor that is written to in place is not restored. The
+block then saves different tensors, which raises `RecomputeError`."""
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -29,9 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_generators
-from meshwise.memory.changed_inputs import BlockInputs
-from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
-from meshwise.memory.saved_operations import SavedOperations
+from meshwise.memory.recompute_modes import DeviceTimer, RecomputeCost, SavedOperations
 from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 from meshwise.model.torch_private import without_modes
 from meshwise.precision.dtype_conversion import active_product_casts
@@ -399,3 +403,69 @@ def _is_close(tensor: Tensor, *, before: Tensor) -> bool:
     most = float(finite.max()) if finite.numel() else 0.0
     differ = ~torch.isclose(one, other, rtol=0.0, atol=_LITTLE * most, equal_nan=True)
     return int(differ.sum()) <= _FEW * before.numel()
+
+
+Container: TypeAlias = dict[Any, Any] | list[Any]
+"""A list, a dict, or the attributes of an object (its `__dict__`)."""
+
+_PLAIN = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
+"""Types whose content is not searched for containers."""
+
+
+class BlockInputs:
+    """The containers that can be reached from a block's arguments, with copies of their content before its forward."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._before = [(one, _copied(one)) for one in _reached(arguments)]
+
+    def ran(self) -> None:
+        """Drop the copies of containers that the first forward left unchanged; call it after that forward."""
+        self._before = [(one, before) for one, before in self._before if _contents(one) != _contents(before)]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the containers have their content from before the first forward; afterwards their present content."""
+        now = [(one, _copied(one)) for one, _ in self._before]
+        try:
+            _put(self._before)
+            yield
+        finally:
+            _put(now)
+
+
+def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
+    """Yield each container that can be reached from the arguments, once."""
+    seen: set[int] = set()
+    open_ = [*arguments]
+    while open_:
+        item = open_.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict | list):
+            yield item
+        if isinstance(item, dict | list | tuple):
+            values = item.values() if isinstance(item, dict) else item
+            open_ += (value for value in values if not isinstance(value, _PLAIN))
+        elif isinstance(attributes := getattr(item, "__dict__", None), dict):
+            open_.append(attributes)
+
+
+def _copied(container: Container) -> Container:
+    """Return a shallow copy of a container. It avoids the `copy` method of the container's class, which may do more."""
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _contents(container: Container) -> list[int]:
+    """Return the `id` of every key and value of a container."""
+    return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
+
+
+def _put(contents: list[tuple[Container, Container]]) -> None:
+    """Restore the content of each container."""
+    for container, content in contents:
+        container.clear()
+        if isinstance(container, dict):
+            container.update(content)
+        else:
+            container.extend(content)

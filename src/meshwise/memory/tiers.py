@@ -21,9 +21,18 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.streams import StreamEvent, Streams, streams_of
-from meshwise.memory.rehearsed_movers import RehearsedFile
-from meshwise.memory.staging_buffers import PinnedSlabs, StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import BLOCK, REMEMBERED, SwapFile, SwapTransfer, TierActivity, whole_blocks
+from meshwise.memory.swap_file import (
+    BLOCK,
+    REMEMBERED,
+    PinnedSlabs,
+    RehearsedFile,
+    StagingBuffers,
+    SwapConfig,
+    SwapFile,
+    SwapTransfer,
+    TierActivity,
+    whole_blocks,
+)
 from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
