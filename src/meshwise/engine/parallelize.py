@@ -63,7 +63,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.core.stage_parts import feature_dims, local_and_total_tokens, local_and_total_width, parts_of_stage
 from meshwise.tensor.detect.find_parts import Rules, find_parts
-from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas, scheme_on
+from meshwise.tensor.schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 
 

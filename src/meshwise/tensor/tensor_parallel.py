@@ -27,7 +27,7 @@ from meshwise.tensor.core.sharded_norm import ShardedBatchNorm, ShardedNorm, Spl
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS, computes_as
-from meshwise.tensor.schemes.kv_replicas import scheme_on
+from meshwise.tensor.schemes import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")
 """Roles of modules that return hidden states, inside and outside of blocks."""

@@ -19,9 +19,9 @@ from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
-from meshwise.tensor.core.scheme import Axes
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import BY_HEAD, MASKS
+from meshwise.tensor.schemes import Axes
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 """Function that a hook applies to an input or output of a module."""

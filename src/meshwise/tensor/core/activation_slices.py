@@ -26,7 +26,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.schemes.kv_replicas import scheme_on
+from meshwise.tensor.schemes import scheme_on
 
 _TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")
 

@@ -10,10 +10,10 @@ from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.scheme import NO_MOVE, Scheme, SchemeProduct
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.split_logits import SplitLogits
 from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
+from meshwise.tensor.schemes import NO_MOVE, Scheme, SchemeProduct
 
 
 class Projection(BoundToRank):

@@ -1,7 +1,7 @@
 """Describe the part of a module in tensor parallelism: its role, and the sizes that its split needs.
 
 `tensor/detect/` finds the part of each module, by the user's rules or the model's structure. `tensor/core/` splits
-the module, with the layouts that `tensor/schemes/` has for its role.
+the module, with the layouts that `tensor/schemes.py` has for its role.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 

@@ -16,9 +16,9 @@ from meshwise.model.torch_private import in_backward
 from meshwise.tensor.core.linear import Projection
 from meshwise.tensor.core.matmul import OperandMove
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.scheme import OperandLayoutMove
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.table_weight import TableWeight
+from meshwise.tensor.schemes import OperandLayoutMove
 
 
 class SplitTable(BoundToRank):

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from meshwise.comm.api.world import World
 from meshwise.model.torch_private import needed_gradients
 from meshwise.tensor.core.part import Norm
-from meshwise.tensor.core.scheme import Axes
 from meshwise.tensor.core.split_context import BoundToRank
+from meshwise.tensor.schemes import Axes
 
 
 @dataclass(frozen=True)

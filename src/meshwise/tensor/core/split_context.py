@@ -13,8 +13,8 @@ from meshwise.comm.api.world import World
 from meshwise.layout.layout import Layout
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.tensor.core.matmul import InputGather, MatmulInput, OperandMove, Streaming, to_product_dtype
-from meshwise.tensor.core.scheme import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 from meshwise.tensor.core.tensor_origins import TensorOrigins
+from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 
 
 class BoundToRank:

@@ -15,7 +15,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes
 from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS
-from meshwise.tensor.schemes.kv_replicas import scheme_on
+from meshwise.tensor.schemes import scheme_on
 
 
 def local_and_total_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:

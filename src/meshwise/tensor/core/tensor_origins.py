@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.model.parameter_table import Placement
 from meshwise.tensor.core.matmul import MatmulCollectives
-from meshwise.tensor.core.scheme import Axes
+from meshwise.tensor.schemes import Axes
 
 
 class TensorOrigins:
