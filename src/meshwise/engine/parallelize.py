@@ -57,11 +57,16 @@ from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_conversion import CastHooks, autocast_context, convert, place_buffer, widen_for_loss
 from meshwise.precision.dtype_policy import Precision, precision_of
 from meshwise.precision.loss_scale import LossScale
-from meshwise.tensor.core.activation_slices import activation_regions
+from meshwise.tensor.core.activation_slices import (
+    activation_regions,
+    feature_dims,
+    local_and_total_tokens,
+    local_and_total_width,
+    parts_of_stage,
+)
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.core.stage_parts import feature_dims, local_and_total_tokens, local_and_total_width, parts_of_stage
 from meshwise.tensor.detect.find_parts import Rules, find_parts
 from meshwise.tensor.schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel

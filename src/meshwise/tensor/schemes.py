@@ -187,8 +187,8 @@ def two_d(rows: Axes = ("row",)) -> Scheme:
 def three_d() -> Scheme:
     """Return the scheme 3D: a p x p x p cube (Bian et al., "Maximizing Parallelism", arXiv 2105.14450).
 
-    The cube has the axes i, j and l (Agarwal et al., 1995). Every operand is stored in p³ parts, and multiplied or reduced in p² parts. T is
-    the number of tokens; K and N are features. The two linears of a pair exchange the roles of j and l:
+    The cube has the axes i, j and l (Agarwal et al., 1995). Every operand is stored in p³ parts, and multiplied or
+    reduced in p² parts. T is the number of tokens; K and N are features. The two linears of a pair exchange j and l:
 
         | colwise  X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
         |          Y  T/(i·l), N/j     as X of rowwise

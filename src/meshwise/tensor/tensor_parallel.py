@@ -18,12 +18,20 @@ from meshwise.model.parameter_table import Placement
 from meshwise.model.sharded_class import set_sharded_class
 from meshwise.plan import Plan
 from meshwise.tensor.core import activation_reshard as reshard
-from meshwise.tensor.core.gathered_outputs import GatheredOutputs
-from meshwise.tensor.core.linear import Projection, ShardedHead, ShardedLinear
+from meshwise.tensor.core.activation_reshard import GatheredOutputs
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
-from meshwise.tensor.core.sharded_multihead import MultiheadSharding
-from meshwise.tensor.core.sharded_norm import ShardedBatchNorm, ShardedNorm, SplitNorm, SplitStatistics
+from meshwise.tensor.core.sharded_layers import (
+    MultiheadSharding,
+    Projection,
+    ShardedBatchNorm,
+    ShardedEmbedding,
+    ShardedHead,
+    ShardedLinear,
+    ShardedNorm,
+    SplitNorm,
+    SplitStatistics,
+    SplitTable,
+)
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS, computes_as

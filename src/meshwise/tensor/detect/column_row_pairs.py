@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
+from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
     HeadSharing,
