@@ -34,7 +34,7 @@ from meshwise.tensor.core.sharded_layers import (
 )
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
-from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS, computes_as
+from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")

@@ -30,7 +30,7 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import Projection, ShardedLinear, ShardedMultiheadAttention
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS
+from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
 from meshwise.tensor.schemes import scheme_on
 
 _TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")

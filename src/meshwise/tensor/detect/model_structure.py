@@ -5,7 +5,7 @@ GPT
 ├── embedding            as wide as the hidden states; tied to a linear, or the largest, or the first        embedding
 ├── positions            another embedding of this width                                                 positions
 ├── blocks               a list of modules that have an attention or two matrices each
-│   └── 0                `block_branch` finds its branches, `attention_heads` their heads                block
+│   └── 0                `BranchFinder` finds its branches, `find_heads` their heads                     block
 │       ├── norm         computes LayerNorm or RMSNorm over the hidden states                            norm
 │       └── …
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
@@ -18,17 +18,17 @@ from torch import nn
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import HeadSharing, cut_by_rule
-from meshwise.tensor.detect.block_branch import BranchFinder, hidden_width
-from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
+from meshwise.tensor.detect.column_row_pairs import BranchFinder, ColumnRowPairs, hidden_width
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.matrix_modules import (
+from meshwise.tensor.detect.layer_formulas import (
     PATCH_CONVOLUTIONS,
     as_matrix,
+    as_norm,
     computes_as,
     matrices,
+    mixes_no_features,
     returns_table_rows,
 )
-from meshwise.tensor.detect.norm_modules import as_norm, mixes_no_features
 
 _KNOWN = ("torch", "transformers", "meshwise")
 """Packages in whose modules no buffer has a dim of all features of the hidden states."""
