@@ -44,7 +44,11 @@ class Fault:
     instead: str = "pass"
 
 
-HOST, TIERS = "memory.activation_offload:HostMover", "memory.tiers:Tiers"
+HOST, MOVER, TIERS = (
+    "memory.activation_offload:HostMover",
+    "memory.activation_offload:StorageMover",
+    "memory.tiers:Tiers",
+)
 STATE = "dp=2 zero=2 microbatches=2 offload=gradients:cpu,optimizer:cpu"
 PARAMETERS = "dp=2 zero=3 microbatches=2 offload=params:cpu,optimizer:cpu"
 ACTIVATIONS = "dp=2 offload=activations:cpu"
@@ -63,8 +67,15 @@ FAULTS = (
         "asynchronous copy on stream .* of memory that is not pinned",
         "self._rest = torch.empty([max(SLAB, room)], dtype=torch.uint8)",
     ),
-    Fault(f"{HOST}.park", "self._out.wait_stream(self.streams.current())", ACTIVATIONS, "reads memory .* written yet"),
-    Fault(f"{HOST}.park", "self.streams.keep(values, stream=self._out)", ACTIVATIONS, "freed while a stream may use"),
+    Fault(
+        f"{MOVER}._copy_out",
+        "self._out.wait_stream(self.streams.current())",
+        ACTIVATIONS,
+        "reads memory .* written yet",
+    ),
+    Fault(
+        f"{MOVER}._copy_out", "self.streams.keep(values, stream=self._out)", ACTIVATIONS, "freed while a stream may use"
+    ),
     Fault(
         f"{HOST}.park",
         "host = self._pinned.cut(size)",
@@ -97,14 +108,14 @@ FAULTS = (
         "freed while a stream may use",
     ),
     Fault(
-        "memory.activation_offload:DiskMover._copy_out",
-        "self._copies.wait_stream(self.streams.current())",
+        f"{MOVER}._copy_out",
+        "self._out.wait_stream(self.streams.current())",
         "dp=2 offload=activations:disk",
         "reads memory .* written yet",
     ),
     Fault(
-        "memory.activation_offload:DiskMover._copy_out",
-        "self.streams.keep(values, stream=self._copies)",
+        f"{MOVER}._copy_out",
+        "self.streams.keep(values, stream=self._out)",
         "dp=2 offload=activations:disk",
         "freed while a stream may use",
     ),

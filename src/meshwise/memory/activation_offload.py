@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.comm.api.streams import StreamEvent, Streams
+from meshwise.comm.api.streams import Stream, StreamEvent, Streams
 from meshwise.memory.swap_file import PinnedSlabs, SwapConfig, SwapFile, SwapTransfer, aligned, whole_blocks
 
 _LARGEST_RATIO = 8
@@ -65,7 +65,7 @@ class ParkedStorage(ABC):
 
     @abstractmethod
     def get(self) -> Tensor:
-        """Wait for the bytes, and return them as a uint8 tensor on the device."""
+        """Wait for the bytes, whose return `start` has begun, and return them as a uint8 tensor on the device."""
 
     def fetch(self, *, ahead: int) -> Tensor:
         """Return the bytes as `get` does, and start to bring back `ahead` bytes of earlier parked storages."""
@@ -87,6 +87,8 @@ class StorageMover(ABC):
     """Mover of storages away from a device and back."""
 
     device: torch.device
+    streams: Streams
+    _out: Stream
     used = 0
     """Bytes that are off the device now."""
     peak = 0
@@ -105,6 +107,15 @@ class StorageMover(ABC):
         self.used += size
         self.peak = max(self.peak, self.used)
 
+    def _copy_out(self, values: Tensor, into: Tensor) -> StreamEvent:
+        """Start to copy device memory to host memory on the stream `_out`, and return the event of its end."""
+        self._out.wait_stream(self.streams.current())
+        with self.streams.use(self._out):
+            into.copy_(values, non_blocking=True)
+            copied = self.streams.mark()
+        self.streams.keep(values, stream=self._out)
+        return copied
+
 
 # ---- movers to disk ----------------------------------------------------------------------------------------------
 
@@ -117,7 +128,7 @@ class DiskMover(StorageMover):
         self.streams = streams
         self.device = streams.device
         self._buffers = _BoundedBuffers(transfers.staged)
-        self._copies = self.streams.create()
+        self._out = self.streams.create()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lock = threading.Lock()
 
@@ -133,15 +144,6 @@ class DiskMover(StorageMover):
         del buffer
         written.then(lambda: self._buffers.give(lent.pop()))
         return _StorageOnDisk(self, offset, written, size, before)
-
-    def _copy_out(self, values: Tensor, into: Tensor) -> StreamEvent:
-        """Start to copy device memory to host memory, and return the event of its end."""
-        self._copies.wait_stream(self.streams.current())
-        with self.streams.use(self._copies):
-            into.copy_(values, non_blocking=True)
-            copied = self.streams.mark()
-        self.streams.keep(values, stream=self._copies)
-        return copied
 
     def _place(self, size: int) -> int:
         with self._lock:
@@ -178,7 +180,6 @@ class _StorageOnDisk(ParkedStorage):
             self._read = self._mover.file.read(self._offset, into=self._buffer)
 
     def get(self) -> Tensor:
-        self.start()
         if self._back is None:
             assert self._read is not None
             assert self._buffer is not None
@@ -245,12 +246,7 @@ class HostMover(StorageMover):
             self._out.wait_event(read)
         else:
             host = self._pinned.cut(size)
-        self._out.wait_stream(self.streams.current())
-        with self.streams.use(self._out):
-            host.copy_(values, non_blocking=True)
-            copied = self.streams.mark()
-        self.streams.keep(values, stream=self._out)
-        return _StorageOnHost(self, host, copied, before)
+        return _StorageOnHost(self, host, self._copy_out(values, host), before)
 
     def close(self) -> None:
         """Free the buffers in host memory."""
@@ -277,7 +273,6 @@ class _StorageOnHost(ParkedStorage):
                 self._arrived.record(self._mover.back)
 
     def get(self) -> Tensor:
-        self.start()
         assert self._back is not None
         current = self._mover.streams.current()
         current.wait_event(self._arrived)
@@ -330,7 +325,6 @@ class _CountedStorage(ParkedStorage):
             self._back = torch.empty(self.size, dtype=torch.uint8, device=self._mover.device)
 
     def get(self) -> Tensor:
-        self.start()
         assert self._back is not None
         return self._back
 

@@ -22,7 +22,9 @@ would find them there, and append them again. So during the repetition the objec
 block then saves different tensors, which raises `RecomputeError`."""
 
 import contextlib
+import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -231,7 +233,7 @@ class _Call:
     def _repeat(self) -> None:
         args, kwargs = self._inputs.leaves()
         recall = self._block.recall
-        filled = _Filling(self)
+        fill = functools.partial(self._fill, deque(self._slots))
         play = recall.playing(self._tape) if self._selective else recall.suspended()
         restored = (self._block.repeated(self._statistics), self._containers.as_before())
         with contextlib.ExitStack() as stack:
@@ -239,11 +241,30 @@ class _Call:
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(SavedOperations(recall))
-            stack.enter_context(saved_tensors_hooks(filled.pack, _saved_itself))
+            stack.enter_context(saved_tensors_hooks(fill, lambda tensor: tensor))
             stack.enter_context(contextlib.suppress(_Enough))
             self._block.run(*args, **kwargs)
         self._tape = ReplayTape()
         self._block.is_trusted = True
+
+    def _fill(self, left: deque[weakref.ref[_Slot]], tensor: Tensor) -> Tensor:
+        """Put a saved tensor into the first slot in `left`. Raises `_Enough` after the last slot.
+
+        Raises RecomputeError if the tensor differs from the tensor of the first forward."""
+        if not left:
+            raise RecomputeError(self._differs("more tensors"))
+        slot, kept = left.popleft()(), tensor.detach()
+        if slot is not None:
+            if slot.kind != (tensor.shape, tensor.dtype, tensor.device):
+                raise RecomputeError(
+                    self._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
+                )
+            if slot.sample is not None and not _is_close(kept, before=slot.sample):
+                raise RecomputeError(self._differs("other values"))
+            slot.value = kept
+        if not left:
+            raise _Enough
+        return kept
 
     def _differs(self, what: str) -> str:
         return (
@@ -253,41 +274,8 @@ class _Call:
         )
 
 
-class _Filling:
-    """Pack hook of a repeated forward, which fills the slots of the first forward in order."""
-
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-        self._count = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Put a tensor into the next slot. Raises RecomputeError if it differs, and `_Enough` after the last slot."""
-        call = self._call
-        if self._count == len(call._slots):
-            raise RecomputeError(call._differs("more tensors"))
-        slot = call._slots[self._count]()
-        self._count += 1
-        kept = tensor.detach()
-        if slot is not None:
-            if slot.kind != (tensor.shape, tensor.dtype, tensor.device):
-                raise RecomputeError(
-                    call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
-                )
-            if slot.sample is not None and not _is_close(kept, before=slot.sample):
-                raise RecomputeError(call._differs("other values"))
-            slot.value = kept
-        if self._count == len(call._slots):
-            raise _Enough
-        return kept
-
-
 class _Enough(Exception):
     """Raised when all slots are filled. It is an Exception, so that torch runs `always_call` hooks on the way out."""
-
-
-def _saved_itself(tensor: Tensor) -> Tensor:
-    """Return a saved tensor unchanged; the unpack hook for a backward that runs in a repeated forward."""
-    return tensor
 
 
 class _Inputs:

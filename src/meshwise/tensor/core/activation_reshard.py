@@ -74,7 +74,7 @@ def gather_tokens_at_exit(block: nn.Module, *, context: SplitContext) -> None:
 def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
     """Register a hook that gathers the hidden states once, at the entry of `module`, for `readers` colwise linears."""
     move = context.scheme.colwise.x
-    sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
+    sizes = context.sizes(features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
         return context.gather_shared(x, moved=context.moved(move, features=sizes), readers=readers).value
@@ -123,7 +123,7 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
 def share_input_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
     """Register a hook that gathers the channels of a split input; the input's gradient is summed over `axes`."""
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
-    sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
+    sizes = context.sizes(channels, axes=axes)
 
     def share(x: Tensor) -> Tensor:
         if x.size(dim) != channels:
@@ -316,7 +316,7 @@ class GatheredOutputs:
     def watch_heads(self, attention: nn.Module, *, context: SplitContext, part: Part) -> None:
         """Register a hook that notes the attention weights after the first output: (rows, this rank's heads, …)."""
         inner = context.scheme.inner
-        sizes = context.sizes(Layout((inner,), cuts=(DimSplit(grain=part.grain),)), size=part.heads, axes=inner)
+        sizes = context.sizes(part.heads, axes=inner, cut=DimSplit(grain=part.grain))
         own = sizes[context.world.group(inner).index]
         whole = functools.partial(_all_heads, context=context, sizes=sizes)
 

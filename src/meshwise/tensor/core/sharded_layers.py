@@ -68,8 +68,8 @@ class Projection(BoundToRank):
         self.layout = Layout(axes, cuts=cuts)
         out = Layout((product.features,), cuts=(out_cut,))
         self.bias_layout = Layout((context.scheme.experts, *out.splits), cuts=(ANYWHERE, out_cut)) if experts else out
-        self.out_sizes = context.sizes(out, size=shape[-3 - within], axes=product.features)
-        self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), size=shape[within], axes=product.x.axes)
+        self.out_sizes = context.sizes(shape[-3 - within], axes=product.features, cut=out_cut)
+        self._x = context.sizes(shape[within], axes=product.x.axes, cut=in_cut)
         self._stream = context.stream_sizes(shape[within])
         self._within = within
         self._w = self._weight_move(tuple(shape))
@@ -186,9 +186,8 @@ class SplitTable(BoundToRank):
         self._padding = padding_idx - self._first if stored_here and padding_idx is not None else None
         self._w = OperandMove()
         if context.degree(lookup.w.axes) > 1:
-            features = Layout((lookup.w.axes,))
-            self._w = OperandMove(lookup.w.axes, 1, context.sizes(features, size=shape[1], axes=lookup.w.axes))
-        self._y = context.sizes(Layout((lookup.y.axes,)), size=shape[1], axes=lookup.y.axes)
+            self._w = OperandMove(lookup.w.axes, 1, context.sizes(shape[1], axes=lookup.w.axes))
+        self._y = context.sizes(shape[1], axes=lookup.y.axes)
 
     @property
     def placement(self) -> Placement:
@@ -499,7 +498,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         if average:
             total: Tensor = gradient.all_reduce(weights.sum(1), world=world, axes=axes).wait()
             return total / self._heads
-        sizes = context.sizes(Layout((axes,)), size=self._heads, axes=axes)
+        sizes = context.sizes(self._heads, axes=axes)
         whole: Tensor = gradient.replicate(weights, world=world, axes=axes, dim=1, sizes=sizes).wait()
         return whole
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.layout.layout import Layout
+from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import Placement
 from meshwise.tensor.core.matmul import (
@@ -167,14 +167,14 @@ class SplitContext:
         """Return the number of ranks along `axes`."""
         return self.world.group(axes).size if axes else 1
 
-    def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:
-        """Return the local size of a dim of `size` for each rank along `axes`, in group order, under `layout`."""
-        mesh, ranks = self.world.mesh, self.world.group(axes).ranks if axes else (self.world.rank,)
-        return tuple(layout.local_shape((size,), mesh=mesh, rank=rank)[0] for rank in ranks)
+    def sizes(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> tuple[int, ...]:
+        """Return each rank's part of a dim of `size` that `axes` split under the constraint `cut`, in group order."""
+        layout, ranks = Layout((axes,), cuts=(cut,)), self.world.group(axes).ranks if axes else (self.world.rank,)
+        return tuple(layout.local_shape((size,), mesh=self.world.mesh, rank=rank)[0] for rank in ranks)
 
-    def own(self, layout: Layout, *, size: int) -> int:
-        """Return this rank's local size of a dim of `size` under `layout`."""
-        return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
+    def own(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> int:
+        """Return this rank's part of a dim of `size` that `axes` split under the constraint `cut`."""
+        return self.sizes(size, axes=axes, cut=cut)[self.world.group(axes).index if axes else 0]
 
     def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
         """Return a scheme's move of an activation with the ranks' sizes; `features`: sizes for a move of features."""
@@ -211,7 +211,7 @@ class SplitContext:
 
     def stream_sizes(self, features: int) -> tuple[int, ...]:
         """Return each rank's number of features of hidden states that have `features` in total."""
-        return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
+        return self.sizes(features, axes=self.scheme.stream)
 
     def gather_shared(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
         """Gather `x` as `moved` describes, keep it for `readers` further matrices, and return it as an operand."""

@@ -22,7 +22,7 @@ and v may be in one module and the output in the next. The rowwise matrix may be
 their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
 
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
-number per head, or treat all heads equally (`parts_between`):
+number per head, or treat all heads equally (`_parts_between`):
 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
     mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features"""
@@ -195,6 +195,7 @@ def _branch(items: Sequence[_Item]) -> BlockBranch:
     return BlockBranch(tuple(colwise), rowwise)
 
 
+_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 _GATED = 2
 """Largest output of an MLP matrix, as a multiple of the input of the next matrix: a gate and a value."""
 
@@ -327,10 +328,39 @@ class ColumnRowPairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and kv_replicas > 1,
                 )
-        inner, unclear = parts_between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
-        self.reasons.update(unclear)
-        found |= inner
+        found |= self._parts_between(home, heads=heads, grain=grain, shared=kv_replicas > 1)
         self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, enters_whole=whole))
+        return found
+
+    def _parts_between(self, name: str, *, heads: AttentionHeads, grain: int, shared: bool) -> dict[str, Part]:
+        """Return the parts of the norms, tables and parameters in the attention called `name`, by name.
+
+        `grain`: inner features that stay on one rank. `shared`: True if several ranks hold the same key head."""
+        owner = self.modules[name]
+        found: dict[str, Part] = {}
+        for inner_name, module in owner.named_modules(prefix=name):
+            if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
+                found[inner_name] = Part("inner", grain=grain // heads.width)
+            elif norm := as_norm(module):
+                if norm[0] == heads.width:
+                    found[inner_name] = Part("each_head")
+                elif _OF_QUERY_OR_KEY.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
+                    keys = norm[0] < heads.features
+                    found[inner_name] = Part(
+                        "norm",
+                        norm=norm[1],
+                        inner=True,
+                        grain=heads.width if keys else grain,
+                        shared=keys and shared,
+                    )
+        for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
+            dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
+            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
+                found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
+            elif dims:
+                self.reasons[inner_name] = (
+                    "which of its dims counts heads does not show; rule: 'inner' when the last does"
+                )
         return found
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
@@ -406,39 +436,3 @@ class ColumnRowPairs:
             **{f"{below}{key}": part for key, part in found.items() if key in own},
             f"{below}out_proj": Part("rowwise", grain=width),
         }
-
-
-_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
-
-
-def parts_between(
-    owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
-) -> tuple[dict[str, Part], dict[str, str]]:
-    """Return two mappings by name: the parts of an attention's norms, tables and parameters; reasons for no part.
-
-    `owner`: the module called `name`. `grain`: inner features that stay on one rank.
-    `shared`: True if several ranks hold the same key head."""
-    found: dict[str, Part] = {}
-    for inner_name, module in owner.named_modules(prefix=name):
-        if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
-            found[inner_name] = Part("inner", grain=grain // heads.width)
-        elif norm := as_norm(module):
-            if norm[0] == heads.width:
-                found[inner_name] = Part("each_head")
-            elif _OF_QUERY_OR_KEY.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
-                keys = norm[0] < heads.features
-                found[inner_name] = Part(
-                    "norm",
-                    norm=norm[1],
-                    inner=True,
-                    grain=heads.width if keys else grain,
-                    shared=keys and shared,
-                )
-    unclear: dict[str, str] = {}
-    for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
-        dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
-        if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
-            found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
-        elif dims:
-            unclear[inner_name] = "which of its dims counts heads does not show; rule: 'inner' when the last does"
-    return found, unclear

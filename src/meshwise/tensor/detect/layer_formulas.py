@@ -20,7 +20,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,32 +71,30 @@ def _multiplies(module: nn.Linear) -> bool:
     """Return whether a linear with its own forward returns the output of nn.Linear, for small random matrices."""
     if module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}:
         return False
-    x, weight, bias = random_numbers(4, 3), random_numbers(2, 3, seed=1), random_numbers(2, seed=2)
+    x, weight, bias = _random_numbers(4, 3), _random_numbers(2, 3, seed=1), _random_numbers(2, seed=2)
     given = bias if module.bias is not None else None
     asked = copy.copy(module)
     asked.training, asked.in_features, asked.out_features = True, 3, 2
     asked._parameters = {"weight": nn.Parameter(weight), "bias": None if given is None else nn.Parameter(given)}
-    output, expected = output_of(asked, x=x), functional.linear(x, weight, given)
-    return _same_shape(output, expected) and torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
+    expected = functional.linear(x, weight, given)
+    output = _output(asked, x, shape=expected.shape)
+    return output is not None and torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
 
 
-def random_numbers(*shape: int, seed: int = 0) -> Tensor:
+def _random_numbers(*shape: int, seed: int = 0) -> Tensor:
     """Return a float64 tensor of normal random numbers, equal in every call with the same seed."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def output_of(module: nn.Module, *, x: Tensor) -> Any:
-    """Return the result of the module's forward for `x`, without hooks; None if the forward raises."""
+def _output(module: nn.Module, x: Tensor, *, shape: torch.Size) -> Tensor | None:
+    """Return the result of the module's forward for `x`, without hooks; None if it raises or returns another shape."""
     try:
         with torch.no_grad():
-            return type(module).forward(module, x)
+            output = type(module).forward(module, x)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
-
-
-def _same_shape(output: Any, expected: Tensor) -> bool:
-    return isinstance(output, Tensor) and output.shape == expected.shape
+    return output if isinstance(output, Tensor) and output.shape == shape else None
 
 
 def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
@@ -112,15 +109,16 @@ def returns_table_rows(module: nn.Module) -> bool:
     own = type(module)
     asked = copy.copy(module)
     asked.__class__ = type(own.__name__, (own, _ConstantEmbedding), {})
-    output, rows = output_of(asked, x=torch.zeros(2, 3, dtype=torch.long)), random_numbers(2, 3, 4)
-    return _same_shape(output, rows) and torch.allclose(output, rows * (output / rows).mean(), rtol=1e-12, atol=0)
+    rows = _random_numbers(2, 3, 4)
+    output = _output(asked, torch.zeros(2, 3, dtype=torch.long), shape=rows.shape)
+    return output is not None and torch.allclose(output, rows * (output / rows).mean(), rtol=1e-12, atol=0)
 
 
 class _ConstantEmbedding(nn.Embedding):
     """Embedding that returns the same random rows for every input, to test a subclass that calls super().forward."""
 
     def forward(self, _numbers: Tensor) -> Tensor:
-        return random_numbers(2, 3, 4)
+        return _random_numbers(2, 3, 4)
 
 
 def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
@@ -145,7 +143,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     if width is None:
         return None
     asked, x_RW = _with_random_parameters(module), _random(_ROWS, width)
-    answer = _answer(asked, x_RW)
+    answer = _output(asked, x_RW, shape=x_RW.shape)
     if answer is None:
         return None
     kept, near = _kept(module), None
@@ -166,22 +164,16 @@ def mixes_no_features(module: nn.Module) -> bool:
     if width is None or width < 2:
         return False
     asked, x_RW = _with_random_parameters(module), _random(_ROWS, width)
-    whole = _answer(asked, x_RW)
+    whole, x_half = _output(asked, x_RW, shape=x_RW.shape), x_RW[:, : width // 2]
     for name, parameter in list(asked.named_parameters(recurse=False)):
         asked._parameters[name] = nn.Parameter(parameter[: width // 2], requires_grad=False)
-    half = _answer(asked, x_RW[:, : width // 2])
+    half = _output(asked, x_half, shape=x_half.shape)
     return whole is not None and half is not None and torch.equal(whole[:, : width // 2], half)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     """Return random numbers near 1e-3. Their squares are as small as usual epsilons, so the output shows an epsilon."""
-    return (random_numbers(*shape, seed=seed) + 1) * 1e-3
-
-
-def _answer(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Return the output of a module for `x` if the output is a tensor as large as `x`; else None."""
-    answer = output_of(module, x=x)
-    return answer if isinstance(answer, Tensor) and answer.shape == x.shape else None
+    return (_random_numbers(*shape, seed=seed) + 1) * 1e-3
 
 
 def _width(module: nn.Module) -> int | None:
