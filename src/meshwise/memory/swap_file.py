@@ -32,6 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,11 +239,11 @@ class SwapFile:
         return False
 
 
-class RehearsedFile:
+class RehearsedFile(SwapFile):
     """Stand-in for a `SwapFile`: its tensors are on the meta device, and nothing is read or written."""
 
     def __init__(self) -> None:
-        self.moved: deque[TierActivity] = deque(maxlen=0)
+        self.moved = deque(maxlen=0)
         self.tensors: list[Tensor] = []
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
@@ -255,17 +256,7 @@ class RehearsedFile:
         storage = tensor.untyped_storage()._cdata
         return 0 if any(own.untyped_storage()._cdata == storage for own in self.tensors) else None
 
-    def place(self, tensor: Tensor) -> int:
-        """Return 0 for a tensor that was allocated here."""
-        assert self.locate(tensor) is not None
-        return 0
-
-    def read(self, _offset: int, *, into: Tensor) -> SwapTransfer:  # noqa: ARG002
-        """Return a transfer that has ended."""
-        return SwapTransfer([])
-
-    def write(self, _offset: int, *, values: Tensor, after: Callable[[], None] = lambda: None) -> SwapTransfer:  # noqa: ARG002
-        """Return a transfer that has ended."""
+    def _move(self, *_: Any, **_options: Any) -> SwapTransfer:
         return SwapTransfer([])
 
     def later(self, call: Callable[[], object]) -> None:

@@ -75,7 +75,7 @@ class Tiers:
         self.device = self._streams.device
         self.swap = swap or SwapConfig()
         self._updates_on_cpu = self.offload.updates_on_cpu
-        self.file: SwapFile | RehearsedFile | None = None
+        self.file: SwapFile | None = None
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None

@@ -7,8 +7,8 @@ Under 3D the rows of the batch are split over the axes (i, j) in the hidden stat
 `tensor/core/part.py`). So an argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
 pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients.
 
-A model may return hidden states or attention weights, of which a rank may have a part. So `GatheredOutputs` notes by
-hooks which tensors of a forward are parts. After the forward, it gathers each noted tensor in the output once."""
+Hooks of `GatheredOutputs` note the hidden states and attention weights of a forward that are parts. After the forward,
+each noted tensor in the model's output is gathered once."""
 
 import functools
 import inspect

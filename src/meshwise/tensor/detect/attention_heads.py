@@ -73,22 +73,13 @@ class AttentionHeads:
         return 0 if left or self.group % ranks else ranks
 
 
-@dataclass(frozen=True)
-class HeadSharing:
-    """Properties of a plan that limit how the heads of attentions are split over ranks."""
+def head_ranks(plan: Plan) -> int:
+    """Return the number of ranks over which the heads of an attention are split.
 
-    ranks: int
-    """Number of ranks over which the heads of an attention are split."""
-    rows_stay: bool
-    """True if a rank has the same rows of the batch in the hidden states and inside a pair. False for 3d: then every
-    linear gathers its input separately, and no two ranks hold the same key head."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> "HeadSharing":
-        """Return the properties of `plan`. Raises ValueError for a plan with `dp=auto`."""
-        mesh = plan.mesh()
-        ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
-        return cls(ranks, rows_stay=plan.tp_mode != "3d")
+    Under 3d, a rank has other rows of the batch in the hidden states than inside a pair. So every linear gathers its
+    input separately, and no two ranks hold the same key head. Raises ValueError for a plan with `dp=auto`."""
+    mesh = plan.mesh()
+    return math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
 
 
 def counts_heads(module: nn.Module) -> bool:

@@ -36,16 +36,17 @@ from inspect import signature
 from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
-    HeadSharing,
     counts_heads,
     counts_of,
     counts_of_queries,
     cut_by_rule,
     find_heads,
+    head_ranks,
     order_of_fused,
     sections_of,
 )
@@ -219,14 +220,14 @@ class ColumnRowPairs:
 
     | modules    the model's modules by name
     | options    the options of rules, such as heads=8, by module name
-    | sharing    the properties of the plan that limit how attentions are split
+    | plan       the plan, whose ranks share the heads
     | reasons    mapping to which a text is added, by name, for each module that gets no part
     | attentions the attentions found so far"""
 
     modules: Mapping[str, nn.Module]
     options: Mapping[str, Mapping[str, int]]
     reasons: dict[str, str]
-    sharing: HeadSharing
+    plan: Plan
     attentions: list[FoundAttention] = field(default_factory=list)
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
@@ -286,7 +287,7 @@ class ColumnRowPairs:
         home = branch.colwise[0].parent_name
         owner = self.modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
-        kv_replicas = 1 if cut_as_one or not self.sharing.rows_stay else heads.kv_replicas(self.sharing.ranks) or 1
+        kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_ranks(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
         # A single matrix gathers its input itself and keeps only a part, unless its module reads the input's sizes.
@@ -302,7 +303,7 @@ class ColumnRowPairs:
                 key_counts=counts_of(owner, names=KEY_HEADS, number=heads.key_count),
                 group_counts=counts_of(owner, names=GROUPS, number=heads.group),
                 kv_replicas=kv_replicas,
-                even_rows=not self.sharing.rows_stay and not reads_no_sizes(owner),
+                even_rows=self.plan.tp_mode == "3d" and not reads_no_sizes(owner),
                 readers=len(branch.colwise) - len(outside) if gathers else 1,
                 gathers=gathers,
                 narrow_grain=grain if narrows else 0,
@@ -391,7 +392,7 @@ class ColumnRowPairs:
         homes = {matrix.parent_name for matrix in branch.colwise}
         inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]
         return (
-            self.sharing.rows_stay
+            self.plan.tp_mode != "3d"
             and len(homes) == 1
             and only_read_by(self.modules[homes.pop()], children=inside, others=[m.own_name for m in outside])
         )

@@ -35,7 +35,7 @@ from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.attention_heads import HeadSharing, latent_attentions, latent_parts
+from meshwise.tensor.detect.attention_heads import head_ranks, latent_attentions, latent_parts
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
 from meshwise.tensor.detect.known_names import DECLARED, enclosing, full_name, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
@@ -129,7 +129,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
         module,
         stated={**declared, **stated},
         options={name: rule.options for name, rule in given.items()},
-        sharing=HeadSharing.of(plan),
+        plan=plan,
     )
     whole = {name for name, role in stated.items() if role == "whole"}
     parts = {
@@ -159,7 +159,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     """Return the parts with the changes that the plan needs. Raises PlanError if the plan cannot split a part."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_unfit_attentions(split, plan=plan, sharing=HeadSharing.of(plan))
+    refuse_unfit_attentions(split, plan=plan)
     parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
     refuse_unsupported_parts(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
@@ -363,9 +363,9 @@ def _refuse_unknown(name: str, layer: nn.Module, part: Part, plan: Plan) -> None
     raise PlanError(f"{name!r} is adapted by PEFT and tp={plan.tp}: {why}")
 
 
-def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> None:
+def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan) -> None:
     """Raise PlanError for attentions whose heads do not fit the ranks, or that read the sizes of a split input."""
-    ranks = sharing.ranks
+    ranks = head_ranks(plan)
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
@@ -373,16 +373,14 @@ def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan,
                 "tokens are gathered only if nothing but its first matrices reads x: call self.q(x), self.k(x), "
                 "self.v(x), and read x nowhere else. Nearest that works as it is: sequence_parallel=0"
             )
-        if not _fits(attention, ranks=ranks, sharing=sharing):
+        if not _fits(attention, ranks=ranks, plan=plan):
             heads = attention.heads
             why = "they cannot be shared out evenly" if heads.key_count >= ranks else "they are fewer"
-            rules = _whole(
-                [other for other in attentions if not _fits(other, ranks=ranks, sharing=sharing)], attentions
-            )
+            rules = _whole([other for other in attentions if not _fits(other, ranks=ranks, plan=plan)], attentions)
             whole = f"; or keep it whole on every rank, by the rules {rules}"
             raise PlanError(
                 f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them "
-                f"out over {ranks} ranks: {why}. {_nearest(attentions, plan=plan, sharing=sharing)}"
+                f"out over {ranks} ranks: {why}. {_nearest(attentions, plan)}"
                 f"{whole if plan.tp_mode == '1d' and not plan.sequence_parallel else ''}"
             )
     kv_replicas = {kv_replicas for attention in attentions if (kv_replicas := attention.heads.kv_replicas(ranks)) > 1}
@@ -390,7 +388,7 @@ def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan,
         counts = sorted({attention.heads.key_count for attention in attentions})
         raise PlanError(
             f"attentions with {' and '.join(map(str, counts))} key heads cannot share them over the same {ranks} ranks "
-            f"of '{plan}'. {_nearest(attentions, plan=plan, sharing=sharing)}"
+            f"of '{plan}'. {_nearest(attentions, plan)}"
         )
 
 
@@ -482,12 +480,12 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
-def _fits(attention: FoundAttention, *, ranks: int, sharing: HeadSharing) -> bool:
+def _fits(attention: FoundAttention, *, ranks: int, plan: Plan) -> bool:
     """Return whether the ranks can split the heads: each gets whole key heads, with all or some of their queries."""
     keys = attention.heads.key_count
     if keys >= ranks:
         return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
-    return sharing.rows_stay and not attention.cut_as_one and attention.heads.kv_replicas(ranks) > 0
+    return plan.tp_mode != "3d" and not attention.cut_as_one and attention.heads.kv_replicas(ranks) > 0
 
 
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
@@ -498,11 +496,11 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
     return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if all_unfit else names))
 
 
-def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: HeadSharing) -> str:
+def _nearest(attentions: Sequence[FoundAttention], plan: Plan) -> str:
     """Return a text with the one or two nearest values of tp that fit all attentions."""
-    most = max(attention.heads.count for attention in attentions)
-    works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
-    near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])
+    ranks, most = head_ranks(plan), max(attention.heads.count for attention in attentions)
+    works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, plan=plan) for each in attentions)]
+    near = sorted(sorted(works, key=lambda n: abs(math.log(n / ranks)))[:2])
     return f"Nearest that works: {' or '.join(f'tp={_ranks(plan, n)}' for n in near)}"
 
 
