@@ -13,7 +13,7 @@ from meshwise.comm.api.launch_environment import is_rank
 from meshwise.comm.api.rank_lost import RankKilledError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
-from meshwise.memory.process_memory import is_out_of_memory
+from meshwise.memory.allocator import is_out_of_memory
 from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
 from meshwise.train.console_output import replace_missing_characters

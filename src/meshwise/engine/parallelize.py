@@ -36,7 +36,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel
 from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.process_memory import memory_errors_explained
+from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks

@@ -35,7 +35,7 @@ from meshwise.engine.step_result import (
     mismatch_text,
 )
 from meshwise.memory.activation_policy import ActivationPolicy
-from meshwise.memory.process_memory import first_step_of
+from meshwise.memory.allocator import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.loss_scale import LossScale, likely_count
 

@@ -1,4 +1,4 @@
-"""Memory of this process: settings of glibc's allocator for CPU tensors, and explanations of out-of-memory errors.
+"""Memory allocators: settings of glibc's allocator for CPU tensors, and explanations of out-of-memory errors.
 
 Until the end of the first step (`first_step_of`), freed memory is returned to the system. When the model's values are
 in the buckets, the user's model is freed, between blocks of memory that stay. The first step would also put the
