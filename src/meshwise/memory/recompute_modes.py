@@ -40,9 +40,6 @@ from meshwise.plan import PlanError
 MODES = ("none", "selective", "full")
 """Modes of recomputation, from the one that keeps most memory to the one that keeps least."""
 
-MIB = 2**20
-"""Bytes of a mebibyte."""
-
 
 @dataclass(frozen=True)
 class RecomputeCost:
@@ -78,7 +75,7 @@ def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Se
     if left < 0:
         raise PlanError(
             f"budget={budget}: with all {len(costs)} blocks of this rank recomputed they keep {budget - left} bytes. "
-            f"Nearest that works: 'budget={-(-(budget - left) // MIB)}M', or more microbatches"
+            f"Nearest that works: 'budget={-(-(budget - left) // 2**20)}M', or more microbatches"
         )
     while True:
         steps = [

@@ -293,7 +293,7 @@ class _Split:
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
-            if part.returns_scores:
+            if part.role == "attention" and part.sharded_class is None:  # it may return attention weights too
                 # A stage does not run other stages' blocks: there, the block returns the received tensors.
                 around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
                 for watched in {name, *around}:

@@ -123,11 +123,6 @@ class Part:
     """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads."""
 
     @property
-    def returns_scores(self) -> bool:
-        """True if the module may return attention weights besides the hidden states."""
-        return self.role == "attention" and self.sharded_class is None
-
-    @property
     def cut(self) -> DimSplit:
         """Constraint on the split of the inner dim: `sections` and `grain`."""
         return DimSplit(self.sections, self.grain)

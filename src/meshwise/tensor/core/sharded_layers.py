@@ -473,10 +473,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         )
         if given is not None and given.dim() == 3:  # (N * all heads, L, S)
             mask_NHLS = to_inner_rows(given.unflatten(0, (-1, self._heads)), context=context)
-            own = Layout((context.scheme.inner,)).local(
-                (self._heads,), mesh=context.world.mesh, rank=context.world.rank
-            )
-            masks.append(mask_NHLS[:, own.slices[0]])
+            sizes = context.sizes(self._heads, axes=context.scheme.inner)
+            masks.append(mask_NHLS.split(sizes, 1)[context.world.group(context.scheme.inner).index])
         elif given is not None:
             masks.append(given[None, None])
         if padding is not None:

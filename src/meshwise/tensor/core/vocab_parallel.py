@@ -193,19 +193,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-_ABOUT = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda")
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "nelement", "element_size", "__len__", "ndimension")
-        ),
-        *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device")),
-    }
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda")
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "element_size", "__len__", "ndimension"),
+    *("is_floating_point", "is_complex", "get_device"),
 )
+_ABOUT = frozenset({*(getattr(Tensor, n).__get__ for n in _PROPERTIES), *(getattr(Tensor, n) for n in _METHODS)})
 """Functions that return shape, dtype or device, and compute nothing."""
 
 ANSWERED_BY_PART = frozenset(
@@ -418,15 +411,9 @@ def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dic
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
+_ELEMENT_METHODS = "float double half bfloat16 to contiguous clone detach mul div __mul__ __truediv__ __rmul__ tanh"
 _STAYS_SPLIT: Mapping[Any, Callable[[SplitLogits, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    **dict.fromkeys(
-        (getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone")),
-        _element_by_element,
-    ),
-    **dict.fromkeys(
-        (getattr(Tensor, name) for name in ("detach", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")),
-        _element_by_element,
-    ),
+    **dict.fromkeys((getattr(Tensor, name) for name in _ELEMENT_METHODS.split()), _element_by_element),
     **dict.fromkeys((torch.mul, torch.div, torch.tanh, torch.clone), _element_by_element),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
     **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),

@@ -102,7 +102,8 @@ def split_children(module: nn.Module) -> set[str]:
     nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
     given: dict[str, str | None] = {}
     found = set()
-    for node in sorted(nodes, key=_order_key):
+    # in the order of the source: a node after the nodes in it, an assignment after its value
+    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
         if isinstance(node, ast.Assign):
             child = _child_behind(node.value, given)
             names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
@@ -156,11 +157,6 @@ def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
 
 def _is_named(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
-
-
-def _order_key(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
-    """Return a sort key for a node: its end in the source, an assignment after its value."""
-    return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
 
 
 def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
