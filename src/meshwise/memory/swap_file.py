@@ -51,6 +51,9 @@ THREADS = 4
 REGION = 64 * 2**20
 """Smallest mapping of the file, in bytes."""
 
+SLAB = 64 * 2**20
+"""Least bytes of pinned memory that `PinnedSlabs` allocates at once."""
+
 REMEMBERED = 10_000
 """Number of last activities whose times are kept."""
 
@@ -285,10 +288,6 @@ def aligned(size: int, *, streams: Streams | None = None) -> Tensor:
         raw = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu" if streams is None else streams.device)
     start = -raw.data_ptr() % BLOCK
     return raw[start : start + size]
-
-
-SLAB = 64 * 2**20
-"""Least bytes of pinned memory that `PinnedSlabs` allocates at once."""
 
 
 @dataclass(frozen=True)

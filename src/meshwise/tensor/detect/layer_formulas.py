@@ -28,6 +28,11 @@ from torch.nn import functional
 from meshwise.tensor.core.part import Norm
 from meshwise.tensor.detect.known_names import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
+_ROWS = 3
+_EXACT, _NEAR = 1e-12, 1e-5
+_USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
+"""Epsilons to try that no attribute shows; the last one is for a norm without epsilon."""
+
 PATCH_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Classes of convolutions; a model may use one as its first layer, to make hidden states from patches of an image."""
 
@@ -126,12 +131,6 @@ def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
     for inner, child in module.named_modules(prefix=name):
         if matrix := as_matrix(child, name=inner):
             yield matrix
-
-
-_ROWS = 3
-_EXACT, _NEAR = 1e-12, 1e-5
-_USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
-"""Epsilons to try that no attribute shows; the last one is for a norm without epsilon."""
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
