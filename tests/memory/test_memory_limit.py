@@ -15,7 +15,7 @@ from memory.offloaded_model import Blocks, batches, squares
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.cli import train_command as command
 from meshwise.comm.api.job_processes import RankKilledError
-from meshwise.memory.memory_error import is_out_of_memory
+from meshwise.memory.allocator import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import available_memory as room

@@ -10,7 +10,7 @@ import pytest
 from memory.offloaded_model import CLIPPED, SMALL, Blocks, batches, squares, under
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options
-from meshwise.memory.storage_movers import ActivationTransfers
+from meshwise.memory.activation_offload import ActivationTransfers
 from meshwise.memory.swap_file import BLOCK
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import RankMemory, memory_of

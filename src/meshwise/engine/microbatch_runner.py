@@ -31,7 +31,7 @@ from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
-from meshwise.tensor.core.split_logits import SplitLogits
+from meshwise.tensor.core.vocab_parallel import SplitLogits
 
 
 @dataclass(frozen=True)

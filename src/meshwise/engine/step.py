@@ -33,7 +33,7 @@ from meshwise.engine.step_result import (
     mismatch_text,
 )
 from meshwise.memory.activation_policy import ActivationPolicy
-from meshwise.memory.malloc_settings import first_step_of
+from meshwise.memory.allocator import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
 from meshwise.sync.replicas import Replicas

@@ -28,7 +28,7 @@ from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, Upda
 from meshwise.expert.expert_parallel import imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.memory_error import memory_errors_explained
+from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode

@@ -18,7 +18,7 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import FlightRecorder
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.rehearsed_movers import RehearsedMover
+from meshwise.memory.activation_offload import RehearsedMover
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.shape_constants import ShapeConstants

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.memory.malloc_settings import keep_freed_memory
+from meshwise.memory.allocator import keep_freed_memory
 from meshwise.model.deferred_init import without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules

@@ -1,18 +1,21 @@
-"""Find out how a module's forward uses its input, from the source of the forward.
+"""Find out how a module's forward uses its input and its children's outputs, from the source of the forward.
 
 Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
-the tensor. Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear, every linear
-gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered input."""
+the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear,
+every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered
+input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a fused
+matrix (`split_children`)."""
 
 import ast
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from torch import nn
 
 from meshwise.model.parameter_units import source_of
 
+_KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 """Attributes and methods of a tensor that read no values."""
@@ -91,6 +94,25 @@ def splits_by_width(module: nn.Module) -> bool:
     return bool(uses) and all(id(node) in harmless for node in uses)
 
 
+def split_children(module: nn.Module) -> set[str]:
+    """Return the names of children whose output a module's forward splits, directly or through a variable."""
+    definition = _forward(module)
+    if definition is None:
+        return set()
+    nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
+    given: dict[str, str | None] = {}
+    found = set()
+    # in the order of the source: a node after the nodes in it, an assignment after its value
+    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
+        if isinstance(node, ast.Assign):
+            child = _child_behind(node.value, given)
+            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
+        elif (source := _split_expression(node)) and (child := _child_behind(source, given)):
+            found.add(child)
+    return found
+
+
 def _is_sizes_of(node: ast.expr, name: str) -> bool:
     """Return whether an expression is `name.shape` or `name.size()`."""
     if isinstance(node, ast.Call) and not node.args:
@@ -135,3 +157,28 @@ def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
 
 def _is_named(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
+    """Return NAME of an expression `self.NAME(...)`, also through a variable or a conversion, or None."""
+    if isinstance(node, ast.Name):
+        return given.get(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if _is_named(node.func.value, "self"):
+        return node.func.attr
+    return _child_behind(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+
+
+def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
+    """Return the expression that `node` splits by `.split`, `.chunk`, a view or `[..., start:stop]`, or None."""
+    if isinstance(node, ast.Subscript):
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis
+        return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    last = node.args[-3:]
+    three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
+    apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)
+    return node.func.value if apart else None

@@ -1,23 +1,65 @@
-"""Choose whether glibc's allocator keeps the freed memory of CPU tensors or returns it to the system.
+"""Memory allocators: settings of glibc's allocator for CPU tensors, and explanations of out-of-memory errors.
 
-Until the end of the first step, freed memory is returned to the system. When the model's values are in the buckets,
-the user's model is freed, between blocks of memory that stay. The first step would also put the optimizer's state
-among its activations. Both leave holes that are too small for later activations and count in every peak. So in the
-first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
+Until the end of the first step (`first_step_of`), freed memory is returned to the system. When the model's values are
+in the buckets, the user's model is freed, between blocks of memory that stay. The first step would also put the
+optimizer's state among its activations. Both leave holes that are too small for later activations and count in every
+peak. So in the first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
 
 From the second step on, freed memory is kept, and each step reuses the memory that the step before has freed. Returned
 memory would come back page by page: the system clears each page, and the cache misses it. On the measured ranks these
 are 35 000 to 85 000 pages a step, 2 to 9 % of its time. Kept memory raises the peak by up to a tenth, if blocks of
 several sizes do not fit into each other's places. On a pipeline's last rank, which holds the logits, it is a quarter.
-"""
+
+An out-of-memory error itself names only the bytes of the allocation that failed, not the tensors that filled the
+memory. `memory_errors_explained` adds a note with this rank's memory by category to an error of a user's script."""
 
 import contextlib
 import ctypes
+import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
+
 from meshwise.comm.api.world import World
+from meshwise.plan import Plan
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that no memory is left, on the device or in the process."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def memory_errors_explained(plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+    """Add a note to an out-of-memory error inside the block: the bytes of `memory()`, and how to predict a plan."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(_note(plan, memory()))
+        raise
+
+
+def _note(plan: Plan, sizes: Mapping[str, int]) -> str:
+    width = max(map(len, sizes), default=0)
+    rows = [f"  {kind:<{width}}  {size / 2**20:9.1f} MiB" for kind, size in sizes.items() if size]
+    used = ["Besides activations, this rank held:", *rows] if rows else []
+    return "\n".join(
+        [
+            f"There was no memory left under the plan '{plan}'.",
+            *used,
+            "To see what the plan needs by category, and the cheapest change that fits, run",
+            f'  print(mw.needs(model, "{plan}", loss=loss, batch=batch))',
+            "in a new process, with the model, loss, optimizer and options of parallelize. It allocates nothing.",
+        ]
+    )
+
 
 MallocOptions: TypeAlias = Sequence[tuple[int, int]]
 """Pairs of a `mallopt` parameter (its number in malloc.h) and its value (bytes, or for `M_MMAP_MAX` a count)."""
