@@ -32,12 +32,11 @@ from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.action import COMPUTE
 from meshwise.simulate.cluster import Cluster, load, rate_at
-from meshwise.simulate.cost_model import SEND_RECV, CostModel
-from meshwise.simulate.entry_times import entry_times
-from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.cost_model import SEND_RECV, CostModel, entry_times
+from meshwise.simulate.predicted_memory import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal_inputs import RehearsalSubject
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 

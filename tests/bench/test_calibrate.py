@@ -14,7 +14,7 @@ from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.simulate.cluster import load, parse_cluster, to_table
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal_inputs import RehearsalSubject
 
 LITTLE = CalibrationEffort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 

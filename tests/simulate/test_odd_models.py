@@ -18,7 +18,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
+from meshwise.simulate.rehearsal_inputs import Device, RehearsalSubject
 from meshwise.simulate.step_tape import TapeOperation
 
 WIDTH, WORDS = 8, 12

@@ -20,10 +20,10 @@ from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.pipeline.schedules.action import ActionKind
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.memory_shortage import needs
+from meshwise.simulate.predicted_memory import needs
 from meshwise.simulate.prediction import each_flops
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal_inputs import RehearsalSubject
 from meshwise.simulate.step_tape import TapeOperation
 from meshwise.train.failure_report import notes
 from simulate.subjects import CONFIG, gpt_subject, loss

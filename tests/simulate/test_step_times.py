@@ -25,11 +25,10 @@ from meshwise.simulate.cluster import (
     to_table,
 )
 from meshwise.simulate.cost_model import CostModel, sent_fraction
-from meshwise.simulate.operation_flops import count_operation
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.step_tape import MemoryChange, TapeCall
+from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.step_tape import MemoryChange, TapeCall, count_operation
 from simulate.subjects import CONFIG, gpt_subject
 
 STEADY = Cluster(

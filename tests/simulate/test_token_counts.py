@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal_inputs import RehearsalSubject
 from simulate.subjects import CONFIG, gpt_subject
 
 

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import size_text
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:

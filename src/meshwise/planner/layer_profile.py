@@ -33,13 +33,10 @@ from meshwise.pipeline.schedules.action import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import CostModel
-from meshwise.simulate.entry_times import entry_times
-from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.meta_batch import MetaBatch, with_rows
-from meshwise.simulate.meta_value_errors import wrap_for_rehearsal
+from meshwise.simulate.cost_model import CostModel, entry_times
+from meshwise.simulate.predicted_memory import memory_of
 from meshwise.simulate.rehearsal import rehearse, shapes_in
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal_inputs import MetaBatch, RehearsalSubject, with_rows, wrap_for_rehearsal
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 

@@ -15,10 +15,8 @@ from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import CostModel, sent_fraction
-from meshwise.simulate.entry_times import entry_times
-from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
-from meshwise.simulate.offload_traffic import step_seconds
+from meshwise.simulate.cost_model import CostModel, entry_times, sent_fraction, step_seconds
+from meshwise.simulate.predicted_memory import RankMemory, Table, fullest, memory_of, size_text
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.step_tape import TapeCall, TapeOperation, TapeSegment, TapeWait
 
@@ -130,6 +128,25 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # reductions after the last computation
     took, waits = _add_host_time(rehearsal, cluster, spent, exposed)
     return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
+
+
+def time_table(prediction: Prediction) -> Table:
+    """Return rows of (title, value): seconds of a step, tokens per second, utilisation, bubble, waits, traffic, fit."""
+    waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
+    return [
+        ("", ""),
+        ("step", f"{prediction.seconds:.4g} s"),
+        ("tokens/s", f"{prediction.tokens_per_second:,.0f}"),
+        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without recomputation"),
+        ("bubble", f"{100 * prediction.bubble:.1f} % of the step"),
+        *(
+            (f"waits for {axes}", f"{100 * took / prediction.seconds:.1f} % of the step")
+            for axes, took in waits
+            if took
+        ),
+        *((f"sent {where}", size_text(size)) for where, size in prediction.traffic.items() if size),
+        ("fits", "yes" if prediction.fits else "no: see --memory"),
+    ]
 
 
 def _add_host_time(
