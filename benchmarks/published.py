@@ -30,7 +30,7 @@ from later_runs import Run
 from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.schedules.action import COMPUTE
+from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.simulate.cluster import Cluster, load, rate_at
 from meshwise.simulate.cost_model import SEND_RECV, CostModel, entry_times
 from meshwise.simulate.predicted_memory import fullest

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
-from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import pack, unpack
-from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
-from meshwise.pipeline.run.stage import Stage
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule
-from meshwise.pipeline.schedules.action import Action, ActionKind
-from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.validate import walk
+from meshwise.pipeline.run.pipeline_stage import Stage, make_stage
+from meshwise.pipeline.run.schedule_interpreter import pack, unpack
+from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, lower, walk
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from pipeline.oracle import gradients
 

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.parameter_table import parameter_table
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import enter, pack, tensor_specs, unpack
-from meshwise.pipeline.run.stage import NanPlaceholder, StageError, signature
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.run.pipeline_stage import NanPlaceholder, StageError, make_stage, signature
+from meshwise.pipeline.run.schedule_interpreter import pack, tensor_specs, unpack
+from meshwise.pipeline.run.stage_backward import enter
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages
 

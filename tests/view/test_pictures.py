@@ -11,7 +11,7 @@ import pytest
 
 from meshwise.base.mesh import Mesh
 from meshwise.cli.output_files import write_png
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Device
 from meshwise.simulate.predicted_memory import fullest, size_text

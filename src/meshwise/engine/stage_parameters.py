@@ -16,7 +16,7 @@ from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.microbatch_runner import OnGradient, prepared
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws
-from meshwise.pipeline.run.stage import Stage
+from meshwise.pipeline.run.pipeline_stage import Stage
 
 
 @dataclass(frozen=True)

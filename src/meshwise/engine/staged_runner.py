@@ -27,11 +27,17 @@ from meshwise.engine.stage_parameters import LiveStage, StageParameters
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
-from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
-from meshwise.pipeline.run.stage import signature
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
-from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lines_of, lower
+from meshwise.pipeline.run.pipeline_stage import signature
+from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
+from meshwise.pipeline.schedules.schedule_table import (
+    Action,
+    ActionKind,
+    Schedule,
+    add_gathers,
+    add_transfers,
+    lines_of,
+    lower,
+)
 from meshwise.plan import PlanError
 
 

@@ -28,8 +28,8 @@ from meshwise.model.forward import default_forward
 from meshwise.model.parameter_units import partition
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import ActionKind
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster

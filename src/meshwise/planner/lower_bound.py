@@ -24,9 +24,9 @@ import torch
 
 from meshwise.base.timeline import TimelineRow
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.pipeline.schedules import SCHEDULES
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule
 from meshwise.plan import Plan
 from meshwise.planner.layer_profile import LayerProfile, ModelPiece, PieceWork
 from meshwise.planner.plan_space import splits_backward

@@ -38,9 +38,8 @@ from typing import Any
 import torch
 
 from meshwise.model.deferred_init import shapes_of
-from meshwise.pipeline.cut.partition import PartitionItems, divide
-from meshwise.pipeline.schedules.action import Schedule
-from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
+from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 from meshwise.plan import Plan
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from meshwise.pipeline.schedules import SCHEDULES, planned_schedule
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import is_path, keys_of
 from meshwise.plan.plan_text import read_words

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from meshwise.pipeline.schedules.action import COMPUTE
+from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
 from meshwise.simulate.step_tape import (

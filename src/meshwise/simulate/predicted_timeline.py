@@ -14,8 +14,8 @@ from functools import cached_property
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.comm.api.stopwatch import Activity, StepPhase
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
 from meshwise.pipeline.schedules.schedule_clock import event_of
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, RECEIVES, Action
 from meshwise.simulate.cost_model import CostModel, EntryTime, entry_times
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait

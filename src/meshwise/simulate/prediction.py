@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwise.base.timeline import Timeline, TimelineRow
-from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, ActionKind
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel, entry_times, sent_fraction, step_seconds
 from meshwise.simulate.predicted_memory import RankMemory, Table, fullest, memory_of, size_text

@@ -39,10 +39,8 @@ from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.model_cut import CutRequest, ModelCut
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
-from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cost_model import microbatch_traffic, update_traffic

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.stopwatch import Activity
-from meshwise.pipeline.schedules.action import Action, ActionKind
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind
 
 
 class Category(StrEnum):

@@ -42,7 +42,7 @@ from meshwise.model.meta_kernels import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.torch_private import TorchDispatchMode, without_modes
 from meshwise.optim.flat_optimizer import OptimizerClass
-from meshwise.pipeline.schedules.action import COMPUTE, Action
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
 from meshwise.simulate.step_tape import (
     Category,
     Entry,
