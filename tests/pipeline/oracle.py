@@ -35,13 +35,13 @@ def run_stages(stages: list[Stage], call: Call) -> Tensor:
     for stage in stages:
         result = stage.run(call, received=received)
         if stage is not stages[-1]:
-            packed = pack(result)
+            skeleton, parts = pack(result)
             arrived = [
                 tensor.detach().clone().requires_grad_(spec.requires_grad)
-                for tensor, spec in zip(packed.tensors, tensor_specs(packed.skeleton), strict=True)
+                for tensor, spec in zip(parts, tensor_specs(skeleton), strict=True)
             ]
-            received = unpack(packed.skeleton, arrived=arrived)
-            crossed.append((packed.tensors, arrived))
+            received = unpack(skeleton, arrived=arrived)
+            crossed.append((parts, arrived))
     result.backward()
     for sent, arrived in reversed(crossed):
         pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if a.grad is not None]

@@ -55,11 +55,11 @@ class OneProcess:
         if stage + 1 == len(self.stages):
             self.outputs[stage, index] = [result]
             return
-        packed = pack(result)
+        skeleton, parts = pack(result)
         after = (stage + 1, index)
-        self.outputs[stage, index] = list(packed.tensors)
-        self.arrived[after] = [t.detach().clone().requires_grad_() for t in packed.tensors]
-        self.received[after] = unpack(packed.skeleton, arrived=self.arrived[after])
+        self.outputs[stage, index] = list(parts)
+        self.arrived[after] = [t.detach().clone().requires_grad_() for t in parts]
+        self.received[after] = unpack(skeleton, arrived=self.arrived[after])
 
     def backward(self, stage: int, index: int) -> None:
         outputs, leaves = self.outputs.pop((stage, index)), self.arrived.pop((stage, index), [])

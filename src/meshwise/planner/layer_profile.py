@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
@@ -289,12 +289,12 @@ def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
 
 def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
     return [
-        entry for segment in step if segment.kind is ActionKind.F for entry in segment.entries if _is_operation(entry)
+        entry
+        for segment in step
+        if segment.kind is ActionKind.F
+        for entry in segment.entries
+        if isinstance(entry, TapeOperation)
     ]
-
-
-def _is_operation(entry: Entry) -> TypeGuard[TapeOperation]:
-    return isinstance(entry, TapeOperation)
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,9 @@ class _StepReader:
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
-                update += sum(self.cost_model.seconds(entry) for entry in segment.entries if _is_operation(entry))
+                update += sum(
+                    self.cost_model.seconds(entry) for entry in segment.entries if isinstance(entry, TapeOperation)
+                )
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)
 
@@ -340,7 +342,7 @@ class _StepReader:
             if isinstance(entry, TapeCall):
                 continue
             now = stop
-            kernels += _is_operation(entry) and not (self.joined and entry.name.startswith("_foreach"))
+            kernels += isinstance(entry, TapeOperation) and not (self.joined and entry.name.startswith("_foreach"))
             if isinstance(entry, TapeWait):
                 waits += stop - start
             elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
@@ -354,4 +356,4 @@ def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
     for entry in entries:
         if count <= 0:
             yield entry
-        count -= _is_operation(entry)
+        count -= isinstance(entry, TapeOperation)

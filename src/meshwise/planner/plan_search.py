@@ -215,7 +215,7 @@ class PlanSearch:
             elif last:
                 self.result.rehearsals += 1
                 self._running[candidate.plan] = candidate
-                self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
+                self._workers.start(candidate.plan, work=functools.partial(self.rehearsed, candidate.plan))
             elif key is None or (key in self._profiles and self._profiles[key] is None):
                 self._settle(dataclasses.replace(candidate, level=EstimateLevel.TIMED), tiers=tiers)
             elif key in self._profiles:
@@ -228,7 +228,7 @@ class PlanSearch:
                     self._workers.start(key, work=functools.partial(profiled, cluster=self._cluster))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
-        """Use a worker's result: a profile (None if it failed), or the figures or the error of a rehearsal."""
+        """Use a worker's result: a profile (None if it failed), or the candidate or the error of a rehearsal."""
         if isinstance(key, ProfileKey):
             self._profiles[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
@@ -236,8 +236,8 @@ class PlanSearch:
             return
 
         candidate = dataclasses.replace(self._running.pop(key), level=EstimateLevel.REHEARSED)
-        if not isinstance(outcome, Exception):
-            self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
+        if isinstance(outcome, Candidate):
+            self._settle(outcome, tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under the plan
             reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
             own = self._key(candidate.plan, EstimateLevel.REHEARSED)
@@ -359,14 +359,12 @@ class PlanSearch:
 
     def rehearsed(self, plan: Plan) -> Candidate:
         """Rehearse a plan with the cut that the search gives it. Raises the errors of `rehearse`."""
-        return Candidate(plan, EstimateLevel.REHEARSED, self._rehearsed(plan), self._at(plan))
-
-    def _rehearsed(self, plan: Plan) -> PlanFigures:
-        candidate, subject = Candidate(plan, at=self._at(plan)), self._subject
+        candidate, subject = Candidate(plan, EstimateLevel.REHEARSED, at=self._at(plan)), self._subject
         if self._pieces is not None:
             where = self._pieces.cut_options(candidate.at, where=subject.options.cut)
             subject = dataclasses.replace(subject, options=dataclasses.replace(subject.options, cut=where))
-        return self.evaluate(prediction_of(subject, candidate=candidate, cluster=self._cluster))
+        figures = self.evaluate(prediction_of(subject, candidate=candidate, cluster=self._cluster))
+        return dataclasses.replace(candidate, figures=figures)
 
 
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:

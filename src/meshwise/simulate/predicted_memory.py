@@ -167,10 +167,9 @@ class _Level:
         return moment
 
 
-def _sum(one: Mapping[Category, int], other: Mapping[Category, int]) -> dict[Category, int]:
-    found = dict(one)
-    for category, size in other.items():
-        found[category] = found.get(category, 0) + size
+def _sum(one: Mapping[Category, int], other: Mapping[Category, int]) -> Counter[Category]:
+    found = Counter(one)
+    found.update(other)
     return found
 
 

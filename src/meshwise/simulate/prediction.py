@@ -27,8 +27,6 @@ class PlayedSegment:
 
     seconds: float
     """Seconds from the first start to the last stop."""
-    computing: float
-    """Seconds in which the rank computes."""
     exposed: Mapping[str, float]
     """Seconds in which the rank waits for collectives, by the collectives' axes joined with `·` (`dp·cp`)."""
 
@@ -205,7 +203,7 @@ class _Rank:
 
     def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
         """Return the times of consecutive segments without messages between stages, which the clock adds."""
-        now = computing = 0.0
+        now = 0.0
         axes: dict[int, str] = {}
         exposed: dict[str, float] = defaultdict(float)
         for _, entry, start, stop in entry_times(segments, cost_model=self.cost_model):
@@ -213,11 +211,9 @@ class _Rank:
                 axes[entry.record.sequence] = "·".join(entry.record.axes)
                 continue
             now = stop
-            if isinstance(entry, TapeOperation):
-                computing += stop - start
-            elif isinstance(entry, TapeWait) and stop > start:
+            if isinstance(entry, TapeWait) and stop > start:
                 exposed[axes[entry.sequence]] += stop - start
-        return PlayedSegment(now, computing, exposed)
+        return PlayedSegment(now, exposed)
 
     def costs(self) -> dict[int, ActionCost]:
         """Return the mean seconds of each kind of action, by stage of this rank, ascending."""

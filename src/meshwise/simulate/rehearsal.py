@@ -400,14 +400,12 @@ def _representatives(schedule: Schedule) -> frozenset[int]:
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
-    """Return, for each rank along pp, the first rank that does the same work. Without a cut all ranks differ.
+def rehearsed_ranks(model: nn.Module, *, cut: ModelCut, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+    """Return, for each rank along pp, the first rank that does the same work.
 
     Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
     the same number of values, and share no parameter with another stage. The first and last stage equal no other.
     `ends`: True if the first and the last block of a list do more work than the others."""
-    if cut is None:
-        return tuple(range(schedule.ranks))
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}
     return tuple(

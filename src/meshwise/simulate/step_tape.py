@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.stopwatch import Activity
+from meshwise.pipeline.cut.dataflow import written_arguments
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind
 
 
@@ -223,7 +224,7 @@ def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[st
     inputs = [*tensors(args), *tensors(kwargs)]
     outputs = list(tensors(output))
     flops = _flops(func, args, kwargs, output)
-    written = sum(map(_nbytes, _written(func, args, kwargs, outputs)))
+    written = sum(map(_nbytes, list(written_arguments(func, args=args, kwargs=kwargs)) or outputs))
     name = func._schema.name
     read = written if name in LOOK_UPS else 0 if name in ZERO_FILLED else sum(map(_nbytes, inputs))
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
@@ -261,20 +262,6 @@ def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
         return int(2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() > b.dim() else 1))
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=output)) if formula else 0
-
-
-def _written(
-    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]
-) -> Iterator[Tensor]:
-    """Yield the tensors that a call writes: the arguments changed in place, or else the outputs."""
-    changed = False
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            changed = True
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from tensors(value)
-    if not changed:
-        yield from outputs
 
 
 def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:

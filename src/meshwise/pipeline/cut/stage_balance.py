@@ -253,18 +253,19 @@ def balance(
     their schedule. Raises CutError when fewer than `stages` stages fit."""
     clock = None if by != "time" or schedule is None else _clock(model, schedule)
     whole, fine = (
-        _Row(_items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule)))
+        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule))
         for row in (seen, seen.with_split_blocks(splittable))
     )
-    begins = seen.begins(splittable)
-    pieces = [begins[called.key] for called in seen.calls]
-    fits = sum(whole.items.solid) >= stages
-    bounds, price = whole.best(clock) if fits or not splittable else ((), math.inf)
+    fits = sum(whole.solid) >= stages
+    bounds, price = _best(whole, clock) if fits or not splittable else ((), math.inf)
     if splittable:
-        inner = fine.fewer(stages, always=pieces, never=seen.ends(splittable))
-        found, finer = inner.best(clock, also=[(*pieces, len(fine.places))[bound] for bound in bounds], slack=MIN_GAIN)
+        begins, count = seen.begins(splittable), len(fine.solid)
+        pieces = [begins[called.key] for called in seen.calls]
+        places = (*_places(fine, stages, always=pieces, never=seen.ends(splittable)), count)
+        also = tuple(places.index((*pieces, count)[bound]) for bound in bounds)
+        found, finer = _best(fine.merged(places[:-1]), clock, also=also, slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
-            return _with_needed_splits(seen, splittable, found)
+            return _with_needed_splits(seen, splittable, [places[bound] for bound in found])
     return StageBounds(seen, bounds)
 
 
@@ -277,42 +278,28 @@ def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: 
     return StageBounds(row, (*(begins[name] for name in names), len(row.calls)), tuple(needed))
 
 
-class _Row:
-    """Calls in running order with their loads, and the places at which a stage may begin."""
+def _places(items: PartitionItems, stages: int, *, always: Collection[int], never: Collection[int]) -> list[int]:
+    """Return the items at which it is worth a try to begin a stage or, if these are too few, all except `never`."""
+    apart = MIN_DISTANCE * sum(items.loads[0]) / stages
+    places = places_to_try(items, apart=apart, always=always, never=never)
+    if sum(items.merged(places).solid) >= stages:
+        return places
+    return [place for place in range(len(items.solid)) if place not in never]
 
-    def __init__(self, items: PartitionItems, places: Sequence[int] | None = None) -> None:
-        self.places = range(len(items.solid)) if places is None else places
-        self.items = items if places is None else items.merged(places)
-        self._all = items
 
-    def fewer(self, stages: int, *, always: Collection[int], never: Collection[int] = ()) -> "_Row":
-        """Return the calls with fewer places: those worth a try or, if these are too few, all except `never`."""
-        apart = MIN_DISTANCE * sum(self._all.loads[0]) / stages
-        row = _Row(self._all, places_to_try(self._all, apart=apart, always=always, never=never))
-        if sum(row.items.solid) >= stages:
-            return row
-        return _Row(self._all, [place for place in self.places if place not in never])
+def _best(
+    items: PartitionItems, clock: StepClock | None, *, also: tuple[int, ...] = (), slack: float = 0.0
+) -> tuple[tuple[int, ...], float]:
+    """Return the best bounds, and the price: the step's time; without a clock, the largest load.
 
-    def best(
-        self, clock: StepClock | None, *, also: Sequence[int] = (), slack: float = 0.0
-    ) -> tuple[tuple[int, ...], float]:
-        """Return the best bounds among all calls, and the price: the step's time; without a clock, the largest load.
-
-        `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`.
-        """
-        even = divide(self.items, slack=slack)
-        if clock is None:
-            return self.places_of(even), self.items.largest(even)
-        inner = (*self.places, len(self._all.solid))
-        starts = [even, *([tuple(map(inner.index, also))] if also else [])]
-        tries = MAX_EVENTS // len(clock)
-        found = [improve_bounds(self.items, bounds=start, clock=clock, tries=tries) for start in starts]
-        bounds, price = min(found, key=lambda one: one[1])
-        return self.places_of(bounds), price
-
-    def places_of(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Convert bounds among the places to bounds among all calls."""
-        return tuple((*self.places, len(self._all.solid))[bound] for bound in bounds)
+    `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`."""
+    even = divide(items, slack=slack)
+    if clock is None:
+        return even, items.largest(even)
+    tries = MAX_EVENTS // len(clock)
+    starts = [even, also] if also else [even]
+    found = [improve_bounds(items, bounds=start, clock=clock, tries=tries) for start in starts]
+    return min(found, key=lambda one: one[1])
 
 
 def _items(seen: ProbeResult, loads: Sequence[Sequence[float]]) -> PartitionItems:

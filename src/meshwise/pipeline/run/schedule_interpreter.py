@@ -192,13 +192,13 @@ class _Walk:
             flight.outputs = [result] if training and result.requires_grad else []
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
-        packed = pack(result)
-        flight.outputs = [tensor for tensor in packed.tensors if tensor.requires_grad]
-        detached = [tensor.detach() for tensor in packed.tensors]
+        skeleton, parts = pack(result)
+        flight.outputs = [tensor for tensor in parts if tensor.requires_grad]
+        detached = [tensor.detach() for tensor in parts]
         if self._ranks[stage.index + 1] == self._rank:
-            self._deliver((stage.index + 1, index), packed.skeleton, detached)
+            self._deliver((stage.index + 1, index), skeleton, detached)
         else:
-            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, packed.skeleton), detached
+            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, skeleton), detached
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -337,18 +337,11 @@ def _as_text(value: Any) -> str:
     return " ".join(repr(value).split()).replace("..., device='meta', ", "")
 
 
-@dataclass(frozen=True)
-class PackedTree:
-    """Named trees of values, split into a skeleton and tensors."""
+def pack(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """Split named trees of values into a skeleton and tensors; the tensors stay part of their autograd graph.
 
-    skeleton: Mapping[str, Any]
-    """The values, with a meta tensor of the same `requires_grad` in place of each tensor; it can be pickled."""
-    tensors: tuple[Tensor, ...]
-    """Each tensor once, in the order of first occurrence in the skeleton."""
-
-
-def pack(values: Mapping[str, Any]) -> PackedTree:
-    """Split named trees of values into a skeleton and tensors; the tensors stay part of their autograd graph."""
+    The skeleton has a meta tensor of the same `requires_grad` in place of each tensor; it can be pickled. Each tensor
+    is returned once, in the order of first occurrence in the skeleton."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def spec_of(tensor: Tensor) -> Tensor:
@@ -357,8 +350,8 @@ def pack(values: Mapping[str, Any]) -> PackedTree:
             seen[id(tensor)] = (tensor, shape)
         return seen[id(tensor)][1]
 
-    skeleton = map_tensors(spec_of, dict(values))
-    return PackedTree(skeleton, tuple(tensor for tensor, _ in seen.values()))
+    skeleton: dict[str, Any] = map_tensors(spec_of, dict(values))
+    return skeleton, tuple(tensor for tensor, _ in seen.values())
 
 
 def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
