@@ -17,7 +17,7 @@ import torch
 
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import predict
+from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_inputs import RehearsalSubject
 

@@ -22,12 +22,11 @@ from meshwise.simulate.cluster import (
     NodeHost,
     load,
     parse_cluster,
-    to_table,
 )
 from meshwise.simulate.cost_model import CostModel, sent_fraction
-from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import MemoryChange, TapeCall, count_operation
 from simulate.subjects import CONFIG, gpt_subject
 
@@ -230,7 +229,7 @@ def test_each_rank_of_a_ring_over_nodes_sends_its_part_between_them() -> None:
 def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -> None:
     cluster = load(name)
     path = tmp_path / "cluster.toml"
-    path.write_text(tomlkit.dumps(to_table(cluster)))
+    path.write_text(tomlkit.dumps(dataclasses.asdict(cluster)))
     assert load(path) == cluster
     assert parse_cluster(f"64x8 {name}").ranks == 512
     assert parse_cluster(f"64 × 8 {name.upper()}") == parse_cluster(f"64x8 {name}")

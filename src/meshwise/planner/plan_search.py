@@ -46,9 +46,9 @@ from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import Table, fullest, size_text
-from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse, schedule_of
 from meshwise.simulate.rehearsal_inputs import ASKED, RehearsalSubject, asks_for_values
+from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.tensor.detect.find_parts import find_parts
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(

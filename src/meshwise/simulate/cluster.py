@@ -249,15 +249,6 @@ def parse_cluster(text: str) -> Cluster:
     return dataclasses.replace(cluster, nodes=count, ranks_per_node=ranks)
 
 
-def to_table(value: Any) -> Any:
-    """Return a cluster, or a value of one, as dicts, lists and numbers that `tomlkit` writes and `load` reads back."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_table(one) for key, one in value.items()}
-    return [to_table(one) for one in value] if isinstance(value, tuple) else value
-
-
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
     """Return a dataclass made from a TOML table. Raises ClusterError for an unknown key or an invalid value."""
     hints = typing.get_type_hints(kind)

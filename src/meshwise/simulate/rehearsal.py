@@ -88,19 +88,16 @@ class TapeRecording:
         like = self.stages.rehearsed
         ranks_run = sorted(set(like))
         with ThreadPoolExecutor(len(ranks_run)) as threads:
-            futures = {index: threads.submit(self._tape_of, index) for index in ranks_run}
+            tape_of = self.stages.running()(self._tape)  # each thread runs when it is its turn
+            futures = {index: threads.submit(tape_of, index) for index in ranks_run}
         failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
         for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
             with explaining_values():
                 raise failure
         return tuple(futures[index].result() for index in like)
 
-    def _tape_of(self, index: int) -> Tape:
-        """Return the tape of the first rank with this index along pp."""
-        with self.stages.running():
-            return self._tape(index)
-
     def _tape(self, index: int) -> Tape:
+        """Return the tape of the first rank with this index along pp."""
         mesh = self.plan.mesh()
         rank = index * (mesh.size // self.plan.pp)
         recorder = Recorder(FlightRecorder())

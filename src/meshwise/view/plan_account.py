@@ -11,8 +11,7 @@ from meshwise.base.timeline import Timeline, time_by_activity
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.predicted_memory import fullest, size_text
-from meshwise.simulate.predicted_timeline import MemoryHistory, PredictionReplay
-from meshwise.simulate.prediction import Prediction
+from meshwise.simulate.step_prediction import MemoryHistory, Prediction, PredictionReplay
 
 _MOST_HISTORIES = 6
 """With more ranks along pp than this, only the memory of the first, the fullest and the last is shown."""

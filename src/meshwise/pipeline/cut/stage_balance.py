@@ -251,7 +251,11 @@ def balance(
 
     `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
     their schedule. Raises CutError when fewer than `stages` stages fit."""
-    clock = None if by != "time" or schedule is None else _clock(model, schedule)
+    clock = None
+    if by == "time" and schedule is not None:
+        device = next(model.parameters()).device
+        byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(device)
+        clock = StepClock(schedule, seconds_per_byte=byte)
     whole, fine = (
         _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule))
         for row in (seen, seen.with_split_blocks(splittable))
@@ -322,12 +326,6 @@ def loads_of(
     activations = [called.cost.activations for called in seen.calls]
     counts = (1.0,) * stages if schedule is None else in_flight(schedule)
     return [[state + times * kept for state, kept in zip(states, activations, strict=True)] for times in counts]
-
-
-def _clock(model: nn.Module, schedule: Schedule) -> StepClock:
-    """Return the clock that times a step of the schedule."""
-    byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(next(model.parameters()).device)
-    return StepClock(schedule, seconds_per_byte=byte)
 
 
 def _seconds_to_copy_byte(device: torch.device) -> float:

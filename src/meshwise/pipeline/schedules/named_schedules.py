@@ -26,12 +26,8 @@ from meshwise.plan.plan_keys import is_path, plan_notation
 
 def naive(pp: int, *, microbatches: int) -> Schedule:
     """Return the schedule without overlap: one micro-batch at a time runs through all stages and back."""
-    return Schedule(
-        tuple(
-            tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
-            for rank in range(pp)
-        )
-    )
+    order = [(0, index) for index in range(microbatches)]
+    return _alternating(pp, order, laps=1, ahead=[0] * pp)
 
 
 def gpipe(pp: int, *, microbatches: int) -> Schedule:
