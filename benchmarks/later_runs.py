@@ -32,8 +32,7 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import Prediction, predict
 from whole_backwards import whole_backwards
 

@@ -55,8 +55,7 @@ from meshwise.planner.plan_space import PlanSpace
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import Cluster, Curve, parse_cluster, rate_at
-from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject
 from meshwise.simulate.step_prediction import Prediction, predict
 from reserved import Held, reserved
 

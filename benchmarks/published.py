@@ -34,8 +34,7 @@ from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.simulate.cluster import Cluster, load, rate_at
 from meshwise.simulate.cost_model import SEND_RECV, CostModel, entry_times
 from meshwise.simulate.predicted_memory import fullest
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards

@@ -30,8 +30,7 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.measured_memory import MALLOC, MeasuredRank, measure
 from meshwise.simulate.predicted_memory import fullest, size_text
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from peer_table import write_between_markers
 

@@ -22,7 +22,7 @@ from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.view.plan_account import predicted_account
 from meshwise.view.plan_comparison import comparison_table
 

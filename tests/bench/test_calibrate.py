@@ -13,8 +13,7 @@ from meshwise.cli import bench_command as command
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.simulate.cluster import load, parse_cluster
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 
 LITTLE = CalibrationEffort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)

@@ -20,7 +20,7 @@ from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import measured_memory as room
 from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.failure_report import SELF_EXPLAINING
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run

@@ -14,8 +14,7 @@ from meshwise.memory.storage_movers import ActivationTransfers
 from meshwise.memory.swap_file import BLOCK
 from meshwise.plan import Plan
 from meshwise.simulate.predicted_memory import RankMemory, memory_of, memory_table
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import Device, RehearsalSubject
+from meshwise.simulate.rehearsal import Device, RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
 
 STATES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())

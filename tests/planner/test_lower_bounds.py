@@ -20,8 +20,7 @@ from meshwise.planner.plan_search import Candidate, figures_of, prediction_of
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)

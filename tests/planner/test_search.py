@@ -30,8 +30,7 @@ from meshwise.planner.plan_space import PlanSpace, parse_fixed
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import rehearse, schedule_of
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse, schedule_of
 from meshwise.simulate.step_prediction import Prediction
 
 CLUSTER = parse_cluster("1x4 h100")

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.cost_model import CostModel
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import MatrixProduct, TapeOperation
 

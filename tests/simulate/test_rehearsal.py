@@ -21,8 +21,7 @@ from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.predicted_memory import needs
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import each_flops
 from meshwise.simulate.step_tape import TapeOperation
 from meshwise.train.failure_report import notes

@@ -24,8 +24,7 @@ from meshwise.simulate.cluster import (
     parse_cluster,
 )
 from meshwise.simulate.cost_model import CostModel, sent_fraction
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import MemoryChange, TapeCall, count_operation
 from simulate.subjects import CONFIG, gpt_subject

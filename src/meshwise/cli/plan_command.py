@@ -21,7 +21,7 @@ from meshwise.planner.plan_search import SearchEffort, SearchResult, best_table,
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import size_text
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import change_file, read_job

@@ -35,8 +35,7 @@ from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel, entry_times
 from meshwise.simulate.predicted_memory import memory_of
-from meshwise.simulate.rehearsal import rehearse, shapes_in
-from meshwise.simulate.rehearsal_inputs import MetaBatch, RehearsalSubject, with_rows, wrap_for_rehearsal
+from meshwise.simulate.rehearsal import MetaBatch, RehearsalSubject, rehearse, shapes_in, with_rows, wrap_for_rehearsal
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 

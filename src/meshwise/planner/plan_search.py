@@ -46,8 +46,7 @@ from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import Table, fullest, size_text
-from meshwise.simulate.rehearsal import rehearse, schedule_of
-from meshwise.simulate.rehearsal_inputs import ASKED, RehearsalSubject, asks_for_values
+from meshwise.simulate.rehearsal import ASKED, RehearsalSubject, asks_for_values, rehearse, schedule_of
 from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.tensor.detect.find_parts import find_parts
 

@@ -26,7 +26,7 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan
-from meshwise.simulate.rehearsal_inputs import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")

@@ -29,8 +29,7 @@ from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.measured_memory import MeasuredRank, room_left
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_inputs import Device, RehearsalSubject, asks_for_values
+from meshwise.simulate.rehearsal import Device, Rehearsal, RehearsalSubject, asks_for_values, rehearse
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
 

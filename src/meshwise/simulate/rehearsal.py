@@ -1,5 +1,7 @@
 """Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each kind.
 
+`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs these parts:
+
 | equal parts | the part that runs |
 |---|---|
 | ranks that differ in dp, tp or cp only | the first of these ranks |
@@ -10,19 +12,32 @@
 The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
 allocation of two steps (`tape_recorder.py`).
 
+`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans:
+
+    | batch of the user       batch of the rehearsal      values kept
+    | input_ids   [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
+    | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
+    | images      [6, 3, 9]   [8, 3, 9] on meta           none
+
+A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
+does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
+`explaining_values` explains such an error.
+
 A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
 that is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +53,13 @@ from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
+from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.cut.model_cut import CutRequest, ModelCut
 from meshwise.pipeline.cut.piece_calls import CutError
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cost_model import microbatch_traffic, update_traffic
-from meshwise.simulate.rehearsal_inputs import (
-    Device,
-    MetaBatch,
-    RehearsalSubject,
-    explaining_values,
-    wrap_for_rehearsal,
-)
 from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment
 from meshwise.simulate.tape_recorder import (
     KernelChoice,
@@ -62,6 +71,106 @@ from meshwise.simulate.tape_recorder import (
     optimizer_on,
 )
 from meshwise.tensor.detect.find_parts import find_parts
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+"""Kind of device of the ranks that are predicted; the rehearsal itself needs no device."""
+
+
+@dataclass(frozen=True)
+class RehearsalSubject:
+    """Training that is rehearsed under one or several plans: the arguments of `parallelize` except the plan."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """Module, which is not changed, or the function that builds it."""
+    loss: Loss
+    """Function `loss(output, batch)` that returns (sum, count)."""
+    batch: Any
+    """Global batch like those of the training. Its shapes count, and the values of integer and boolean tensors."""
+    optimizer: OptimizerClass = torch.optim.AdamW
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the optimizer."""
+    options: Options = field(default_factory=Options)
+
+
+LARGEST = 2**24
+"""Largest number of elements of a tensor whose values are kept."""
+
+
+@dataclass(frozen=True)
+class MetaBatch:
+    """Batch of meta tensors, with the values of its small integer and boolean tensors."""
+
+    batch: Any
+    values: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs of a meta tensor and its values, as for `ShapeConstants`."""
+
+    @classmethod
+    def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
+        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows in order."""
+        values: list[tuple[Tensor, Tensor]] = []
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            shape = (rows, *tensor.shape[1:])
+            bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            counts = not (tensor.is_floating_point() or tensor.is_complex())
+            dense = type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse)
+            if counts and dense and len(tensor) > 0 and bare.numel() <= LARGEST:
+                values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)].contiguous()))
+            return bare
+
+        return cls(tree.map_tensors(stand_in, batch), tuple(values))
+
+
+def with_rows(batch: Any, *, rows: int) -> Any:
+    """Return a batch of `rows` rows: CPU tensors where `MetaBatch` keeps the values, meta tensors otherwise."""
+    made = MetaBatch.of(batch, rows=rows)
+    values = {id(bare): known for bare, known in made.values}
+    return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
+
+
+ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
+"""Reason to append to an error if `asks_for_values` is True for it."""
+
+_NO_VALUES = (
+    f"{ASKED}. Only integers and booleans of the batch have values, if the batch has values and is not too large. "
+    "Mixtures of experts in transformers read values of their router; with experts_implementation='batched_mm' they do "
+    "not."
+)
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Return whether the message of an error is about a meta tensor, so the model probably read a value."""
+    return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
+
+
+@contextlib.contextmanager
+def explaining_values() -> Iterator[None]:
+    """Add a note about missing values to an error of the block that comes from reading a meta tensor.
+
+    The error is raised again. A TypeError, which torch raises if numpy reads a meta tensor, becomes a RuntimeError."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if not asks_for_values(error):
+            raise
+        if isinstance(error, TypeError):
+            explained = RuntimeError(str(error))
+            explained.add_note(_NO_VALUES)
+            raise explained from error
+        error.add_note(_NO_VALUES)
+        raise
+
+
+def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
+    """Return `call`, wrapped to run on meta tensors.
+
+    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch."""
+
+    def run(*given: Any) -> Any:
+        with torch.device("meta"), constants.forward():
+            return call(*given)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -225,6 +334,11 @@ class Rehearsal:
         default_factory=dict, compare=False, repr=False
     )
     """Results of `step`, by its arguments."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with the same index along pp."""
+        return self.plan.mesh().size // len(self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
         """Return the segments of a whole step of the rank with this index along pp.

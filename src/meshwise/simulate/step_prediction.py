@@ -78,22 +78,18 @@ class Prediction:
     def model_flops(self) -> float:
         """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
         once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind), repeated=False))
-        return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self._replicas
+        return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self.rehearsal.replicas
 
     @property
     def flops(self) -> float:
         """Flops of all matrix products of a step over all ranks, with recomputation."""
-        return float(sum(each_flops(self.rehearsal))) * self._replicas
+        return float(sum(each_flops(self.rehearsal))) * self.rehearsal.replicas
 
     @property
     def utilisation(self) -> float:
         """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
         ranks = self.rehearsal.plan.mesh().size
         return self.model_flops / (self.seconds * ranks * self._peak)
-
-    @property
-    def _replicas(self) -> int:
-        return self.rehearsal.plan.mesh().size // len(self.rehearsal.tapes)
 
     @property
     def _peak(self) -> float:
@@ -193,7 +189,7 @@ _Place = tuple[int, int]
 
 def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
     """Return the place of each rank along pp."""
-    each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
+    each = rehearsal.replicas
     return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
 
 
@@ -201,8 +197,8 @@ class _Rank:
     """One rank along pp, with the times of its segments; equal segments are played once."""
 
     def __init__(self, rehearsal: Rehearsal, index: int, cost_model: CostModel) -> None:
-        each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
-        self.cost_model = dataclasses.replace(cost_model, shift=(index - rehearsal.tapes[index].index) * each)
+        shift = (index - rehearsal.tapes[index].index) * rehearsal.replicas
+        self.cost_model = dataclasses.replace(cost_model, shift=shift)
         parts = rehearsal.step(index)
         counted = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
@@ -521,7 +517,7 @@ class PredictionReplay:
     def _cost_model_of(self, index: int) -> CostModel:
         """Return the cost model of a rank, one for each pair of a rehearsed rank and a place in a node."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
-        each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
+        each = self._rehearsal.replicas
         key = tape, index * each % cluster.ranks_per_node
         return self._cost_models.setdefault(key, CostModel(cluster, shift=(index - tape) * each))
 

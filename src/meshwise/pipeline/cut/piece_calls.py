@@ -18,6 +18,7 @@ parameters, and each must run once, in a fixed order. `inner_modules` finds them
 - is called more than once, or again in the backward (torch's checkpoint), where the received values are missing."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,8 +241,5 @@ def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
 
 def _has_equal_modules(block: nn.Module, names: tuple[str, ...]) -> bool:
     """Return whether a list of modules in the block has two modules of one class, such as experts."""
-    lists: dict[str, list[type[nn.Module]]] = {}
-    for name in names:
-        if "." in name:
-            lists.setdefault(name.rpartition(".")[0], []).append(type(block.get_submodule(name)))
-    return any(len(set(kinds)) < len(kinds) for kinds in lists.values())
+    kinds = Counter((name.rpartition(".")[0], type(block.get_submodule(name))) for name in names if "." in name)
+    return any(count > 1 for count in kinds.values())

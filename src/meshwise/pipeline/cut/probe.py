@@ -15,7 +15,6 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -90,14 +89,6 @@ def _owner(buffer: str) -> str:
     return buffer.rpartition(".")[0]
 
 
-@dataclass(frozen=True)
-class _Modes:
-    """Modes of a run: one knows the values of meta tensors that follow from sizes, one records dependencies."""
-
-    known: ShapeConstants = field(default_factory=ShapeConstants)
-    tracer: DataflowTracer = field(default_factory=DataflowTracer)
-
-
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
 """For each block to split, the names of its modules (`inner_modules`)."""
 
@@ -106,15 +97,15 @@ def _seen(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> ProbeResult:
     """Return the result of a traced run and, if `timed`, of separate runs that measure time."""
-    modes = _Modes()
+    watch = _Watch(found, timed=timed and has_no_values(model))
     with contextlib.ExitStack() as stack:
-        for mode in (MetaKernels(), modes.known, modes.tracer) if has_no_values(model) else (modes.tracer,):
+        for mode in (MetaKernels(), watch.known, watch.tracer) if has_no_values(model) else (watch.tracer,):
             stack.enter_context(mode)
-        seen = _run(model, call, found, modes, timed=timed and has_no_values(model), parts=parts)
+        seen = _run(model, call, found, watch, parts=parts)
     if not timed or has_no_values(model):
         return seen
     with keep_freed_memory():
-        runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
+        runs = [_run(model, call, found, _Watch(found, timed=True), parts=parts) for _ in range(ROUNDS)]
     costs = typical(runs, model=model)
     return dataclasses.replace(seen, calls=_with_costs(seen.calls, costs.calls), tail=costs.tail)
 
@@ -128,7 +119,7 @@ def _with_costs(calls: Sequence[PieceCall], costs: Sequence[PieceCall]) -> tuple
 
 
 def _run(
-    model: nn.Module, call: Call, found: Sequence[GatheredModule], modes: _Modes, *, timed: bool, parts: _Parts
+    model: nn.Module, call: Call, found: Sequence[GatheredModule], watch: "_Watch", *, parts: _Parts
 ) -> ProbeResult:
     """Return the result of one run of a copy of the model, with the forwards of the pieces `found` recorded."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
@@ -140,16 +131,15 @@ def _run(
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
-    modes.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
+    watch.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
     before = _buffers_outside(watched, pieces=pieces)
-    watch = _Watch({piece.module: piece.parameters for piece in found}, modes, timed=timed)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
         module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
-        tail = watch.since.to(result) if timed and not bare else 0.0
+        tail = watch.since.to(result) if watch.timed and not bare else 0.0
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
         return dataclasses.replace(watch.seen(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
@@ -180,13 +170,15 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 class _Watch:
     """Record of a run: the calls so far, and the modes that observe it."""
 
-    def __init__(self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, *, timed: bool) -> None:
+    def __init__(self, found: Sequence[GatheredModule], *, timed: bool) -> None:
         self.timed = timed
         self.calls: list[PieceCall] = []
         self.counted: dict[Hashable, CallCost] = {}
         """Costs of modules on the meta device by `operations_key`, so that equal modules are counted only once."""
-        self.parameters = parameters
-        self.tracer, self.known = modes.tracer, modes.known
+        self.parameters = {piece.module: piece.parameters for piece in found}
+        self.tracer = DataflowTracer()
+        self.known = ShapeConstants()
+        """Mode that knows the values of meta tensors that follow from sizes."""
         self.since = LossTail(())
         self._call_counts: Counter[str] = Counter()
         self._hidden: list[str] = []

@@ -32,7 +32,7 @@ from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.model.torch_private import without_modes
-from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut
+from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut, StageContents
 from meshwise.pipeline.run.stage_backward import enter
 
 
@@ -308,9 +308,9 @@ class NanPlaceholder:
 class StageRoute:
     """Order of the calls of all pieces, and the range of calls that one stage computes."""
 
-    def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
-        self._keys, self._modules = keys, modules
-        self.start, self.stop = start, stop
+    def __init__(self, contents: StageContents, *, modules: Sequence[nn.Module]) -> None:
+        self._keys, self._modules = contents.keys, modules
+        self.start, self.stop = contents.start, contents.stop
 
     def key(self, position: int, *, module: nn.Module) -> str:
         """Return the key of the call at this position. Raises StageError if it is not a call of `module`."""
@@ -415,19 +415,12 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     state = StageForwardState(
         cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
     )
-    module = _blocks(model, cut, index, state, like or model_without_values(model))
-    receives = cut.sends[index - 1] if index else ()
-    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
-
-
-def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardState, like: nn.Module) -> nn.Module:
-    """Return a copy of the model in which every piece has a stage's forward; other stages' tensors are released."""
-    contents = cut.contents(index)
+    like, contents = like or model_without_values(model), cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     pieces = {name: module.get_submodule(name) for name in contents.modules}
     modules = [pieces[name] for name in contents.modules]
-    route = StageRoute(contents.keys, modules=modules, start=contents.start, stop=contents.stop)
+    route = StageRoute(contents, modules=modules)
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
         _release(owner, owner._parameters, kept, bare_owner._parameters, path=path)
     for name, piece in pieces.items():
@@ -440,7 +433,8 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, state: StageForwardStat
             ):
                 _release(owner, owner._buffers, kept, bare_owner._buffers, path=path)
         piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, state=state)
-    return module
+    receives = cut.sends[index - 1] if index else ()
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
 
 
 def _release(
