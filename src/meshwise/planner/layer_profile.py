@@ -15,6 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -235,12 +236,9 @@ class LayerProfile:
         rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if key.plan.recompute != self.key.plan.recompute:
+            bare = partial(dataclasses.replace, keeps=0, top=0)
             pieces = [
-                dataclasses.replace(
-                    piece,
-                    forward=dataclasses.replace(piece.forward, keeps=0, top=0),
-                    backward=dataclasses.replace(piece.backward, keeps=0, top=0),
-                )
+                dataclasses.replace(piece, forward=bare(piece.forward), backward=bare(piece.backward))
                 for piece in pieces
             ]
         return LayerProfile(key, tuple(pieces), self.least)

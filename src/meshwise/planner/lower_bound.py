@@ -205,10 +205,8 @@ def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") ->
 
     Tensors that a backward in two parts keeps for the weights' gradients do not count."""
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
-    gathers, reduces = (
-        {ActionKind.GATHER: 1, ActionKind.FREE: -1},
-        {action.stage for action in row if action.kind is ActionKind.REDUCE},
-    )
+    gathers = {ActionKind.GATHER: 1, ActionKind.FREE: -1}
+    reduces = {action.stage for action in row if action.kind is ActionKind.REDUCE}
     whole: set[int] = set()
     level = 0.0
     for action in row:

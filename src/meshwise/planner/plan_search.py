@@ -350,9 +350,7 @@ class PlanSearch:
         key = (whole.key, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:
             solid = [True] * len(whole.pieces)
-            bounds = divide(
-                PartitionItems(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0
-            )
+            bounds = divide(PartitionItems(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)))
             self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
         return self._cuts[key]
 

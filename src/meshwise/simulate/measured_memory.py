@@ -97,9 +97,6 @@ def kernel_counts(file: Path) -> dict[str, int]:
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in rows}
 
 
-STEPS = 3
-"""Default number of steps; after them a run has allocated all memory that it keeps."""
-
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _RESET = Path("/proc/self/clear_refs")
@@ -130,10 +127,11 @@ class MeasuredRank:
         return statistics.median(self.seconds[1:])
 
 
-def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = STEPS) -> list[MeasuredRank]:
+def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = 3) -> list[MeasuredRank]:
     """Run a plan for `steps` steps and return the measurements of all ranks. Every rank calls it.
 
-    CPU ranks must have been started with the environment `MALLOC`. Raises OSError without Linux's files in /proc."""
+    After 3 steps a run has allocated all memory that it keeps. CPU ranks must have been started with the environment
+    `MALLOC`. Raises OSError without Linux's files in /proc."""
     _warm_up(world.device)
     before = _resident_bytes(world.device)
     trainer = parallelize(

@@ -206,11 +206,6 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
     return rows
 
 
-def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
-    """Return the bytes by category at the peak of the rank with the largest peak."""
-    return {str(category): size for category, size in fullest(ranks).peak.device.items()}
-
-
 def size_text(size: float) -> str:
     """Return a size in bytes as text with a unit: `4.0 KiB` for 4096."""
     power = 0
@@ -304,7 +299,8 @@ class MemoryNeeds:
         """Return the bytes by category on the fullest rank. Raises the errors of `rehearse`."""
         if plan not in self._known:
             found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
-            self._known[plan] = by_category(memory_of(found))
+            peak = fullest(memory_of(found)).peak
+            self._known[plan] = {str(category): size for category, size in peak.device.items()}
         return self._known[plan]
 
     def total(self, plan: Plan) -> float:

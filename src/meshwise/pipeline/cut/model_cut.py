@@ -315,11 +315,8 @@ def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict
 
 
 def _parameters(model: nn.Module, holders: Mapping[str, Sequence[int]], stages: int) -> tuple[int, ...]:
-    found = [0] * stages
-    for name, on in holders.items():
-        for stage in on:
-            found[stage] += model.get_parameter(name).numel()
-    return tuple(found)
+    sizes = {name: model.get_parameter(name).numel() for name in holders}
+    return tuple(sum(sizes[name] for name, on in holders.items() if stage in on) for stage in range(stages))
 
 
 def _amount(load: float, by: str) -> str:

@@ -279,10 +279,7 @@ class _Watched:
             return output, PieceCall(
                 key, self._name, parameters, Dependencies(), bytes_of(output), CallCost(0.0, 0.0), inside=block.calls
             )
-        output, cost, used = _own_forward(module, key, watch, inputs=inputs)
-        return output, PieceCall(
-            key, self._name, parameters, used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
-        )
+        return _own_forward(module, watch, key=key, name=self._name, parameters=parameters, inputs=inputs)
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
@@ -339,12 +336,11 @@ class _Inside:
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         needed = watch.tracer.of(inputs)
-        output, cost, used = _own_forward(module, full, watch, inputs=inputs)
-        cost = CallCost(cost.activations + kept, cost.work + _WITH_BACKWARD * between, between)
-        called = PieceCall(
-            full, full, self._held[name], needed | used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
-        )
-        self._found.append(called)
+        held = self._held[name]
+        output, called = _own_forward(module, watch, key=full, name=full, parameters=held, inputs=inputs)
+        work = called.cost.work + _WITH_BACKWARD * between
+        cost = CallCost(called.cost.activations + kept, work, between)
+        self._found.append(dataclasses.replace(called, dependencies=needed | called.dependencies, cost=cost))
         output = watch.output(output, key=full)
         self._since = self._read()
         return output
@@ -357,24 +353,22 @@ class _Inside:
 
 
 def _own_forward(
-    module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
-) -> tuple[Any, CallCost, Dependencies]:
-    """Run the class's own `forward`; return its result, its cost, and the dependencies of the values it used."""
-    run, parameters, separate = (
-        partial(type(module).forward, module),
-        list(module.parameters()),
-        detached_inputs(inputs),
-    )
-    counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(separate)))
+    module: nn.Module, watch: _Watch, *, key: str, name: str, parameters: tuple[str, ...], inputs: tuple[Any, Any]
+) -> tuple[Any, PieceCall]:
+    """Run the class's own `forward`; return its result and its call, with the dependencies of the values it used."""
+    run, own, separate = partial(type(module).forward, module), list(module.parameters()), detached_inputs(inputs)
+    counts = watch.timed and any(tensor.is_meta for tensor in (*own, *tensors(separate)))
     kind = operations_key(module, inputs=separate)
     known = watch.counted.get(kind) if counts else None
     with watch.tracer.inside(key), watch.tracer.replacing(inputs, by=separate, key=key):
-        output, cost = profile_module(run, inputs=separate, parameters=parameters, timed=watch.timed and known is None)
+        output, cost = profile_module(run, inputs=separate, parameters=own, timed=watch.timed and known is None)
         if known is not None and known.activations != cost.activations:
-            output, cost = profile_module(run, inputs=separate, parameters=parameters, timed=True)
+            output, cost = profile_module(run, inputs=separate, parameters=own, timed=True)
         elif counts:
             cost = watch.counted[kind] = known or cost
-        return output, cost, watch.tracer.used
+        used = watch.tracer.used
+    same_shape = has_input_shape(output, inputs=inputs)
+    return output, PieceCall(key, name, parameters, used, bytes_of(output), cost, same_shape)
 
 
 def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, tuple[Tensor, int]]:

@@ -112,44 +112,38 @@ def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
 
 def zb_v(pp: int, *, microbatches: int) -> Schedule:
     """Return the ZB-V schedule for at least 2p micro-batches: the memory of 1F1B, no bubble if F, I and W are equal."""
-    return Schedule(tuple(_zb_v_row(rank, pp, microbatches) for rank in range(pp)))
-
-
-def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
-    row = _Row(rank, 2 * pp - 1 - rank)
-    row.add("F0", times=2 * (pp - rank) - 1)
-    row.add("F1 F0", times=rank)
-    row.add("F1 I1 W1", times=pp - rank)
-    row.add("F0 I0 W0 F1 I1 W1", times=microbatches - 2 * pp + rank + 1)
-    row.add("I0 W0 F1 I1 W1", times=pp - rank - 1)
-    row.add("I0 I1", times=rank)
-    row.add("I0 W0", times=pp - rank)
-    row.add("W1", times=rank)
-    row.add("W0", times=rank)
-    return tuple(row.actions)
+    rows = [_Row(rank, 2 * pp - 1 - rank) for rank in range(pp)]
+    for rank, row in enumerate(rows):
+        row.add("F0", times=2 * (pp - rank) - 1)
+        row.add("F1 F0", times=rank)
+        row.add("F1 I1 W1", times=pp - rank)
+        row.add("F0 I0 W0 F1 I1 W1", times=microbatches - 2 * pp + rank + 1)
+        row.add("I0 W0 F1 I1 W1", times=pp - rank - 1)
+        row.add("I0 I1", times=rank)
+        row.add("I0 W0", times=pp - rank)
+        row.add("W1", times=rank)
+        row.add("W0", times=rank)
+    return Schedule(tuple(tuple(row.actions) for row in rows))
 
 
 def dualpipev(pp: int, *, microbatches: int) -> Schedule:
     """Return DualPipeV, half of a DualPipe, for at least 2p micro-batches; the phases follow DeepSeek's `dualpipev.py`.
 
     It alternates forwards and backwards in pairs, so that their communication could overlap."""
-    return Schedule(tuple(_dualpipev_row(rank, pp, microbatches) for rank in range(pp)))
-
-
-def _dualpipev_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
-    row = _Row(rank, 2 * pp - 1 - rank)
-    after = pp - rank - 1
-    row.add("F0", times=2 * after)
-    row.add("F0 F1", times=rank + 1)
-    row.add("I1 W1 F1", times=after)
-    row.add("F0 B1 F1 B0", times=microbatches - 2 * pp + rank + 1)
-    row.add("B1 F1 B0", times=after)
-    row.add("B1 B0", times=(rank + 1) // 2)
-    row.add("B1 I0" if rank % 2 == 0 else "I1 I0", times=1)
-    row.add("I1 I0", times=(rank + 1) // 2 - rank % 2)
-    row.add("W I0", times=after)
-    row.add("W", times=rank + 1)
-    return tuple(row.actions)
+    rows = [_Row(rank, 2 * pp - 1 - rank) for rank in range(pp)]
+    for rank, row in enumerate(rows):
+        after = pp - rank - 1
+        row.add("F0", times=2 * after)
+        row.add("F0 F1", times=rank + 1)
+        row.add("I1 W1 F1", times=after)
+        row.add("F0 B1 F1 B0", times=microbatches - 2 * pp + rank + 1)
+        row.add("B1 F1 B0", times=after)
+        row.add("B1 B0", times=(rank + 1) // 2)
+        row.add("B1 I0" if rank % 2 == 0 else "I1 I0", times=1)
+        row.add("I1 I0", times=(rank + 1) // 2 - rank % 2)
+        row.add("W I0", times=after)
+        row.add("W", times=rank + 1)
+    return Schedule(tuple(tuple(row.actions) for row in rows))
 
 
 class _Row:

@@ -315,7 +315,12 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(f"{added[0]} is added when the table is run; write F, B, I and W only")
     _check_counts(schedule)
     for rank, row in enumerate(schedule.rows):
-        _check_order(schedule, rank, row)
+        seen: set[Action] = set()
+        for action in row:
+            for alternatives in _before(schedule, action):
+                if not seen.intersection(alternatives):
+                    raise ScheduleError(f"rank {rank} does {action} before {' or '.join(map(str, alternatives))}")
+            seen.add(action)
     for _ in walk(add_transfers(schedule)):
         pass
 
@@ -389,18 +394,8 @@ def _check_counts(schedule: Schedule) -> None:
                 )
 
 
-def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    """Check that a rank computes nothing before those inputs that the rank itself computes."""
-    seen: set[Action] = set()
-    for action in row:
-        for alternatives in _before(schedule, action):
-            if not seen.intersection(alternatives):
-                raise ScheduleError(f"rank {rank} does {action} before {' or '.join(map(str, alternatives))}")
-        seen.add(action)
-
-
 def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
-    """Yield tuples of actions; one action of each tuple must come earlier in the same row."""
+    """Yield tuples of actions that compute an input on the same rank; one of each tuple must come earlier."""
     stage, kind, index = action.stage, action.kind, action.microbatch
     if kind in (ActionKind.B, ActionKind.I):
         yield (Action(stage, ActionKind.F, index),)
