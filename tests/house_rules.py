@@ -388,7 +388,7 @@ SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 POSITIONS: Mapping[str, int] = {
     # The verbs a user writes: what, and by which plan or on how many ranks.
     "meshwise.engine.parallelize.parallelize": 2,
-    "meshwise.simulate.memory_shortage.needs": 2,
+    "meshwise.simulate.predicted_memory.needs": 2,
     "meshwise.verify.verification.verify": 4,
     "meshwise.attention.split_attention.attend": 3,  # as torch's scaled_dot_product_attention
     "meshwise.comm.launch.launch.run": 2,

@@ -17,7 +17,7 @@ from meshwise.model.forward import LossError
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import LossScale
-from meshwise.simulate.memory_shortage import needs
+from meshwise.simulate.predicted_memory import needs
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.verify import Report, verify
 

@@ -20,7 +20,7 @@ import meshwise as mw
 from meshwise.cli import train_command as command
 from meshwise.comm import World, run_threads
 from meshwise.memory.swap_file import SwapConfig
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train.job import Job
 from meshwise.train.job_toml import read_job
 

@@ -18,9 +18,9 @@ from meshwise.comm.api.job_processes import RankKilledError
 from meshwise.memory.allocator import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
-from meshwise.simulate import available_memory as room
-from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate import measured_memory as room
+from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.failure_report import SELF_EXPLAINING
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.comm.in_process.trace_world import TraceWorld
-from meshwise.pipeline.run.split_backward import backward_input
+from meshwise.pipeline.run.stage_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.core.matmul import Streaming

@@ -47,7 +47,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import Work, World
 from meshwise.comm.network.process_world import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import size_text
 
 VARIANTS = ("ordinary", "shared", "joint", "gloo")
 """Kinds of memory and transport on which a collective can be measured; `Measurement.on` explains each."""

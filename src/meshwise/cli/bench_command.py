@@ -3,6 +3,7 @@
 | bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file"""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.launch import cores
-from meshwise.simulate.cluster import to_table
 from meshwise.train.console_output import console_of_width, counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
@@ -153,7 +153,7 @@ def _calibrate(words: Sequence[str]) -> None:
         size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
     )[0]
     if prints_for_job():
-        text = tomlkit.dumps(to_table(found.cluster))
+        text = tomlkit.dumps(dataclasses.asdict(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.cpu_share < UNDISTURBED:
             result += f"; {_disturbance(found, size=size)}"

@@ -16,9 +16,9 @@ from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, LossError, call_loss
 from meshwise.model.parameter_units import Patterns
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, ModelCut, cut_model, cut_pieces
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules import planned_schedule
-from meshwise.pipeline.schedules.action import Schedule, ScheduleError
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.named_schedules import planned_schedule
+from meshwise.pipeline.schedules.schedule_table import Schedule, ScheduleError
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.tensor.core.part import Part

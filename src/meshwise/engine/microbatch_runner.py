@@ -30,7 +30,7 @@ from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule
 from meshwise.tensor.core.vocab_parallel import SplitLogits
 
 

@@ -47,10 +47,9 @@ from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, default_options, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.build_stage import make_stage, model_without_values
-from meshwise.pipeline.run.stage import FeatureWidth, PieceForward
-from meshwise.pipeline.schedules.classic_schedules import naive
-from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.pipeline.run.pipeline_stage import FeatureWidth, PieceForward, make_stage, model_without_values
+from meshwise.pipeline.schedules.named_schedules import naive
+from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import (
     CastHooks,

@@ -36,7 +36,7 @@ from meshwise.model.module_copy import refuse_partial_copies
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.schedules.action import Schedule
+from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
 from meshwise.sync.replicas import Replicas

@@ -16,7 +16,7 @@ from meshwise.engine.step_result import NonFiniteError
 from meshwise.memory.swap_file import TierError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train.job import JobError
 
 SELF_EXPLAINING = (

@@ -37,7 +37,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.allocator import is_out_of_memory
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole

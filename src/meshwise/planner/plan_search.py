@@ -10,34 +10,44 @@ A plan gets up to five estimates (`EstimateLevel`), each more exact and more exp
 
 Estimates 0 to 3 are lower bounds. The plan with the lowest time always gets its next estimate. So a rehearsed plan that
 is faster than all remaining bounds is the best plan, and the next such plan the second best. All plans that are not
-rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory."""
+rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory.
+
+A rehearsal is some seconds of Python code, so threads do not help. Its inputs are a model and the user's functions,
+which pickle may refuse. So `ForkedWorkers` forks a child for each call; the child shares the inputs with its parent.
+
+`best_table` and `lost_table` show the result as text."""
 
 import dataclasses
 import functools
+import gc
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import multiprocessing
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from meshwise.model.deferred_init import shapes_of
-from meshwise.pipeline.cut.partition import PartitionItems, divide
-from meshwise.pipeline.schedules.action import Schedule
-from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
+from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 from meshwise.plan import Plan
-from meshwise.planner.forked_workers import ForkedWorkers
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.meta_value_errors import ASKED, asks_for_values
-from meshwise.simulate.prediction import Prediction, predict
-from meshwise.simulate.rehearsal import rehearse, schedule_of
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.predicted_memory import Table, fullest, size_text
+from meshwise.simulate.rehearsal import ASKED, RehearsalSubject, asks_for_values, rehearse, schedule_of
+from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.tensor.detect.find_parts import find_parts
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(
@@ -204,7 +214,7 @@ class PlanSearch:
             elif last:
                 self.result.rehearsals += 1
                 self._running[candidate.plan] = candidate
-                self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
+                self._workers.start(candidate.plan, work=functools.partial(self.rehearsed, candidate.plan))
             elif key is None or (key in self._profiles and self._profiles[key] is None):
                 self._settle(dataclasses.replace(candidate, level=EstimateLevel.TIMED), tiers=tiers)
             elif key in self._profiles:
@@ -217,7 +227,7 @@ class PlanSearch:
                     self._workers.start(key, work=functools.partial(profiled, cluster=self._cluster))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
-        """Use a worker's result: a profile (None if it failed), or the figures or the error of a rehearsal."""
+        """Use a worker's result: a profile (None if it failed), or the candidate or the error of a rehearsal."""
         if isinstance(key, ProfileKey):
             self._profiles[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
@@ -225,8 +235,8 @@ class PlanSearch:
             return
 
         candidate = dataclasses.replace(self._running.pop(key), level=EstimateLevel.REHEARSED)
-        if not isinstance(outcome, Exception):
-            self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
+        if isinstance(outcome, Candidate):
+            self._settle(outcome, tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under the plan
             reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
             own = self._key(candidate.plan, EstimateLevel.REHEARSED)
@@ -340,22 +350,18 @@ class PlanSearch:
         key = (whole.key, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:
             solid = [True] * len(whole.pieces)
-            bounds = divide(
-                PartitionItems(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0
-            )
+            bounds = divide(PartitionItems(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)))
             self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
         return self._cuts[key]
 
     def rehearsed(self, plan: Plan) -> Candidate:
         """Rehearse a plan with the cut that the search gives it. Raises the errors of `rehearse`."""
-        return Candidate(plan, EstimateLevel.REHEARSED, self._rehearsed(plan), self._at(plan))
-
-    def _rehearsed(self, plan: Plan) -> PlanFigures:
-        candidate, subject = Candidate(plan, at=self._at(plan)), self._subject
+        candidate, subject = Candidate(plan, EstimateLevel.REHEARSED, at=self._at(plan)), self._subject
         if self._pieces is not None:
             where = self._pieces.cut_options(candidate.at, where=subject.options.cut)
             subject = dataclasses.replace(subject, options=dataclasses.replace(subject.options, cut=where))
-        return self.evaluate(prediction_of(subject, candidate=candidate, cluster=self._cluster))
+        figures = self.evaluate(prediction_of(subject, candidate=candidate, cluster=self._cluster))
+        return dataclasses.replace(candidate, figures=figures)
 
 
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:
@@ -386,3 +392,159 @@ def figures_of(prediction: Prediction) -> PlanFigures:
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
     idle = prediction.bubble * prediction.seconds
     return PlanFigures(prediction.seconds, memory, idle, dict(prediction.exposed))
+
+
+@dataclass
+class ForkedWorkers:
+    """Pool of at most `count` forked children. With a count of 1, `finished` runs the work in this process."""
+
+    count: int
+    _running: dict[Any, tuple[Hashable, BaseProcess]] = field(default_factory=dict)
+    _waiting: list[tuple[Hashable, Callable[[], Any]]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> int:
+        """Number of started calls whose results `finished` has not returned yet."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def free(self) -> bool:
+        """True if fewer than `count` calls are busy. `start` does not check it."""
+        return self.busy < self.count
+
+    def start(self, key: Hashable, *, work: Callable[[], Any]) -> None:
+        """Start `work()` in a child; its result, which must be picklable, is returned by `finished` with `key`."""
+        if self.count == 1:
+            self._waiting.append((key, work))
+            return
+        context = multiprocessing.get_context("fork")
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(theirs, work), daemon=True)
+        process.start()
+        theirs.close()
+        self._running[mine] = key, process
+
+    def finished(self) -> list[tuple[Hashable, Any]]:
+        """Wait for at least one started call, and return pairs (key, result) of all finished calls.
+
+        A result is what `work` returned or the exception that it raised; ChildProcessError if the process died."""
+        done = [(key, _outcome(work)) for key, work in self._waiting]
+        self._waiting.clear()
+        ready: list[Any] = list(wait(list(self._running))) if self._running else []
+        for connection in ready:
+            key, process = self._running.pop(connection)
+            try:
+                done.append((key, connection.recv()))
+            except EOFError:
+                process.join()
+                done.append((key, ChildProcessError(f"a worker process ended with exit code {process.exitcode}")))
+            process.join()
+        return done
+
+    def close(self) -> None:
+        """Terminate all running children; their results are lost."""
+        for _, process in self._running.values():
+            process.terminate()
+            process.join()
+        self._running.clear()
+
+
+def _child(connection: Connection, work: Callable[[], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its children
+    torch.set_num_threads(1)  # a fork has no threads of the parent, and kernels would wait for them
+    gc.disable()  # garbage collection would take a third of the time and free little
+    connection.send(_outcome(work))
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 -- the caller of `finished` gets it
+        return error
+
+
+FULL = "out of memory"
+"""Reason of plans that need more memory than the limit."""
+REFUSED = "refused"
+"""First word of the reason of plans that the training code refuses."""
+UNTRIED = "not rehearsed: it may still be among the best"
+"""Reason of plans that were not rehearsed, and whose lower bound is faster than the table's slowest plan."""
+
+
+def best_table(result: SearchResult, *, top: int) -> Table:
+    """Return the best plans with time, memory, bubble and waits. `?` after a number: the place is not proven."""
+    rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
+    best = result.best()[:top]
+    for number, one in enumerate(best):
+        figures, quickest = one.figures, best[0].figures.seconds
+        waits = sum(figures.exposed.values()) / figures.seconds
+        more = f"+{100 * (figures.seconds / quickest - 1):.1f} %" if number else ""
+        part = f"{100 * figures.bubble / figures.seconds:.1f} %"
+        cells = (
+            f"{figures.seconds:.4g} s",
+            more,
+            size_text(figures.memory),
+            part,
+            f"{100 * waits:.1f} %",
+            str(one.plan),
+        )
+        rows.append((f"{number + 1}{'' if number < result.proven else '?'}", *cells))
+    return rows
+
+
+def lost_table(result: SearchResult, *, top: int) -> Table:
+    """Return a row for each reason why plans lost: number of plans, least and greatest excess, the nearest plan."""
+    rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
+    for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
+        each = [_excess(one, result, reason) for one in candidates]
+        nearest = candidates[each.index(min(each))]
+        amount = [size_text(size) if reason == FULL else f"{100 * size:.1f} %" for size in (min(each), max(each))]
+        if reason.startswith((REFUSED, UNTRIED)):
+            amount = ["", ""]
+        to = f"to {amount[1]}" if amount[1] and amount[1] != amount[0] else ""
+        rows.append((str(len(candidates)), reason, amount[0], to, str(nearest.plan)))
+    return rows
+
+
+def _reasons(result: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
+    """Return the plans that lost, by reason. Refusals that differ only in numbers are one reason."""
+    best = result.best()[:top]
+    plans = {one.plan for one in best}
+    last = best[-1].figures.seconds if best else 0.0
+    found: dict[str, list[Candidate]] = defaultdict(list)
+    refused: dict[str, list[Candidate]] = defaultdict(list)
+    for one in (one for one in result.candidates.values() if one.plan not in plans):
+        if one.refused:
+            refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
+        elif not result.fits(one):
+            found[FULL].append(one)
+        elif one.level is not EstimateLevel.REHEARSED and one.figures.seconds < last:
+            found[UNTRIED].append(one)
+        else:
+            found[f"slower: {_where(one, best[0])}" if best else UNTRIED].append(one)
+    for candidates in refused.values():
+        nearest = min(candidates, key=lambda one: _excess(one, result, REFUSED))
+        found[f"{REFUSED}: {_unplanned(nearest)}"] = candidates
+    return found
+
+
+def _where(one: Candidate, best: Candidate) -> str:
+    """Return the part of the step in which a plan exceeds the best plan by the most seconds."""
+    parts, least = one.figures.parts(), best.figures.parts()
+    return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
+
+
+def _excess(one: Candidate, result: SearchResult, reason: str) -> float:
+    """Return the extra time as a fraction of the best time; for `FULL`, or without a best plan, the excess bytes."""
+    best = result.best()
+    if reason == FULL or not best:
+        return one.figures.memory - result.limit
+    return one.figures.seconds / best[0].figures.seconds - 1
+
+
+def _unplanned(one: Candidate) -> str:
+    """Return the first sentence of a refusal without the plan's text, so that equal reasons are equal texts."""
+    message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
+    message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # a plan with its own cut differs from `one.plan`
+    words = " ".join(word for line in message.splitlines()[:2] for word in line.split())
+    return words.split(". ")[0].split("; ")[0]

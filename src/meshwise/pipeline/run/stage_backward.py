@@ -1,4 +1,4 @@
-"""Run a backward in two parts: first I computes the gradients of received values, later W the gradients of parameters.
+"""Run the backward of a stage in two parts: first I for the gradients of received values, later W for parameters.
 
 Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
 the gradients of its two operands separately, and autograd omits a gradient that is not requested. So:
@@ -12,10 +12,12 @@ After I, the saved tensors that W does not need are freed. I and W together comp
 (Qi et al., 2023; torch's pipelining does the same).
 
 Two kinds of parameters get their gradients already in I. If the spine reaches a parameter at several nodes, autograd
-would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute."""
+would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute.
+
+`enter` prepares received values, so that a backward sets their gradients without a copy."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -24,11 +26,48 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.base.tensor_tree import map_tensors
+
 Gradients: TypeAlias = Sequence[Tensor | None]
 """Gradient of each output of a node; None for an output without a gradient."""
 
 _REENTRANT = "CheckpointFunctionBackward"
 """Node of torch's reentrant checkpoint: it runs a whole backward, which cannot be split."""
+
+
+class StageEntrance(torch.autograd.Function):
+    """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
+
+    Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient that another
+    object refers to, such as the sender of a value that a stage passes on unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Return a tensor in the memory of the leaf."""
+        ctx.leaf = leaf
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        """Set the leaf's `.grad`, or add to it, and return None, so that torch adds nothing."""
+        leaf = ctx.leaf
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def enter(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return received values for a stage to use: each leaf that requires a gradient passes one `StageEntrance`."""
+    made: dict[int, Tensor] = {}
+
+    def inside(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor.is_leaf):
+            return tensor
+        if id(tensor) not in made:
+            entered: Tensor = StageEntrance.apply(tensor)
+            made[id(tensor)] = entered
+        return made[id(tensor)]
+
+    entered: dict[str, Any] = map_tensors(inside, dict(values))
+    return entered
 
 
 class WeightBackward:

@@ -9,14 +9,15 @@ norm, head) of other stages have no parameters and do not compute (docs/pipeline
   it returns NaN in the output's shape and dtype, so that the use of a missing value is noticed;
 - the first piece of a later stage ends the forward by an exception.
 
-A stage may begin inside a block (`split_blocks.py`). On the two stages that share this split block, its modules are
-pieces, and its own forward runs. On any other stage the block is one piece.
+A stage may begin inside a block (`piece_calls.inner_modules`). On the two stages that share this split block, its
+modules are pieces, and its own forward runs. On any other stage the block is one piece.
 
-The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run."""
+The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run. `make_stage`
+makes a stage from a model and its cut."""
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,10 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.deferred_init import without_values
 from meshwise.model.forward import StageForwardLeft
+from meshwise.model.meta_kernels import MetaKernels
+from meshwise.model.module_copy import copy_modules
+from meshwise.model.shape_constants import ShapeConstants
 from meshwise.model.torch_private import without_modes
-from meshwise.pipeline.cut.meta_device import sizes_known
-from meshwise.pipeline.run.packed_tree import enter
+from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut, StageContents
+from meshwise.pipeline.run.stage_backward import enter
 
 
 class StageError(RuntimeError):
@@ -255,6 +260,13 @@ class PieceForward:
         return self._shapes[asked]
 
 
+@contextlib.contextmanager
+def sizes_known() -> Iterator[ShapeConstants]:
+    """Inside the block, run pieces on meta tensors. Values that follow from sizes alone, as positions, are known."""
+    with MetaKernels(), ShapeConstants() as constants, constants.forward():
+        yield constants
+
+
 class SplitBlockForward:
     """Replacement for the forward of a split block: its modules are pieces, and the rest of its code a last piece."""
 
@@ -296,9 +308,9 @@ class NanPlaceholder:
 class StageRoute:
     """Order of the calls of all pieces, and the range of calls that one stage computes."""
 
-    def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
-        self._keys, self._modules = keys, modules
-        self.start, self.stop = start, stop
+    def __init__(self, contents: StageContents, *, modules: Sequence[nn.Module]) -> None:
+        self._keys, self._modules = contents.keys, modules
+        self.start, self.stop = contents.start, contents.stop
 
     def key(self, position: int, *, module: nn.Module) -> str:
         """Return the key of the call at this position. Raises StageError if it is not a call of `module`."""
@@ -326,3 +338,113 @@ def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: typ
     if isinstance(tree, float) and math.isnan(tree):  # NaN does not equal itself
         return repr(tree)
     return tree if isinstance(tree, int | float | str | None) else other(tree)
+
+
+_CASTS = frozenset((Tensor.to, Tensor.type_as))
+"""Functions that convert their first tensor to the dtype of their second tensor."""
+_LIKE = frozenset((*_CASTS, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.is_same_size))
+"""Functions that read the shape or dtype of their second tensor; their result is on the device of the first."""
+
+_SHAPED = frozenset(
+    (
+        *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like, torch.rand_like, torch.randn_like),
+    )
+)
+"""Functions that make a new tensor in another tensor's shape or dtype; with a given `device`, it has real values."""
+
+
+class RemoteParameter(Tensor):
+    """Parameter or buffer of another stage; it has a shape and a dtype. Computing with it raises StageError.
+
+    A meta tensor is not enough: torch multiplies a CPU tensor by a meta tensor without an error, and returns arbitrary
+    memory. TorchScript and `torch.tensor` ignore subclasses of Tensor, so they still return arbitrary memory."""
+
+    known_as: str
+    """Name of the parameter or buffer in the model."""
+
+    @staticmethod
+    def named(name: str, *, like: Tensor) -> "RemoteParameter":
+        """Return a remote parameter with this name in the model, in the shape and dtype of `like`."""
+        one = like.detach().as_subclass(RemoteParameter)
+        one.known_as = name
+        return one
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return a remote result for remote parameters alone. Raises StageError for computations with other tensors."""
+        known = kwargs or {}
+        given = list(tensors((args, known)))
+        where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, RemoteParameter))
+        asked = func in _LIKE and not isinstance(args[0], RemoteParameter)
+        if not asked and any(not isinstance(tensor, RemoteParameter) for tensor in given):
+            raise StageError(
+                f"a stage computes with {where}, which another stage holds; on the example it did not need {where}. If "
+                "the script calls trainer.model itself, as generate does, call trainer.predict: with pp a rank has one "
+                f"stage. Else: {REMEDY}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if asked and func in _CASTS:
+                return args[0].to(next(tensor.dtype for tensor in given if isinstance(tensor, RemoteParameter)))
+            found = func(*args, **known)
+            if asked or (func in _SHAPED and "device" in known):
+                return found
+            return map_tensors(lambda tensor: RemoteParameter.named(where, like=tensor), found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteParameter":
+        return self
+
+
+def model_without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device."""
+    own = (*model.parameters(), *model.buffers())
+    return copy_modules(model, tensors={tensor: without_values(tensor) for tensor in own})
+
+
+def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
+    """Return stage `index` of a model. `like`: the model on meta, in the run's dtypes; None: it is made from `model`.
+
+    The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
+    parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is."""
+    state = StageForwardState(
+        cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
+    )
+    like, contents = like or model_without_values(model), cut.contents(index)
+    kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
+    module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
+    pieces = {name: module.get_submodule(name) for name in contents.modules}
+    modules = [pieces[name] for name in contents.modules]
+    route = StageRoute(contents, modules=modules)
+    for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
+        _release(owner, owner._parameters, kept, bare_owner._parameters, path=path)
+    for name, piece in pieces.items():
+        if name in contents.split_blocks:
+            piece.forward = SplitBlockForward(piece, route=route, state=state)
+            continue
+        if name not in contents.modules[contents.start : contents.stop]:
+            for (path, owner), bare_owner in zip(
+                piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
+            ):
+                _release(owner, owner._buffers, kept, bare_owner._buffers, path=path)
+        piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, state=state)
+    receives = cut.sends[index - 1] if index else ()
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
+
+
+def _release(
+    owner: nn.Module, tensors: MutableMapping[str, Any], kept: set[int], like: Mapping[str, Any], *, path: str
+) -> None:
+    """Replace parameters or buffers (`tensors`) of the module at `path` by `RemoteParameter`s, except the `kept` ids.
+
+    A model can still read the dtype or shape of a released tensor; computing with it is an error."""
+    for name, tensor in list(tensors.items()):
+        bare = like[name]
+        if tensor is not None and bare is not None and id(tensor) not in kept:
+            del tensors[name]
+            setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))
