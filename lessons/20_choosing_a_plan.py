@@ -24,7 +24,7 @@ from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.view.plan_account import predicted_account
-from meshwise.view.plan_comparison import comparison_table
+from meshwise.view.plan_account import comparison_table
 
 LAYERS, WIDTH, CONTEXT, BATCH, GPUS = 4, 8192, 1024, 64, 16
 P = 12 * LAYERS * WIDTH**2

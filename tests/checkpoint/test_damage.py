@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.checkpoint import DamageError, damages, newest_valid, read_index
-from meshwise.checkpoint.checkpoint_index import BLOCK, INDEX
+from meshwise.checkpoint.checkpoint_format import BLOCK, INDEX
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from checkpoint.reader import read
 from meshwise.checkpoint import SaveContent, SaveError, newest_valid, prune, read_index, save
-from meshwise.checkpoint.buffered_write import CHUNK_BYTES, BufferedWriter
+from meshwise.checkpoint.save_state import CHUNK_BYTES, BufferedWriter
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice

@@ -9,9 +9,8 @@ import pytest
 from meshwise.cli.main import main
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.plan_account import PlanAccount
-from meshwise.view.schedule_text import draw_in_columns
+from meshwise.view.plan_account import PlanAccount, write_chrome_trace
+from meshwise.view.text_pictures import draw_in_columns
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)
 

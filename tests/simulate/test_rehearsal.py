@@ -25,7 +25,7 @@ from meshwise.simulate.prediction import each_flops
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.step_tape import TapeOperation
-from meshwise.train.failure_report import notes
+from meshwise.train.console_output import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 PLANS = (

@@ -15,11 +15,18 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from meshwise.base.mesh import even_split
-from meshwise.train import token_file as tokens
-from meshwise.train.dataset import RunData, TextDataset, length, load_data, read_batches
+from meshwise.train import dataset as tokens
+from meshwise.train.dataset import (
+    RunData,
+    SampleOrder,
+    TextDataset,
+    length,
+    load_data,
+    open_tokens,
+    read_batches,
+    token_file,
+)
 from meshwise.train.job import DataJob, JobError
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.token_file import open_tokens, token_file
 
 
 def text_job(folder: Path, *names: str, **changes: Any) -> DataJob:

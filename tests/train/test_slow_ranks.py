@@ -11,9 +11,9 @@ import torch
 from meshwise.comm.api import flight_recorder
 from meshwise.comm.api.world import World
 from meshwise.testing import run
-from meshwise.train import slow_ranks as pace
+from meshwise.train import loop as pace
+from meshwise.train.loop import WINDOW, BusyTimer, RankPace, slow_ranks
 from meshwise.train.run_events import Slow
-from meshwise.train.slow_ranks import WINDOW, BusyTimer, RankPace, slow_ranks
 
 
 class Clocks:

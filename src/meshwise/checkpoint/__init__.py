@@ -14,10 +14,8 @@ Every rank calls `save`, `PendingSave.wait`, `load`, and `save`, `load` and `res
 calls succeeds on every rank, or raises an error on every rank. A single process calls `newest_valid`, `read_index`,
 `damages` (which compares every byte with its checksum) and `prune`."""
 
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError
-from meshwise.checkpoint.checkpoint_folder import newest_valid, prune
-from meshwise.checkpoint.checkpoint_index import CheckpointIndex, read_index
-from meshwise.checkpoint.damage_check import damages
+from meshwise.checkpoint.checkpoint_folder import damages, newest_valid, prune
+from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, SaveError, read_index
 from meshwise.checkpoint.load_state import CheckpointReader, load
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.checkpoint.training_state import RestoredState, TrainingState

@@ -1,4 +1,4 @@
-"""Find, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
+"""Find, check, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
 
     step-200.partial-3f2a9c01/     a save writes here, and flushes every file to the disk
             │  one rename (`move_into_place`)
@@ -6,20 +6,31 @@
     step-200/                      only then `latest` names step-200
 
 A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
-same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last."""
+same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
+`damages` and `is_valid` compare every byte of a checkpoint with its checksum."""
 
 import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from meshwise.base.atomic_file import sync_to_disk, write_whole
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
-from meshwise.checkpoint.damage_check import is_valid
+from meshwise.checkpoint.checkpoint_format import (
+    BLOCK,
+    INDEX,
+    CheckpointIndex,
+    Damage,
+    DamageError,
+    TensorEntry,
+    read_header,
+    read_index,
+)
+from meshwise.checkpoint.load_state import SourceFile, read_blocks
 
 LATEST = "latest"
 """File of a root that holds the name of the newest checkpoint."""
@@ -142,3 +153,54 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     for path in removed:
         remove(path)
     return removed
+
+
+_VERIFIED = "verified"
+"""Name of an empty file in a checkpoint; the file means that all bytes were compared with their checksums once."""
+
+
+def damages(folder: Path) -> Iterator[Damage]:
+    """Read a whole checkpoint and yield every damage. If the index is damaged, yield only its damage."""
+    try:
+        index = read_index(folder)
+    except DamageError as error:
+        yield from error.damages
+        return
+    for name in index.files:
+        entries: dict[str, TensorEntry] = {}
+        try:
+            entries = read_header(folder / name)
+        except DamageError as error:
+            yield from error.damages
+        except OSError as error:
+            yield Damage(str(folder / name), "a file that can be read", str(error))
+            continue
+        yield from _altered_blocks(SourceFile(folder / name, index.files[name], entries))
+
+
+def is_valid(folder: Path) -> bool:
+    """Return whether every byte of a checkpoint is as it was written.
+
+    A valid folder gets the file `verified`: later calls compare only its index and its file sizes. Raises OSError."""
+    try:
+        read_index(folder)
+    except DamageError:
+        return False
+    if not (folder / _VERIFIED).exists():
+        if any(True for _ in damages(folder)):
+            return False
+        (folder / _VERIFIED).touch()
+    return True
+
+
+def _altered_blocks(source: SourceFile) -> Iterator[Damage]:
+    """Yield the damage of every block whose bytes do not match their checksum."""
+    assert source.expected is not None
+    buffer = torch.empty(BLOCK, dtype=torch.uint8)
+    with source.path.open("rb") as file:
+        for start in range(0, source.expected.size, BLOCK):
+            try:
+                width = min(BLOCK, source.expected.size - start)
+                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[:width])
+            except DamageError as error:
+                yield from error.damages

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
-from meshwise.checkpoint.checkpoint_index import CheckpointIndex
+from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unused_entries, with_model_names
 from meshwise.checkpoint.load_state import fill, load, on_all_ranks
-from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
 from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine

@@ -18,15 +18,23 @@ from meshwise.bench.collective_tables import as_json, as_table
 from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
 from meshwise.bench.collectives import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
-from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks, run_chosen, say_start
-from meshwise.cli.output_files import check_outputs, write_and_say
+from meshwise.cli.shared_flags import (
+    DEFAULT_RANKS,
+    check_outputs,
+    checked_comm,
+    checked_ranks,
+    launched_ranks,
+    run_chosen,
+    say_start,
+    write_and_say,
+)
 from meshwise.comm import World, run
 from meshwise.comm.api.launch_environment import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.cores import cores
 from meshwise.simulate.cluster import to_table
 from meshwise.train.console_output import console_of_width, counted
-from meshwise.train.flags import parse_flags
+from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job import JobError
 
 _WIDTH = 110

@@ -1,11 +1,17 @@
 """The training loop: `train` runs a job on the ranks of a world, from the first sample to the files at the end.
 
-    at the start  restore a checkpoint, if there is one to resume from (`resume`)
+    at the start  restore a checkpoint, if there is one to resume from (`run_checkpoints`)
     each step     learning rate → this rank's rows (`dataset`) → trainer.step → events → validation, checkpoint when due
     at the end    write the full parameters, validate, generate text (`generate`)
 
 Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
-`StepTimelines` measures some steps action by action."""
+`StepTimelines` measures some steps action by action.
+
+Slow ranks make other ranks wait: collectives make every rank's step as long as the slowest rank's. So the ranks compare
+their busy time (`RankPace`): the time of the step without waits in collectives, which comm's flight recorder measures.
+They exchange these times every 20 steps. A rank is slow in a step if its busy time is more than twice the other ranks'
+median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA not the process, but the device
+waits for a collective."""
 
 import contextlib
 import itertools
@@ -26,7 +32,7 @@ from torch.utils.data import Dataset, default_collate
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
-from meshwise.checkpoint.safetensors_format import TensorSpec, header
+from meshwise.checkpoint.checkpoint_format import TensorSpec, header
 from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
@@ -38,21 +44,23 @@ from meshwise.engine.trainer import Trainer
 from meshwise.memory.memory_error import is_out_of_memory
 from meshwise.simulate.memory_shortage import ShortageError
 from meshwise.train import run_events
-from meshwise.train.batch_sizes import BatchSizes, batch_factor
-from meshwise.train.console_output import OutputConsole
-from meshwise.train.dataset import length, read_batches
-from meshwise.train.experiment_loggers import JsonLines, logger_maker
-from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import Job, SampleJob, ScheduleJob
+from meshwise.train.batch_and_lr import BatchSizes, batch_factor, lr_schedule
+from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
+from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
+from meshwise.train.job import Job, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
-from meshwise.train.progress_lines import ProgressLines
-from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
-from meshwise.train.run_checkpoints import RunCheckpoints
-from meshwise.train.run_events import Event, EventDispatcher, EventSink
-from meshwise.train.run_folder import PROFILE, RunFolder, RunStart
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.slow_ranks import BusyTimer, RankPace
-from meshwise.train.token_file import START_TOKEN
+from meshwise.train.run_checkpoints import (
+    PROFILE,
+    RunCheckpoints,
+    RunFolder,
+    RunProgress,
+    RunStart,
+    checked_run_start,
+    on_first_rank,
+    restore_run,
+    run_extra,
+)
+from meshwise.train.run_events import Event, EventDispatcher, EventSink, JsonLines, Slow, logger_maker
 
 
 @dataclass(frozen=True)
@@ -402,21 +410,62 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
-def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
-    """Return a function from the number of the step (0 … steps-1) to the learning rate, as a fraction of the peak.
+WINDOW = 20
+"""Steps between two comparisons."""
+_FACTOR = 2.0
+_LEAST_SECONDS = 0.05
 
-    Step k of the warm-up has (k+1)/warmup of the peak. A decay ends at `schedule.floor` in the last step; the shape
-    `constant` stays at the peak."""
-    decay = steps - schedule.warmup if schedule.shape != "wsd" else round(schedule.decay * steps)
-    first = max(steps - decay, schedule.warmup)
 
-    def at(step: int) -> float:
-        if step < schedule.warmup:
-            return (step + 1) / schedule.warmup
-        if schedule.shape == "constant" or step < first:
-            return 1.0
-        progress = min(1.0, (step - first) / max(1, steps - 1 - first))
-        height = (1 + math.cos(math.pi * progress)) / 2 if schedule.shape == "cosine" else 1 - progress
-        return schedule.floor + (1 - schedule.floor) * height
+class BusyTimer:
+    """Timer of the seconds between `start` and `stop` in which this rank does not wait for other ranks."""
 
-    return at
+    def __init__(self, world: World) -> None:
+        self._flight_recorder = world.flight_recorder
+        self._began = self._waited = 0.0
+
+    def start(self) -> None:
+        """Start the timer."""
+        self._began, self._waited = time.monotonic(), self._flight_recorder.waited
+
+    def stop(self) -> float:
+        """Return the seconds since `start`, without the seconds in which this rank waited in collectives."""
+        return time.monotonic() - self._began - (self._flight_recorder.waited - self._waited)
+
+
+class RankPace:
+    """Collects the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._steps: list[int] = []
+        self._seconds: list[float] = []
+
+    def note(self, step: int, *, seconds: float) -> list[Slow]:
+        """Record the busy seconds of a step; return the slow ranks in every 20th call. Every rank calls it."""
+        self._steps.append(step)
+        self._seconds.append(seconds)
+        return self.compare() if len(self._steps) == WINDOW else []
+
+    def compare(self) -> list[Slow]:
+        """Return the slow ranks by the busy times recorded since the last comparison. Every rank calls it."""
+        world, steps = self._world, self._steps
+        own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
+        self._steps, self._seconds = [], []
+        if world.size == 1 or not steps:
+            return []
+        times = own.new_empty(world.size * len(steps))
+        world.all_gather(own, into=times, axes=world.mesh.names).wait()
+        return list(slow_ranks(steps, times=times.view(world.size, len(steps)).tolist()))
+
+
+def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
+    """Yield one event for each rank that was slow in a step. `times[rank][i]`: busy seconds in step `steps[i]`."""
+    for rank, own in enumerate(times):
+        found = []
+        for number, step in enumerate(steps):
+            others = statistics.median(row[number] for other, row in enumerate(times) if other != rank)
+            if own[number] > max(_FACTOR * others, others + _LEAST_SECONDS):
+                found.append((step, own[number], others))
+        if found:
+            named, seconds, others_took = zip(*found, strict=True)
+            yield Slow(steps[-1], rank, list(named), statistics.mean(seconds), statistics.mean(others_took))

@@ -26,7 +26,7 @@ from meshwise.optim.parameter_rules import parameter_rule
 from meshwise.optim.several import Several
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
-from meshwise.train.flags import flags_of, parse_flags
+from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 
 BYTE_VALUES = 256
