@@ -110,7 +110,7 @@ def test_the_command_shows_where_a_jobs_model_would_be_cut(capsys: pytest.Captur
 
 
 BAD = [
-    (["draw"], "name what to draw; choose from: meshwise draw schedule, meshwise draw attention, meshwise draw cut"),
+    (["draw"], "name a drawing; choose from: meshwise draw schedule, meshwise draw attention, meshwise draw cut"),
     ([*CUT, "--plan=dp=2"], "the plan 'dp=2' has one stage"),
     ([*CUT, "--plan=pp=13"], "13 stages do not fit: GPT has 12 pieces, so at most pp·virtual_stages=12"),
     ([*CUT, "--plan=pp=2", "--model.cut-at", "block.1"], "a stage cannot begin at 'block.1'; it can at, for"),

@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_no_part_of_a_token_file_and_says_where_to_put_it(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr("meshwise.train.token_file.shutil.copyfileobj", full)
+    monkeypatch.setattr("meshwise.train.dataset.shutil.copyfileobj", full)
     message = f"cannot keep the text in {tmp_path}/cache: No space left on device; name a folder .* --data.cache"
     with pytest.raises(JobError, match=message):
         token_file([f"{tmp_path}/a.txt"], cache=tmp_path / "cache")

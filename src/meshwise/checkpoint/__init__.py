@@ -13,27 +13,3 @@ A checkpoint holds logical tensors by name, each as rectangles. It is a folder o
 Every rank calls `save`, `PendingSave.wait`, `load`, and `save`, `load` and `restore` of `TrainingState`. Each of these
 calls succeeds on every rank, or raises an error on every rank. A single process calls `newest_valid`, `read_index`,
 `damages` (which compares every byte with its checksum) and `prune`."""
-
-from meshwise.checkpoint.checkpoint_folder import damages, newest_valid, prune
-from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, SaveError, read_index
-from meshwise.checkpoint.load_state import CheckpointReader, load
-from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
-from meshwise.checkpoint.training_state import RestoredState, TrainingState
-
-__all__ = [
-    "CheckpointIndex",
-    "CheckpointReader",
-    "Damage",
-    "DamageError",
-    "PendingSave",
-    "RestoredState",
-    "SaveContent",
-    "SaveError",
-    "TrainingState",
-    "damages",
-    "load",
-    "newest_valid",
-    "prune",
-    "read_index",
-    "save",
-]

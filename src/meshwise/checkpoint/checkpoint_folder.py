@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,17 +38,6 @@ DATA = "rank-*.safetensors"
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 
-@dataclass(frozen=True)
-class CheckpointSearch:
-    """Result of a search in a root.
-
-    | path      the newest checkpoint with a valid index, or None
-    | damaged   every checkpoint with a damaged index, and its damages; it may be newer or older than `path`"""
-
-    path: Path | None
-    damaged: tuple[tuple[Path, tuple[Damage, ...]], ...]
-
-
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     """Return (path, index) of each checkpoint of a root, newest first; then (path, error) of each damaged index."""
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
@@ -62,20 +50,13 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     return sorted(found, key=lambda item: -item[1].sequence if isinstance(item[1], CheckpointIndex) else 1)
 
 
-def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSearch:
-    """Search a root for its newest checkpoint whose index and file sizes are right. Folders in `without` are skipped.
+def newest_valid(root: Path, *, without: Collection[Path] = ()) -> tuple[Path | None, list[Damage]]:
+    """Return the newest checkpoint whose index and file sizes are right, and the damages of all damaged indices.
 
-    The data is not read here: loading compares it with the checksums."""
-    damaged = []
-    path = None
-    for folder, index in checkpoints(root):
-        if folder in without:
-            continue
-        if isinstance(index, DamageError):
-            damaged.append((folder, index.damages))
-        elif path is None:
-            path = folder
-    return CheckpointSearch(path, tuple(damaged))
+    Folders in `without` are skipped. The data is not read here: loading compares it with the checksums."""
+    found = [(path, index) for path, index in checkpoints(root) if path not in without]
+    damaged = [damage for _, index in found if isinstance(index, DamageError) for damage in index.damages]
+    return next((path for path, index in found if isinstance(index, CheckpointIndex)), None), damaged
 
 
 def make_partial_folder(folder: Path) -> Path:
@@ -195,7 +176,6 @@ def is_valid(folder: Path) -> bool:
 
 def _altered_blocks(source: SourceFile) -> Iterator[Damage]:
     """Yield the damage of every block whose bytes do not match their checksum."""
-    assert source.expected is not None
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
     with source.path.open("rb") as file:
         for start in range(0, source.expected.size, BLOCK):

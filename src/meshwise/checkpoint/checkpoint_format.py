@@ -23,9 +23,7 @@ the file. So `header` makes headers before any tensor is there. The library only
 
 import json
 import math
-import os
 import re
-import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,17 +77,6 @@ LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor in a file. Its bytes are `start` to `stop` (excluded), counted from the beginning of the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class TensorSpec:
     """A tensor to write: all that the header needs, without its elements."""
 
@@ -101,6 +88,14 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorEntry(TensorSpec):
+    """A tensor in a file. Its bytes are `start` to `stop` (excluded), counted from the beginning of the file."""
+
+    start: int
+    stop: int
 
 
 def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
@@ -196,11 +191,6 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[StoredRectangle, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -309,16 +299,16 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
 
 
 def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
-    """Yield the damage of each file that is missing, is not a plain file, or has another size than was written."""
+    """Yield the damage of each file that is missing, or has another size than was written."""
     for name, file in index.files.items():
         path = index.folder / name
         try:
-            found = os.lstat(path)
+            size = path.stat().st_size
         except OSError as error:
             what = error.strerror or str(error)
         else:
-            if stat.S_ISREG(found.st_mode) and found.st_size == file.size:
+            if size == file.size:
                 continue
-            what = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "something that is not a plain file"
+            what = f"{size} bytes"
         tensors = tuple(key for key, row in index.tensors.items() if any(part.file == name for part in row.parts))
         yield Damage(str(path), f"a file of {file.size} bytes", what, tensors)

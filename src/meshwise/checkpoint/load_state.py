@@ -46,10 +46,10 @@ _SPAN = WINDOW_BYTES - 2 * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A safetensors file to read: its entries by name, and its expected size and checksums (None if it has none)."""
+    """A safetensors file to read: its entries by name, and its expected size and checksums."""
 
     path: Path
-    expected: CheckpointFile | None
+    expected: CheckpointFile
     entries: dict[str, TensorEntry]
 
 
@@ -111,8 +111,8 @@ def read_spans(wanted: Iterable[ByteSpan]) -> None:
 def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
     """Fill `into` (bytes) from byte `start` of an open file. Compare each block with its checksum, if that is known.
 
-    `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Without checksums
-    (`source.expected` is None) bytes are not checked. Raises OSError, and DamageError for missing or altered bytes."""
+    `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Bytes of a
+    file without checksums are not checked. Raises OSError, and DamageError for missing or altered bytes."""
     view = into.numpy().data
     position = 0
     while position < len(view):
@@ -120,7 +120,7 @@ def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor
         if not count:
             raise _damage(source, (start, start + len(view)), f"{start + len(view)} bytes", f"{start + position}")
         position += count
-    if source.expected is None:
+    if not source.expected.checksums:
         return
     for low in range(0, len(view), BLOCK):
         number = (start + low) // BLOCK
@@ -212,8 +212,7 @@ class CheckpointReader:
         """Return the file of a part. Raises DamageError if its header contradicts the index."""
         if part.file not in self._sources:
             path = self.index.folder / part.file
-            expected = self.index.files[part.file]
-            self._sources[part.file] = SourceFile(path, expected if expected.checksums else None, read_header(path))
+            self._sources[part.file] = SourceFile(path, self.index.files[part.file], read_header(path))
         source = self._sources[part.file]
         entry = source.entries.get(part.entry)
         if entry is not None and (1, *entry.shape) == part.rectangle.sizes:  # a tensor of one of several fused experts

@@ -26,7 +26,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,30 +142,32 @@ _GRACE_SECONDS = 20.0
 """Seconds that rank 0 still waits for the other ranks' files after `detach` or the end of the main thread."""
 
 
-@dataclass(frozen=True)
-class SaveContent:
-    """Content of a checkpoint that this rank gives to `save`.
-
-    | holdings   this rank's slices; all ranks together have each element of every logical tensor once
-    | aliases    first name of a tied parameter, by each of its other names; the first rank's are saved
-    | extra      values as JSON; the first rank's are saved
-    | staging    bytes of the staging buffer"""
-
-    holdings: Iterable[StoredSlice]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    staging: int = STAGING_BYTES
-
-
-def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
+def save(
+    folder: Path,
+    *,
+    holdings: Iterable[StoredSlice],
+    aliases: Mapping[str, str],
+    extra: Mapping[str, Any],
+    world: World,
+    keep_last: int | None = None,
+) -> "PendingSave":
     """Begin to save a checkpoint in the background. Every rank calls it.
 
-    Returns when the tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
-    checkpoints to keep in the root after this save (`prune`); None removes none. Raises SaveError on every rank if one
-    rank cannot begin: the folder cannot be created, or the content has a value that a checkpoint cannot store."""
+    | holdings    this rank's slices; all ranks together have each element of every logical tensor once
+    | aliases     first name of a tied parameter, by each of its other names; the first rank's are saved
+    | extra       values as JSON; the first rank's are saved
+    | keep_last   number of valid checkpoints to keep in the root after this save (`prune`); None removes none
+
+    Returns when the tensors that may change before the next optimizer step are copied. Raises SaveError on every rank
+    if one rank cannot begin: the folder cannot be created, or there is a value that a checkpoint cannot store."""
     partial, rank_file, problem = "", None, None
+    more = {"aliases": dict(aliases), "extra": dict(extra)}
     try:
-        rank_file = RankFile.of(content, name=f"rank-{world.rank:05}.safetensors")
+        json.dumps(more, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        problem = f"extra has to be JSON: {error}"
+    try:
+        rank_file = RankFile.of(holdings, name=f"rank-{world.rank:05}.safetensors")
         partial = str(make_partial_folder(folder)) if world.rank == 0 else ""
     except (ValueError, OSError) as error:
         problem = _message(error)
@@ -176,9 +178,7 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
             shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"{folder} was not saved: {'; '.join(problems)}")
     assert rank_file is not None
-    return PendingSave(
-        folder, rank_file=rank_file, content=content, partial=Path(partial), world=world, keep_last=keep_last
-    )
+    return PendingSave(folder, rank_file=rank_file, more=more, partial=Path(partial), world=world, keep_last=keep_last)
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,9 @@ class RankFile:
     rows: Mapping[str, Any]
 
     @classmethod
-    def of(cls, content: SaveContent, *, name: str) -> "RankFile":
+    def of(cls, holdings: Iterable[StoredSlice], *, name: str) -> "RankFile":
         """Return the file; small unstable tensors are cloned. Raises ValueError for values that cannot be stored."""
-        try:
-            json.dumps(content.extra, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"extra has to be JSON: {error}") from error
-        parts = list(content.holdings)
+        parts = list(holdings)
         # Widest elements first: then every tensor begins at a multiple of its element size.
         written = sorted((part for part in parts if part.rectangle.numel), key=lambda part: -part.tensor.itemsize)
         unstable = sum(part.tensor.nbytes for part in written if not part.stable)
@@ -223,7 +219,7 @@ class PendingSave:
         folder: Path,
         *,
         rank_file: RankFile,
-        content: SaveContent,
+        more: Mapping[str, Any],
         partial: Path,
         world: World,
         keep_last: int | None,
@@ -231,7 +227,7 @@ class PendingSave:
         self.folder = folder
         self._partial = partial
         self._rank_file = rank_file
-        self._content = content
+        self._more = more
         self._world = world
         self._keep_last = keep_last
         self._cancelled = threading.Event()
@@ -241,9 +237,7 @@ class PendingSave:
         self._outcome: str | None = None
         self.finished = False
         path = partial / rank_file.name
-        self._writer = BufferedWriter(
-            path, head=rank_file.head, tensors=rank_file.tensors, streams=world.streams, staging=content.staging
-        )
+        self._writer = BufferedWriter(path, head=rank_file.head, tensors=rank_file.tensors, streams=world.streams)
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
         if rank_file.blocking:
@@ -323,8 +317,7 @@ class PendingSave:
             "format": FORMAT,
             "sequence": next_sequence(self.folder.parent),
             **_merge(json.loads(row.read_text(encoding="utf-8")) for row in rows),
-            "aliases": dict(self._content.aliases),
-            "extra": dict(self._content.extra),
+            **self._more,
         }
         parse_index(self._partial, body=body)  # raises if the parts of the ranks do not make up the tensors
         _write(self._partial / INDEX, index_text(body))

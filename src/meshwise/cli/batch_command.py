@@ -263,11 +263,9 @@ def conclusions(study: BatchStudy) -> list[str]:
 
 def picture(study: BatchStudy) -> bytes:
     """Return a PNG with three panels over the batch size: steps and samples to the loss, best rate, final losses."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
 
     figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, 3)
     batches = [one.batch for one in study.best]
     steps = [one.steps_to(study.loss) for one in study.best]

@@ -54,6 +54,9 @@ class BenchFlags:
     """Device to measure; auto: the GPUs if there are any, else the CPU."""
     rounds: int = 5
     """Number of times that every measurement is repeated."""
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
+    memory where possible, unless MESHWISE_COMM names another way. For `calibrate` give the value that training uses."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,6 @@ class CollectivesFlags(BenchFlags):
     on: tuple[Literal["ordinary", "shared", "joint", "gloo"], ...] = ("ordinary",)
     """Memory and transport. ordinary: any tensors. shared: tensors in memory that all ranks can read, with all_gather
     in place. joint: one tensor for all ranks, all_gather only. gloo: torch's collectives over gloo on CPU tensors."""
-    comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
-    memory where possible, unless MESHWISE_COMM names another way."""
     json: Path | None = None
     """Write the measurements here as JSON: times in seconds, bandwidths in bytes per second."""
     png: Path | None = None
@@ -80,7 +80,7 @@ class CollectivesFlags(BenchFlags):
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the first word names, and return the exit status. Raises JobError for bad flags."""
-    return run_chosen(words, command="bench", missing="name a benchmark", kind="benchmark", choices=_BENCHMARKS)
+    return run_chosen(words, command="bench", kind="benchmark", choices=_BENCHMARKS)
 
 
 def _collectives(words: Sequence[str]) -> None:
@@ -137,8 +137,6 @@ class CalibrationFlags(BenchFlags):
 
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
-    comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate; give the value that training uses."""
 
 
 def _calibrate(words: Sequence[str]) -> None:

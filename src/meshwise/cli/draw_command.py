@@ -112,7 +112,7 @@ class DrawTimelineFlags(DrawingFiles):
 
 def main(words: Sequence[str]) -> int:
     """Make the drawing that the first word names; return the exit status 0. Raises JobError if it cannot be drawn."""
-    return run_chosen(words, command="draw", missing="name what to draw", kind="drawing", choices=_DRAWINGS)
+    return run_chosen(words, command="draw", kind="drawing", choices=_DRAWINGS)
 
 
 def _draw_cut(words: Sequence[str]) -> None:

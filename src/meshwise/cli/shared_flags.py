@@ -55,8 +55,6 @@ def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: s
         write_whole(path, write=write)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    except MissingExtraError as error:
-        raise JobError(f"cannot write {path}: {error}") from error
     drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -180,20 +178,18 @@ def run_chosen(
     words: Sequence[str],
     *,
     command: str,
-    missing: str,
     kind: str,
     choices: Mapping[str, Callable[[Sequence[str]], None]],
 ) -> int:
     """Call the choice that the first word names with the other words, and return the exit status 0.
 
-    `missing`: what to do without a word, as in "name a benchmark"; `kind`: noun for a choice. Raises JobError when the
-    first word names no choice."""
+    `kind`: noun for a choice, as in "benchmark". Raises JobError when the first word names no choice."""
     names = ", ".join(f"meshwise {command} {name}" for name in choices)
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {names}; each has --help")
         return 0
     if not words or words[0] not in choices:
-        given = f"unknown {kind} {words[0]!r}" if words and not words[0].startswith("-") else missing
+        given = f"unknown {kind} {words[0]!r}" if words and not words[0].startswith("-") else f"name a {kind}"
         raise JobError(f"{given}; choose from: {names}")
     choices[words[0]](words[1:])
     return 0

@@ -160,10 +160,6 @@ class SampleOrder:
     size: int
     seed: int
 
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"SampleOrder of {self.size} samples: give at least 1")
-
     def indices(self, start: int, *, stop: int) -> list[int]:
         """Return the index in the dataset (0 … size-1) of each sample with a global number from `start` to `stop`-1."""
         numbers = np.arange(start, stop, dtype=np.uint64)
@@ -313,9 +309,6 @@ class _Rows:
             wanted = range(start, stop) if start < stop else range(self.numbers.start, self.numbers.start + 1)
             yield list(wanted) if self.order is None else self.order.indices(wanted.start, stop=wanted.stop)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
 
 def _load_text(job: DataJob) -> RunData:
     path = token_file(job.files, cache=default_cache() if job.cache is None else Path(job.cache))
@@ -350,7 +343,7 @@ def _load_dataset(job: DataJob) -> RunData:
     size = length(train)
     if validation is None and job.validation:
         validation_size = max(1, round(size * job.validation))
-        order = SampleOrder(max(1, size), seed=0)
+        order = SampleOrder(size, seed=0)
         whole, train = train, DatasetPart(train, order=order, start=0, stop=max(0, size - validation_size))
         validation = DatasetPart(whole, order=order, start=size - validation_size, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):

@@ -140,11 +140,8 @@ def _explain_unknown(word: str, keys: Collection[str]) -> str:
 def _first_paragraph(text: str) -> str:
     """Return the first paragraph of a message that tyro has printed in a box, without the title of the box."""
     lines = (line.strip("│ ") for line in text.splitlines()[1:])
-    return " ".join(itertools.takewhile(_has_words, itertools.dropwhile(lambda line: not _has_words(line), lines)))
-
-
-def _has_words(line: str) -> bool:
-    return bool(line.strip("─-╰╯"))
+    words = [line.strip("─-╰╯") and line for line in lines]
+    return " ".join(itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, words)))
 
 
 J = TypeVar("J", bound=Job)

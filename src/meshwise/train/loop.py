@@ -50,15 +50,21 @@ from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batche
 from meshwise.train.job import Job, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
+    CHECKPOINTS,
+    METRICS,
+    PARAMETERS,
     PROFILE,
+    STOP,
+    TIMELINE,
     RunCheckpoints,
-    RunFolder,
     RunProgress,
     RunStart,
     checked_run_start,
+    claim_run_folder,
     on_first_rank,
     restore_run,
     run_extra,
+    run_outputs,
 )
 from meshwise.train.run_events import Event, EventDispatcher, EventSink, JsonLines, Slow, logger_maker
 
@@ -93,17 +99,17 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         options=prepared.options(example=default_collate([prepared.data.train[0]])),
         **prepared.optimizer_arguments,
     )
-    folder = on_first_rank(lambda: RunFolder.claim(job, path=start.folder, attempt=attempt), world=world)
+    folder = on_first_rank(lambda: claim_run_folder(job, path=start.folder, attempt=attempt), world=world)
     sinks: list[EventSink] = []
     if world.rank == 0:
         lines = ProgressLines(console or OutputConsole(), every=job.train.log_every)
-        loggers = (logger_maker(name)(folder.path, job) for name in job.train.loggers)
-        sinks += [lines, JsonLines(folder.metrics), *loggers]
+        loggers = (logger_maker(name)(folder, job) for name in job.train.loggers)
+        sinks += [lines, JsonLines(folder / METRICS), *loggers]
     try:
         with EventDispatcher(sinks) as events:
             return _Run(trainer, prepared, folder, events).run(start)
     except Exception as error:
-        leave_traceback(error, world=world, folder=folder.path)
+        leave_traceback(error, world=world, folder=folder)
         if is_out_of_memory(error):
             raise ShortageError(str(error), used=trainer.memory()) from error
         raise
@@ -114,7 +120,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: EventDispatcher) -> None:
+    def __init__(self, trainer: Trainer, prepared: Prepared, folder: Path, events: EventDispatcher) -> None:
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -129,7 +135,7 @@ class _Run:
         self._reader: Iterator[Any] = iter(())
         self._validation: float | None = None
         self._checkpoints = RunCheckpoints(
-            trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
+            trainer, root=folder / CHECKPOINTS, keep_last=job.train.keep_last, emit=events.emit
         )
 
     def run(self, start: RunStart) -> RunSummary:
@@ -145,9 +151,10 @@ class _Run:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
             self._emit(run_events.Sample(self._progress.step, job.sample.prompt, text))
         seconds, folder = time.monotonic() - started, self._folder
-        following = shlex.join(["meshwise", "verify", str(folder.job)])
-        self._emit(run_events.End(self._progress.step, seconds, self._progress.loss, folder.outputs(), following))
-        where = None if trainer.world.rank else str(folder.path)
+        outputs = run_outputs(folder)
+        following = shlex.join(["meshwise", "verify", outputs["job"]])
+        self._emit(run_events.End(self._progress.step, seconds, self._progress.loss, outputs, following))
+        where = None if trainer.world.rank else str(folder)
         return RunSummary(self._progress.loss, self._validation, where)
 
     def _start_event(self) -> run_events.Start:
@@ -163,25 +170,25 @@ class _Run:
             batch=self._sizes.first,
             memory=trainer.memory(),
             precision=dict(trainer.precision),
-            output=str(self._folder.path),
+            output=str(self._folder),
         )
 
     def _steps(self) -> None:
         job, trainer, progress = self._job.train, self._trainer, self._progress
-        pace, busy_timer = RankPace(trainer.world), BusyTimer(trainer.world)
+        pace = RankPace(trainer.world)
         before = progress.step
         first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
         measured = range(first, min(first + job.timeline, job.steps + 1))
-        timelines = StepTimelines(trainer, steps=measured, path=self._folder.timeline, emit=self._emit)
+        timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
         began = last = time.monotonic()
         budgeted = False
         for step in range(before + 1, job.steps + 1):
             batch = self._next_batch()
             lr = self._set_rate()
             timelines.before(step)
-            busy_timer.start()
+            pace.start()
             result = self._step(step, batch)
-            busy = busy_timer.stop()
+            busy = pace.stop()
             progress.count(result, batch=self._size)
             now = time.monotonic()
             self._emit(
@@ -224,7 +231,7 @@ class _Run:
             self._emit(slow)
 
     def _step(self, step: int, batch: Any) -> StepResult:
-        traced = profile(self._trainer, into=self._folder.path / PROFILE) if step == self._job.train.profile else None
+        traced = profile(self._trainer, into=self._folder / PROFILE) if step == self._job.train.profile else None
         try:
             with traced or contextlib.nullcontext():
                 return self._trainer.step(batch, local=True, total=self._size)
@@ -244,7 +251,7 @@ class _Run:
 
     def _stops(self, step: int) -> bool:
         """Return whether the file `stop` is in the run's folder, and remove it. All ranks get the answer of rank 0."""
-        job, file, world = self._job.train, self._folder.stop, self._trainer.world
+        job, file, world = self._job.train, self._folder / STOP, self._trainer.world
         if not job.save_every or step % job.log_every or step == job.steps:
             return False
         found: bool = world.exchange(world.rank == 0 and file.exists())[0]
@@ -306,7 +313,9 @@ class _Run:
         """Write the trained parameters before validation or generation can fail, and wait for the last checkpoint."""
         job, folder = self._job, self._folder
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
-        write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
+        write_parameters(
+            self._trainer, path=None if self._trainer.world.rank else folder / PARAMETERS, metadata=metadata
+        )
         self._checkpoints.finish()
 
 
@@ -337,14 +346,12 @@ def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) ->
     tokens = list(prompt)
     for _ in range(sample.length):
         logits = trainer.predict(torch.tensor([tokens[-context:]]))[0, -1].double().cpu()
-        tokens.append(_sampled(logits, sample.temperature, generator))
+        if sample.temperature == 0:
+            tokens.append(int(logits.argmax()))
+        else:
+            likely = torch.softmax(logits / sample.temperature, dim=-1)
+            tokens.append(int(torch.multinomial(likely, 1, generator=generator)))
     return bytes(token % 256 for token in tokens[len(prompt) :]).replace(b"\0", b"").decode(errors="replace")
-
-
-def _sampled(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
 
 
 _WARM_UP_STEPS = 2
@@ -416,29 +423,22 @@ _FACTOR = 2.0
 _LEAST_SECONDS = 0.05
 
 
-class BusyTimer:
-    """Timer of the seconds between `start` and `stop` in which this rank does not wait for other ranks."""
-
-    def __init__(self, world: World) -> None:
-        self._flight_recorder = world.flight_recorder
-        self._began = self._waited = 0.0
-
-    def start(self) -> None:
-        """Start the timer."""
-        self._began, self._waited = time.monotonic(), self._flight_recorder.waited
-
-    def stop(self) -> float:
-        """Return the seconds since `start`, without the seconds in which this rank waited in collectives."""
-        return time.monotonic() - self._began - (self._flight_recorder.waited - self._waited)
-
-
 class RankPace:
-    """Collects the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
+    """Measures the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._began = self._waited = 0.0
         self._steps: list[int] = []
         self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """Start the timer of a step."""
+        self._began, self._waited = time.monotonic(), self._world.flight_recorder.waited
+
+    def stop(self) -> float:
+        """Return the seconds since `start`, without the seconds in which this rank waited in collectives."""
+        return time.monotonic() - self._began - (self._world.flight_recorder.waited - self._waited)
 
     def note(self, step: int, *, seconds: float) -> list[Slow]:
         """Record the busy seconds of a step; return the slow ranks in every 20th call. Every rank calls it."""

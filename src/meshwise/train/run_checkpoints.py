@@ -9,6 +9,7 @@
     runs/demo/profile/                  with train.profile
     runs/demo/parameters.safetensors    the full parameters and buffers at the end
     runs/demo/failure-rank-1.txt        the traceback of a rank that failed
+    runs/demo/stop                      made by a user, or by a cluster before its time limit: the run saves and ends
 
     | train.resume      folder                          begins from (`find_run_start`)
     | (none)            a new one                       nothing
@@ -60,69 +61,31 @@ from meshwise.train.run_events import Event, Resume, Saved, SaveFailed
 
 TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
-CHECKPOINTS = "checkpoints"
-PROFILE = "profile"
-LAUNCH = "launch"
+JOB, METRICS, PARAMETERS = "job.toml", "metrics.jsonl", "parameters.safetensors"
+CHECKPOINTS, PROFILE, LAUNCH, STOP = "checkpoints", "profile", "launch", "stop"
 """Names in the run's folder, as in the table above."""
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """The folder of a run, and the paths of its files."""
+def claim_run_folder(job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> Path:
+    """Return the folder at `path` (None: a new folder at `train.output`) and write the job into it.
 
-    path: Path
+    If the name of a new folder exists, `-2`, `-3` … is appended. Raises JobError when the folder cannot be written."""
+    try:
+        folder = _new_folder(Path(job.train.output)) if path is None else path
+        if attempt is not None and attempt.max_restarts:
+            (folder / LAUNCH).write_text(attempt.job_name, encoding="utf-8")
+        (folder / JOB).write_text(to_toml(job), encoding="utf-8")
+        (folder / STOP).unlink(missing_ok=True)
+    except OSError as error:
+        raise JobError(f"train.output = {job.train.output!r}: {error.strerror}: {error.filename}") from error
+    return folder
 
-    @classmethod
-    def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> "RunFolder":
-        """Return the folder at `path` (None: a new folder at `train.output`) and write the job into it.
 
-        If the name of a new folder exists, `-2`, `-3` … is appended. Raises JobError when the folder cannot be written.
-        """
-        try:
-            folder = cls(_new_folder(Path(job.train.output)) if path is None else path)
-            if attempt is not None and attempt.max_restarts:
-                (folder.path / LAUNCH).write_text(attempt.job_name, encoding="utf-8")
-            folder.job.write_text(to_toml(job), encoding="utf-8")
-            folder.stop.unlink(missing_ok=True)
-        except OSError as error:
-            raise JobError(f"train.output = {job.train.output!r}: {error.strerror}: {error.filename}") from error
-        return folder
-
-    @property
-    def job(self) -> Path:
-        """The file with the resolved job."""
-        return self.path / "job.toml"
-
-    @property
-    def stop(self) -> Path:
-        """The file with which a user, or a cluster before its time limit, asks the run to save and end."""
-        return self.path / "stop"
-
-    @property
-    def parameters(self) -> Path:
-        """The file with the full parameters at the end."""
-        return self.path / "parameters.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return self.path / CHECKPOINTS
-
-    @property
-    def timeline(self) -> Path:
-        """The file with a measured step, action by action."""
-        return self.path / TIMELINE
-
-    @property
-    def metrics(self) -> Path:
-        """The file with every event."""
-        return self.path / "metrics.jsonl"
-
-    def outputs(self) -> dict[str, str]:
-        """Return the paths of the output files and folders that exist, by name, such as `parameters`."""
-        names = {"job": self.job.name, "metrics": self.metrics.name, "parameters": self.parameters.name}
-        names |= {name: name for name in (CHECKPOINTS, PROFILE, "tensorboard")} | {"timeline": TIMELINE}
-        return {name: str(self.path / file) for name, file in names.items() if (self.path / file).exists()}
+def run_outputs(folder: Path) -> dict[str, str]:
+    """Return the paths of a run's output files and folders that exist, by name, such as `parameters`."""
+    names = {"job": JOB, "metrics": METRICS, "parameters": PARAMETERS}
+    names |= {name: name for name in (CHECKPOINTS, PROFILE, "tensorboard")} | {"timeline": TIMELINE}
+    return {name: str(folder / file) for name, file in names.items() if (folder / file).exists()}
 
 
 @dataclass(frozen=True)
@@ -139,7 +102,7 @@ class RunStart:
 
     def candidate(self) -> Path | None:
         """Return the checkpoint to restore, unless loading finds damage in it; None if there is no checkpoint."""
-        found = (newest_valid(root).path for root in self.roots)
+        found = (newest_valid(root)[0] for root in self.roots)
         return next((path for path in found if path is not None), self.chosen)
 
 
@@ -161,7 +124,7 @@ def _resume_start(job: Job) -> RunStart:
     if resume is None or (resume == "auto" and not output.exists()):
         return RunStart()
     if resume == "auto":
-        if not any((output / name).exists() for name in ("job.toml", CHECKPOINTS)):
+        if not any((output / name).exists() for name in (JOB, CHECKPOINTS)):
             raise JobError(
                 f"train.resume = 'auto', but train.output = '{output}' is no run: it has neither job.toml nor "
                 f"{CHECKPOINTS}; name another folder"
@@ -188,17 +151,9 @@ def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
     """Return the folder that an earlier attempt of this job has made; None if there is none."""
     if not attempt.is_named and not attempt.restarts:
         return None
-    mine = [
-        path for path in itertools.takewhile(Path.exists, _numbered(output)) if _launch_name(path) == attempt.job_name
-    ]
+    names = [path / LAUNCH for path in itertools.takewhile(Path.exists, _numbered(output))]
+    mine = [name.parent for name in names if name.exists() and name.read_text(encoding="utf-8") == attempt.job_name]
     return mine[-1] if mine else None
-
-
-def _launch_name(folder: Path) -> str | None:
-    try:
-        return (folder / LAUNCH).read_text(encoding="utf-8")
-    except OSError:
-        return None
 
 
 def _numbered(wanted: Path) -> Iterator[Path]:
@@ -277,16 +232,15 @@ class RunProgress:
 
 def on_first_rank(call: Callable[[], T], *, world: World) -> T:
     """Return the result of `call` on rank 0 to every rank. Its JobError or PlanError is raised on every rank."""
-    outcome: tuple[T | None, Exception | None] = (None, None)
+    own: list[T | JobError | PlanError] = []
     if world.rank == 0:
         try:
-            outcome = (call(), None)
+            own.append(call())
         except (JobError, PlanError) as error:
-            outcome = (None, error)
-    result, problem = world.exchange(outcome)[0]
-    if problem is not None:
-        raise problem
-    found: T = result
+            own.append(error)
+    found: T | JobError | PlanError = world.exchange(own)[0][0]
+    if isinstance(found, JobError | PlanError):
+        raise found
     return found
 
 
@@ -321,11 +275,10 @@ def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: 
 
 def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
     """Return a dict of JSON values that a checkpoint stores for `restore_run`, such as the job and the progress."""
-    job, content = prepared.job, prepared.data.content
     return {
-        "job": to_toml(job),
-        "content": content,
-        "plan": str(job.plan),
+        "job": to_toml(prepared.job),
+        "content": prepared.data.content,
+        "plan": str(prepared.job.plan),
         "ranks": ranks,
         "progress": progress.to_json(),
     }

@@ -5,16 +5,13 @@ So page, files and tests have equal content. A paint is the name of a colour in 
 file, `write_png` writes a PNG with matplotlib. `html_document` and `html_table` make pages. `stacked`, `legend`,
 `ticks` and `text_width` help to arrange shapes."""
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
-
-from meshwise.bench.bandwidth_plot import require_matplotlib
 
 COLORS: Mapping[str, tuple[str, str]] = {
     # what a rank computes; every second stage of a rank in a lighter tone
@@ -60,7 +57,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
 """Colours (on a light, on a dark screen) by paint: a paint is the name of a colour. `UNSEEN` has none."""
 UNSEEN = "gap"
 """Paint of invisible bars, which show their name when pointed at."""
-LINES = frozenset({"grid", "limit", "faint", "ink"})
+_LINES = ("faint", "grid", "ink", "limit")
 """Paints in which lines are drawn."""
 
 
@@ -69,7 +66,7 @@ def style() -> str:
     light = "".join(f"--{paint}:{colors[0]};" for paint, colors in COLORS.items())
     dark = "".join(f"--{paint}:{colors[1]};" for paint, colors in COLORS.items())
     fills = "".join(f".picture .{paint}{{fill:var(--{paint})}}" for paint in COLORS)
-    lines = "".join(f".picture .line.{paint}{{fill:none;stroke:var(--{paint})}}" for paint in sorted(LINES))
+    lines = "".join(f".picture .line.{paint}{{fill:none;stroke:var(--{paint})}}" for paint in _LINES)
     return (
         f":root{{color-scheme:light dark;{light}}}\n"
         f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
@@ -106,11 +103,6 @@ class Bars:
         """True if the rectangles are too narrow for a line around each."""
         return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
 
-    def moved(self, *, right: float, down: float) -> "Bars":
-        """Return the shape moved right and down."""
-        boxes = tuple((x + right, y + down, width, height) for x, y, width, height in self.boxes)
-        return dataclasses.replace(self, boxes=boxes)
-
 
 @dataclass(frozen=True)
 class PicturePath:
@@ -119,10 +111,6 @@ class PicturePath:
     paint: str
     points: tuple[Point, ...]
     filled: bool = False
-
-    def moved(self, *, right: float, down: float) -> "PicturePath":
-        """Return the shape moved right and down."""
-        return dataclasses.replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
 
 @dataclass(frozen=True)
@@ -139,13 +127,18 @@ class PictureText:
     anchor: str = "start"
     """Part of the text that is at x: `start`, `middle` or `end`."""
 
-    def moved(self, *, right: float, down: float) -> "PictureText":
-        """Return the shape moved right and down."""
-        return dataclasses.replace(self, x=self.x + right, y=self.y + down)
-
 
 Shape: TypeAlias = Bars | PicturePath | PictureText
 """Part of a picture."""
+
+
+def moved(shape: Shape, *, right: float, down: float) -> Shape:
+    """Return the shape moved right and down."""
+    if isinstance(shape, PictureText):
+        return replace(shape, x=shape.x + right, y=shape.y + down)
+    if isinstance(shape, PicturePath):
+        return replace(shape, points=tuple((x + right, y + down) for x, y in shape.points))
+    return replace(shape, boxes=tuple((x + right, y + down, width, height) for x, y, width, height in shape.boxes))
 
 
 @dataclass(frozen=True)
@@ -189,7 +182,7 @@ class Picture:
         yield from self.shapes
         if self.plot is not None:
             for shape in (*self.plot.axis, *self.plot.shapes, *self.plot.texts):
-                yield shape.moved(right=self.plot.left, down=self.plot.top)
+                yield moved(shape, right=self.plot.left, down=self.plot.top)
 
 
 def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
@@ -197,7 +190,7 @@ def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
     shapes: list[Shape] = []
     top = gap
     for picture in pictures:
-        shapes += (shape.moved(right=gap, down=top) for shape in picture.flat())
+        shapes += (moved(shape, right=gap, down=top) for shape in picture.flat())
         top += picture.height + gap
     width = 2 * gap + max(picture.width for picture in pictures)
     return Picture("; ".join(picture.title for picture in pictures), width, top, tuple(shapes))
@@ -236,7 +229,7 @@ def svg_file(picture: Picture) -> str:
 def svg(picture: Picture, *, before: str = "") -> str:
     """Return an SVG element for an HTML page, which has the CSS of `style`. `before`: its first elements."""
     width, height = _number(picture.width), _number(picture.height)
-    inside = before + _shapes(picture.shapes) + (_plot(picture.plot) if picture.plot else "")
+    inside = before + "".join(map(_shape, picture.shapes)) + (_plot(picture.plot) if picture.plot else "")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
         f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" '
@@ -250,15 +243,11 @@ def _plot(plot: Plot) -> str:
     place = f'transform="translate({left} {top})"'
     about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'
     return (
-        f'<g class="axis" {place}>{_shapes(plot.axis)}</g>'
+        f'<g class="axis" {place}>{"".join(map(_shape, plot.axis))}</g>'
         f'<svg class="plot" x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'preserveAspectRatio="none" {about}>{_shapes(plot.shapes)}</svg>'
-        f'<g class="texts" {place}>{_shapes(plot.texts)}</g>'
+        f'preserveAspectRatio="none" {about}>{"".join(map(_shape, plot.shapes))}</svg>'
+        f'<g class="texts" {place}>{"".join(map(_shape, plot.texts))}</g>'
     )
-
-
-def _shapes(shapes: Iterable[Shape]) -> str:
-    return "".join(map(_shape, shapes))
 
 
 def _shape(shape: Shape) -> str:
@@ -297,13 +286,10 @@ _ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
 
 
 def write_png(picture: Picture, *, path: Path) -> None:
-    """Write a picture as a PNG. Raises MissingExtraError without matplotlib, OSError when it cannot be written."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
+    """Write a picture as a PNG. Raises ImportError without matplotlib, OSError when it cannot be written."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
 
     figure = Figure(figsize=(picture.width / _DOTS, picture.height / _DOTS), facecolor=COLORS["ground"][0])
-    FigureCanvasAgg(figure)
     sheet = figure.add_axes((0, 0, 1, 1), xlim=(0, picture.width), ylim=(picture.height, 0))
     sheet.set_axis_off()
     for order, shape in enumerate(picture.flat()):

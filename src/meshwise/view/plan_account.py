@@ -154,18 +154,20 @@ def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
     events: list[dict[str, Any]] = []
     first = 0
     for account in accounts:
-        place = _Place(first, account.timeline)
         scale = _MICRO if account.unit == "s" else 1e-3 * _MICRO
-        drawn = [one for event, row in _rows(account.timeline) for one in _events(event, row, scale, place)]
+        drawn = list(_events(account.timeline, first, scale))
         rows = {(one["pid"], one["tid"]) for one in drawn}
-        events += place.names(f"{account.title}: " if len(accounts) > 1 else "", account.names)
+        title = f"{account.title}: " if len(accounts) > 1 else ""
+        for rank, stages in enumerate(account.timeline.stages):
+            name = f"{title}{account.names[rank]}: stages {' '.join(map(str, stages))}"
+            events.append({"ph": "M", "name": "process_name", "pid": first + rank, "args": {"name": name}})
         events += (
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _NAMES[row % _APART]}}
             for pid, row in sorted(rows)
         )
         events += drawn
         for history in account.histories:
-            memory = {"ph": "C", "name": "memory", "pid": place.first + history.index}
+            memory = {"ph": "C", "name": "memory", "pid": first + history.index}
             for level in history.levels:
                 sizes = {str(category): size for category, size in level.device.items()}
                 events.append({**memory, "ts": level.seconds * scale, "args": sizes})
@@ -186,41 +188,26 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
         yield event, ROWS[event.stream] + _APART * slot
 
 
-class _Place:
-    """Numbers of processes and names of messages in the trace, for the ranks of one timeline."""
-
-    def __init__(self, first: int, timeline: Timeline) -> None:
-        self.first = first
-        self._stages = timeline.stages
-        self._pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
-
-    def names(self, title: str, ranks: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield the trace events that name the processes."""
-        for rank, stages in enumerate(self._stages):
-            name, pid = f"{title}{ranks[rank]}: stages {' '.join(map(str, stages))}", self.first + rank
-            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-
-    def message(self, action: object, rank: int) -> str:
-        """Return an identifier of a message that is unique in the whole trace."""
-        return f"{self.first + self._pipelines[rank][0]}: {action}"
-
-
-def _events(event: Event, row: int, scale: float, where: _Place) -> Iterator[dict[str, Any]]:
-    start, stop = event.start * scale, event.stop * scale
-    place = {"pid": where.first + event.rank, "tid": row}
-    message = {"name": "message", "cat": "message", **place}
-    yield {
-        "ph": "X",
-        "name": f"wait {event}" if event.stream is TimelineRow.WAIT else str(event),
-        "cat": event.kind,
-        "ts": start,
-        "dur": stop - start,
-        "args": {"stage": event.stage, "microbatch": event.microbatch},
-        **place,
-    }
-    if event.kind in SENDS:
-        yield {"ph": "s", "id": where.message(event, event.rank), "ts": start, **message}
-    elif event.kind in RECEIVES:
-        assert event.stage is not None
-        sent = counterpart(Action(event.stage, ActionKind(event.kind), event.microbatch))
-        yield {"ph": "f", "bp": "e", "id": where.message(sent, event.rank), "ts": stop, **message}
+def _events(timeline: Timeline, first: int, scale: float) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of a timeline, whose rank 0 is the process `first`. The id of a message is unique."""
+    pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
+    for event, row in _rows(timeline):
+        start, stop = event.start * scale, event.stop * scale
+        place = {"pid": first + event.rank, "tid": row}
+        message = {"name": "message", "cat": "message", **place}
+        pipeline = first + pipelines[event.rank][0]
+        yield {
+            "ph": "X",
+            "name": f"wait {event}" if event.stream is TimelineRow.WAIT else str(event),
+            "cat": event.kind,
+            "ts": start,
+            "dur": stop - start,
+            "args": {"stage": event.stage, "microbatch": event.microbatch},
+            **place,
+        }
+        if event.kind in SENDS:
+            yield {"ph": "s", "id": f"{pipeline}: {event}", "ts": start, **message}
+        elif event.kind in RECEIVES:
+            assert event.stage is not None
+            sent = counterpart(Action(event.stage, ActionKind(event.kind), event.microbatch))
+            yield {"ph": "f", "bp": "e", "id": f"{pipeline}: {sent}", "ts": stop, **message}

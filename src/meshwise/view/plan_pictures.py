@@ -182,7 +182,7 @@ class _Drawing:
         return "between" if event.kind in EDGE_KINDS else "update"
 
 
-_TITLE, _HEIGHT, _AXIS, _LEGEND = 24.0, 110.0, 24.0, 24.0
+_AREAS_TOP, _AREAS_HEIGHT = 24.0, 110.0
 _STEPS = 4
 
 
@@ -199,26 +199,28 @@ def memory_pictures(
     lines: list[Shape] = []
     unit = 1024 ** int(math.log(top, 1024))
     for size in (number * unit for number in ticks(top / unit, most=_STEPS)):
-        y = _TITLE + _HEIGHT * (1 - size / top)
+        y = _AREAS_TOP + _AREAS_HEIGHT * (1 - size / top)
         lines.append(PicturePath("grid", ((LEFT - 4, y), (WIDTH - RIGHT, y))))
         lines.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
-    bottom = _TITLE + _HEIGHT + _AXIS
+    bottom = _AREAS_TOP + _AREAS_HEIGHT + _AXIS
     for history in histories:
         name, is_last = names[history.index], history is histories[-1]
-        plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, _HEIGHT, span, "s", ())
+        plot = Plot(LEFT, _AREAS_TOP, WIDTH - LEFT - RIGHT, _AREAS_HEIGHT, span, "s", ())
         title = f"memory of {name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
         shapes = [
             PictureText(title, LEFT, 12, "faint", 11),
-            Bars("row", ((LEFT, _TITLE, plot.width, _HEIGHT),)),
+            Bars("row", ((LEFT, _AREAS_TOP, plot.width, _AREAS_HEIGHT),)),
             *lines,
         ]
         if is_last:
             shapes += legend([(category, category) for category in categories], x=LEFT, y=bottom + _LEGEND / 2)
         inside: list[Shape] = [*_areas(history, categories, top, plot)]
         if 0 < limit <= top:
-            y = _HEIGHT * (1 - limit / top)
+            y = _AREAS_HEIGHT * (1 - limit / top)
             inside.append(PicturePath("limit", ((0, y), (plot.width, y))))
-        inside.append(_hover_bars(history, plot, row=name))
+        moments = pairwise([*(level.seconds for level in history.levels), history.seconds])
+        boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in moments)
+        inside.append(Bars(UNSEEN, tuple(boxes), tuple(map(_sizes, history.levels)), name))  # texts under the pointer
         plot = replace(plot, shapes=tuple(inside), axis=tuple(time_axis(plot)))
         yield Picture(title, WIDTH, bottom + _LEGEND * is_last, tuple(shapes), plot)
 
@@ -234,13 +236,6 @@ def _areas(history: MemoryHistory, categories: Sequence[Category], top: float, p
         yield PicturePath(categories[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
 
 
-def _hover_bars(history: MemoryHistory, plot: Plot, *, row: str) -> Bars:
-    """Return invisible bars that show the memory of each moment under the pointer."""
-    moments = [*(level.seconds for level in history.levels), history.seconds]
-    boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in pairwise(moments))
-    return Bars(UNSEEN, tuple(boxes), tuple(map(_sizes, history.levels)), row)
-
-
 def _sizes(level: MemoryLevel) -> str:
     parts = (f"{category} {size_text(size)}" for category, size in level.device.items() if size)
     return f"{size_text(level.bytes)}{level.during and f' during {level.during}'}: {', '.join(parts)}"
@@ -249,7 +244,7 @@ def _sizes(level: MemoryLevel) -> str:
 _MOST = (16, 8, 8, 4)
 """Largest number of shown indices per axis: across a grid, down a grid, grids in a row, rows of grids."""
 _TONES = 6
-_HIGH, _GAP, _TITLE, _LABEL, _LEAST = 24.0, 2.0, 26.0, 18.0, 40.0
+_HIGH, _GAP, _LABEL, _LEAST = 24.0, 2.0, 18.0, 40.0
 _BREAK = 40.0
 """Width of the gap where grids are left out."""
 _WIDEST, _LETTERS = 1180.0, 340.0

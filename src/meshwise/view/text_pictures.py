@@ -66,19 +66,14 @@ def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Seque
     lines = [Text(f"{head:<{longest}} │") + row for head, row in zip(heads, drawn, strict=True)]
     used = {letter for row in drawn for letter in row.plain}
     legend: list[Text] = []
-    for entry in _legend():
-        if entry[0] in used:
-            text = Text.assemble("  ", entry, f" {SHADES[entry[0]]}")
+    styles = {**{str(kind): style for kind, style in STYLES.items()}, "▒": "red", ".": "dim"}
+    for letter, meaning in SHADES.items():
+        if letter in used:
+            text = Text.assemble("  ", (letter, styles.get(letter, "")), f" {meaning}")
             if not legend or len(legend[-1]) + len(text) > width:
                 legend.append(Text(" " * longest))
             legend[-1] += text
     return Text("\n").join([*lines, *legend])
-
-
-def _legend() -> Iterator[tuple[str, str]]:
-    """Yield (character, style) of each kind of computation and each other activity."""
-    yield from ((str(kind), style) for kind, style in STYLES.items())
-    yield from (("▒", "red"), ("u", ""), ("░", ""), (".", "dim"))
 
 
 def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
@@ -112,18 +107,13 @@ def label(event: Event, *, timeline: Timeline) -> str:
 def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Iterator[tuple[str, str]]:
     """Yield the text and style of each cell of a row, from left to right."""
     nothing, column = ". ".ljust(cell), 0
-    for event, first, last in _placed(timeline, rank, unit):
+    for event in timeline.computing[rank]:
+        first, last = (math.floor(moment / unit + 0.5) for moment in (event.start, event.stop))
         yield nothing * (first - column), "dim"
         yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[ActionKind(event.kind)]
         yield " ", ""
         column = last
     yield nothing * (columns - column), "dim"
-
-
-def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
-    """Yield (computation, first column, column after the last) for each computation of a rank."""
-    for event in timeline.computing[rank]:
-        yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 
 
 def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
