@@ -1,9 +1,14 @@
 """Find, check, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
 
-    step-200.partial-3f2a9c01/     a save writes here, and flushes every file to the disk
-            │  one rename (`move_into_place`)
-            ▼
-    step-200/                      only then `latest` names step-200
+    | runs/demo/checkpoints/            a root: the checkpoints of one run
+    |     latest                        a file with the name of the newest one
+    |     step-100/                     complete, with a checksum for every MiB
+    |         checkpoint.json           the index
+    |         rank-00000.safetensors …  the data
+    |     step-200.partial-3f2a9c01/    a save writes here, and flushes every file to the disk
+    |             │  one rename (`move_into_place`)
+    |             ▼
+    |     step-200/                     only then `latest` names step-200
 
 A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
 same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
