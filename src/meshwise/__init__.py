@@ -1,8 +1,8 @@
 """Train one plain PyTorch model on many devices, and prove that the split model is the same model."""
 
 from meshwise.base.mesh import Mesh
-from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
-from meshwise.checkpoint.export_model import ExportError, export
+from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
+from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
 from meshwise.engine.measure_steps import measure

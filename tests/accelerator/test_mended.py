@@ -116,7 +116,7 @@ def test_a_buffer_of_a_read_that_nobody_waits_for_is_given_back_after_the_read(t
         tiers = Tiers(Offload.parse("params:disk"), streams=streams, swap=SwapConfig(folder=tmp_path))
         stored = tiers.empty("params", numel=1 << 12, dtype=torch.float32).fill_(1.0)
         assert tiers.file is not None
-        go, read, pool = threading.Event(), tiers.file.read, tiers.file._pool  # type: ignore[union-attr]
+        go, read, pool = threading.Event(), tiers.file.read, tiers.file._pool
 
         def late(offset: int, into: Tensor) -> None:
             go.wait()

@@ -24,7 +24,7 @@ from meshwise.simulate.predicted_memory import needs
 from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import each_flops
 from meshwise.simulate.step_tape import TapeOperation
-from meshwise.train.failure_report import notes
+from meshwise.train.console_output import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 PLANS = (

@@ -27,14 +27,22 @@ from meshwise.bench.collective_benchmark import (
 )
 from meshwise.bench.collective_benchmark import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
-from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks, run_chosen, say_start
-from meshwise.cli.output_files import check_outputs, write_and_say
+from meshwise.cli.shared_flags import (
+    DEFAULT_RANKS,
+    check_outputs,
+    checked_comm,
+    checked_ranks,
+    launched_ranks,
+    run_chosen,
+    say_start,
+    write_and_say,
+)
 from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.launch import cores
 from meshwise.train.console_output import console_of_width, counted
-from meshwise.train.flags import parse_flags
+from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job import JobError
 
 _WIDTH = 110
@@ -54,6 +62,9 @@ class BenchFlags:
     """Device to measure; auto: the GPUs if there are any, else the CPU."""
     rounds: int = 5
     """Number of times that every measurement is repeated."""
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
+    memory where possible, unless MESHWISE_COMM names another way. For `calibrate` give the value that training uses."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,6 @@ class CollectivesFlags(BenchFlags):
     on: tuple[Literal["ordinary", "shared", "joint", "gloo"], ...] = ("ordinary",)
     """Memory and transport. ordinary: any tensors. shared: tensors in memory that all ranks can read, with all_gather
     in place. joint: one tensor for all ranks, all_gather only. gloo: torch's collectives over gloo on CPU tensors."""
-    comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
-    memory where possible, unless MESHWISE_COMM names another way."""
     json: Path | None = None
     """Write the measurements here as JSON: times in seconds, bandwidths in bytes per second."""
     png: Path | None = None
@@ -80,7 +88,7 @@ class CollectivesFlags(BenchFlags):
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the first word names, and return the exit status. Raises JobError for bad flags."""
-    return run_chosen(words, command="bench", missing="name a benchmark", kind="benchmark", choices=_BENCHMARKS)
+    return run_chosen(words, command="bench", kind="benchmark", choices=_BENCHMARKS)
 
 
 def _collectives(words: Sequence[str]) -> None:
@@ -137,8 +145,6 @@ class CalibrationFlags(BenchFlags):
 
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
-    comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate; give the value that training uses."""
 
 
 def _calibrate(words: Sequence[str]) -> None:

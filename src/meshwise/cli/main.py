@@ -37,8 +37,7 @@ from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
-from meshwise.train.console_output import STDOUT, replace_missing_characters, stdout_failed
-from meshwise.train.failure_report import leave_traceback, notes
+from meshwise.train.console_output import STDOUT, leave_traceback, notes, replace_missing_characters, stdout_failed
 from meshwise.train.job import JobError
 
 _RANK_0_SECONDS = 5

@@ -1,4 +1,6 @@
-"""Compute the size of each global batch: fixed, growing with the samples read, or following the noise scale.
+"""Compute the size of each global batch (`BatchSizes`) and the learning rate of each step (`lr_schedule`).
+
+The batch is fixed, grows with the samples read, or follows the noise scale (`NoiseAverage`):
 
     | train.ramp = [8, 8, 4000], train.batch = 24     | train.auto_batch = [8, 64]
     | 24             ┌──────                           | 64               ┌──────   the noise scale has
@@ -6,9 +8,11 @@
     |  8 ──────┘                                       | 16   ┌───┘
     |         2000  4000      samples                  |  8 ──┘
 
-The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches."""
+The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches. `batch_factor` is the
+factor of the learning rate for a batch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwise.engine.noise_scale import NoiseScale
@@ -102,3 +106,23 @@ def batch_factor(schedule: ScheduleJob, *, samples: int, size: int) -> float:
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[schedule.lr_scaling]
     rise = min(1.0, (samples + size) / schedule.warmup_samples) if schedule.warmup_samples else 1.0
     return float((size / schedule.base_batch) ** power * rise)
+
+
+def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
+    """Return a function from the number of the step (0 … steps-1) to the learning rate, as a fraction of the peak.
+
+    Step k of the warm-up has (k+1)/warmup of the peak. A decay ends at `schedule.floor` in the last step; the shape
+    `constant` stays at the peak."""
+    decay = steps - schedule.warmup if schedule.shape != "wsd" else round(schedule.decay * steps)
+    first = max(steps - decay, schedule.warmup)
+
+    def at(step: int) -> float:
+        if step < schedule.warmup:
+            return (step + 1) / schedule.warmup
+        if schedule.shape == "constant" or step < first:
+            return 1.0
+        progress = min(1.0, (step - first) / max(1, steps - 1 - first))
+        height = (1 + math.cos(math.pi * progress)) / 2 if schedule.shape == "cosine" else 1 - progress
+        return schedule.floor + (1 - schedule.floor) * height
+
+    return at

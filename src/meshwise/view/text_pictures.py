@@ -1,19 +1,23 @@
-"""Draw a timed schedule as text: a row for each rank, time to the right, and a letter for the kind of computation.
+"""Draw as text: a timed schedule with a row for each rank, and the share of each rank in a mixture (`expert_table`).
 
     rank 0 │F0 F1 .  .  B0─── .  B1───
     rank 1 │.  F0 B0─── F1 B1─── .  .
 
-A column is as long as the shortest computation; `─` continues a longer computation. `F0` is the forward of micro-batch
-0. A rank with several stages writes the stage first: `2F0`."""
+In `draw_in_columns` a column is as long as the shortest computation; `─` continues a longer computation. `F0` is the
+forward of micro-batch 0. A rank with several stages writes the stage first: `2F0`. `draw_to_scale` draws times to
+scale, `rank_table` lists the computing and idle time of each rank."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from meshwise.base.mesh import Mesh, even_split
+from meshwise.base.text_format import align_columns
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.schedule_table import ActionKind
+from meshwise.plan import Plan
 
 STYLES: Mapping[ActionKind, str] = {
     ActionKind.F: "black on bright_blue",
@@ -62,19 +66,14 @@ def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Seque
     lines = [Text(f"{head:<{longest}} │") + row for head, row in zip(heads, drawn, strict=True)]
     used = {letter for row in drawn for letter in row.plain}
     legend: list[Text] = []
-    for entry in _legend():
-        if entry[0] in used:
-            text = Text.assemble("  ", entry, f" {SHADES[entry[0]]}")
+    styles = {**{str(kind): style for kind, style in STYLES.items()}, "▒": "red", ".": "dim"}
+    for letter, meaning in SHADES.items():
+        if letter in used:
+            text = Text.assemble("  ", (letter, styles.get(letter, "")), f" {meaning}")
             if not legend or len(legend[-1]) + len(text) > width:
                 legend.append(Text(" " * longest))
             legend[-1] += text
     return Text("\n").join([*lines, *legend])
-
-
-def _legend() -> Iterator[tuple[str, str]]:
-    """Yield (character, style) of each kind of computation and each other activity."""
-    yield from ((str(kind), style) for kind, style in STYLES.items())
-    yield from (("▒", "red"), ("u", ""), ("░", ""), (".", "dim"))
 
 
 def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
@@ -108,18 +107,13 @@ def label(event: Event, *, timeline: Timeline) -> str:
 def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Iterator[tuple[str, str]]:
     """Yield the text and style of each cell of a row, from left to right."""
     nothing, column = ". ".ljust(cell), 0
-    for event, first, last in _placed(timeline, rank, unit):
+    for event in timeline.computing[rank]:
+        first, last = (math.floor(moment / unit + 0.5) for moment in (event.start, event.stop))
         yield nothing * (first - column), "dim"
         yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[ActionKind(event.kind)]
         yield " ", ""
         column = last
     yield nothing * (columns - column), "dim"
-
-
-def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
-    """Yield (computation, first column, column after the last) for each computation of a rank."""
-    for event in timeline.computing[rank]:
-        yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 
 
 def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
@@ -137,3 +131,34 @@ def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
             f"{peaks[rank]:.6g}",
         )
     return table
+
+
+MOST_RANKS = 32
+"""Most ranks in a table."""
+
+
+def expert_table(plan: Plan, *, experts: int) -> str:
+    """Return a table with a line for each rank: its rows of the batch, tokens, experts, and its part of each matrix.
+
+    The last column has the ranks that hold the same parameters, and sum the gradients. Raises ValueError while dp is
+    auto, and for fewer experts than `ep`."""
+    mesh = plan.mesh()
+    if experts < plan.ep:
+        raise ValueError(f"ep={plan.ep} divides at least as many experts, not {experts}; give --experts {plan.ep}")
+    inner = mesh.expand(["etp"])
+    tokens = [axis for axis in mesh.expand((*plan.token_axes, *plan.tensor_axes)) if axis not in inner]
+    table: list[tuple[str, ...]] = [("rank", "stage", "rows", "tokens", "experts", "inner", "same on ranks")]
+    for rank in range(min(mesh.size, MOST_RANKS)):
+        start, stop = even_split(experts, plan.ep)[mesh.index(rank, axis="ep")]
+        same = mesh.group(rank, axes=mesh.others(("pp", "ep", "etp")))
+        places = (_place(mesh, rank, axes) for axes in (["pp"], plan.row_axes, tokens))
+        held = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+        table.append((str(rank), *places, held, _place(mesh, rank, inner), " ".join(map(str, same))))
+    more = [f"… {mesh.size - MOST_RANKS} more ranks"] if mesh.size > MOST_RANKS else []
+    return "\n".join([align_columns(table), *more])
+
+
+def _place(mesh: Mesh, rank: int, axes: Iterable[str]) -> str:
+    """Return the place of a rank among the ranks along `axes`, as in `2 of 4`; `all` for one rank."""
+    group = mesh.group(rank, axes=tuple(axes))
+    return f"{group.index(rank) + 1} of {len(group)}" if len(group) > 1 else "all"

@@ -1,4 +1,6 @@
-"""The index of a checkpoint (`checkpoint.json`): its tensors, the place of each rectangle, and checksums of its files.
+"""Define the format of a checkpoint: its index (`read_index`) and the headers of its data files (`read_header`).
+
+`checkpoint.json` is the index. It has the place of each rectangle, and checksums of the files:
 
     {"format": "meshwise checkpoint 1",
      "sequence": 7,                                      counts the checkpoints of a root; the newest has the largest
@@ -11,24 +13,157 @@
      "checksum": "5d41402a"}                             crc32 of the text before this key
 
 The index is the last file that a save writes, so a folder with an index is complete. The crc32 finds torn and altered
-bytes; it does not protect against deliberate changes of both data and checksum."""
+bytes; it does not protect against deliberate changes of both data and checksum. `Damage` is one damaged place.
+
+A safetensors file (https://huggingface.co/docs/safetensors) begins with eight bytes, the length of its header. Then
+come a JSON table of dtypes, shapes and offsets, and the bytes of the tensors. The safetensors library writes all
+tensors of a file at once, which doubles the memory of a rank's share. And it does not return the offset of a tensor in
+the file. So `header` makes headers before any tensor is there. The library only checks the headers of files to read.
+`DTYPES` and `dtype_name` convert dtypes."""
 
 import json
 import math
-import os
 import re
-import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.safetensors_format import DTYPES
 from meshwise.layout.layout import Rectangle
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damaged place: the path of its file, the names of its tensors, and the expected and found content, in words."""
+
+    file: str
+    expected: str
+    found: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        more = f" and {len(self.tensors) - _SHOWN} more" if len(self.tensors) > _SHOWN else ""
+        shown = f" ({', '.join(self.tensors[:_SHOWN])}{more})" if self.tensors else ""
+        return f"{self.file}{shown}: expected {self.expected}, found {self.found}"
+
+
+_SHOWN = 3
+
+
+class DamageError(RuntimeError):
+    """Error for a folder that is a damaged checkpoint or none; `damages` lists all damaged places."""
+
+    def __init__(self, damages: Sequence[Damage]) -> None:
+        self.damages = tuple(damages)
+        rest = f"\n  and {len(damages) - _SHOWN} more" if len(damages) > _SHOWN else ""
+        super().__init__("damaged checkpoint:\n  " + "\n  ".join(map(str, self.damages[:_SHOWN])) + rest)
+
+    def __reduce__(self) -> "tuple[type[DamageError], tuple[tuple[Damage, ...]]]":
+        """Pickle only the damages: the message is made again from them."""
+        return DamageError, (self.damages,)
+
+
+class SaveError(RuntimeError):
+    """Error for a checkpoint that was not written; the message says which ranks failed, and why. Older ones stay."""
+
+
+LENGTH_BYTES = 8
+"""Bytes at the start of a file that hold the length of its header. The length is a multiple of this number."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to write: all that the header needs, without its elements."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorEntry(TensorSpec):
+    """A tensor in a file. Its bytes are `start` to `stop` (excluded), counted from the beginning of the file."""
+
+    start: int
+    stop: int
+
+
+def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a file before its first tensor. The tensors follow in the order of `specs`, without gaps.
+
+    `metadata`: more texts for the header's key `__metadata__`. Raises ValueError for a dtype that the format lacks."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offset = 0
+    for spec in specs:
+        stop = offset + spec.nbytes
+        shape = list(spec.shape)
+        table[spec.name] = {"dtype": dtype_name(spec.dtype), "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Return the entries of a safetensors file, by the name of the tensor.
+
+    Raises DamageError if the file is not safetensors or differs from its header. Raises OSError."""
+    with path.open("rb") as file:
+        try:
+            with safe_open(path, framework="np"):
+                pass  # opening compares the header with the size of the file
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            table = json.loads(file.read(length))
+            table.pop("__metadata__", None)
+            return {name: _entry(name, start=LENGTH_BYTES + length, **row) for name, row in table.items()}
+        except (SafetensorError, KeyError) as error:
+            raise DamageError([Damage(str(path), "a safetensors file", f"{type(error).__name__}: {error}")]) from error
+
+
+def _entry(name: str, *, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:
+    """Return the entry of one row of a header; the tensors of the file begin at byte `start`."""
+    return TensorEntry(name, DTYPES[dtype], tuple(shape), start + data_offsets[0], start + data_offsets[1])
+
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U64": torch.uint64,
+        "U32": torch.uint32,
+        "U16": torch.uint16,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+"""Dtypes by their names in the format."""
+_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the format. Raises ValueError for a dtype that the format does not have."""
+    if dtype not in _NAMES:
+        raise ValueError(f"safetensors has no {dtype}; it has {', '.join(str(known) for known in _NAMES)}")
+    return _NAMES[dtype]
+
 
 INDEX = "checkpoint.json"
 """Name of the index file."""
@@ -56,11 +191,6 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[StoredRectangle, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -169,16 +299,16 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFil
 
 
 def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
-    """Yield the damage of each file that is missing, is not a plain file, or has another size than was written."""
+    """Yield the damage of each file that is missing, or has another size than was written."""
     for name, file in index.files.items():
         path = index.folder / name
         try:
-            found = os.lstat(path)
+            size = path.stat().st_size
         except OSError as error:
             what = error.strerror or str(error)
         else:
-            if stat.S_ISREG(found.st_mode) and found.st_size == file.size:
+            if size == file.size:
                 continue
-            what = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "something that is not a plain file"
+            what = f"{size} bytes"
         tensors = tuple(key for key, row in index.tensors.items() if any(part.file == name for part in row.parts))
         yield Damage(str(path), f"a file of {file.size} bytes", what, tensors)
