@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece, Options
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.layout.layout import Rectangle, rectangles
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.model.parameter_table import ParameterRow

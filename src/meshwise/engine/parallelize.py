@@ -24,12 +24,12 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.compressed_reduction import compressed
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
-from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO
+from meshwise.data_parallel.staged_engine import Engine, StagedEngine
 from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
-from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
-from meshwise.engine.staged_runner import LiveStage, StagedEngine, StagedRunner
+from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
+from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel

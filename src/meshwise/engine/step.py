@@ -16,10 +16,11 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
-from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, OnGradient, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
+from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step_result import (
     NonFiniteError,
     StateBeforeUpdate,

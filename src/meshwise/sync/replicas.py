@@ -26,7 +26,7 @@ from torch import Tensor, nn, optim
 
 from meshwise.comm.api.world import Work
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
