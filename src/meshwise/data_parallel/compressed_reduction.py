@@ -30,7 +30,7 @@ arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected v
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +41,6 @@ from meshwise.data_parallel.reduction import ReducedPart, ReducingRanks, Reducti
 
 BLOCK = 256
 """Elements that share a scale."""
-
-
-class Codec(Protocol):
-    """A way to write rows of numbers as rows of bytes. A value that is not finite is not finite after decoding."""
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Return uint8 rows, (rows, bytes), for `values`, (rows, elements); elements are a multiple of 16."""
-
-    def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the values of encoded rows, (rows, elements)."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +124,11 @@ class TopCodec:
         return values.scatter_(-1, index.long().view(len(packed), -1), found.view(len(packed), -1))
 
 
+Codec: TypeAlias = LevelCodec | Float8Codec | TopCodec
+"""A way to write rows of numbers as rows of bytes. A value that is not finite is not finite after decoding.
+
+`encode` takes (rows, elements), elements a multiple of 16, and returns uint8 (rows, bytes); `decode` reverses it."""
+
 CODECS: Mapping[str, Callable[[float], Codec]] = {
     "int8": lambda _: LevelCodec(8),
     "int4": lambda _: LevelCodec(4),
@@ -206,38 +201,35 @@ class CodecReduction(Reduction):
 
     def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
         """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard."""
-        error = peers.state.get("error")
-        rows = (gradients if error is None else gradients.add_(error)).view(peers.size, -1)
-        packed = self._encoded(rows, None if error is None else error.view_as(rows))
-        if error is not None:
-            peers.clear_padding(error, start=0)
+        packed, elements = self._encoded(gradients, peers, name="error", start=0), len(gradients) // peers.size
         received = torch.empty_like(packed)
         sent = peers.world.all_to_all(packed, into=received, axes=peers.axes)
 
         def add_up() -> None:
-            sums = self.codec.decode(received, elements=rows.shape[1], dtype=rows.dtype).sum(0)
+            sums = self.codec.decode(received, elements=elements, dtype=gradients.dtype).sum(0)
             done(peers.clear_padding(sums, start=peers.shard.start))
 
         return StagedWork(sent, then=add_up)
 
     def _share(self, sums: Tensor, gradients: Tensor, peers: ReducingRanks) -> None:
         """Send the sum of this rank's shard, encoded, to every rank; put what all ranks send into `gradients`."""
-        error = peers.state.get("error/owner")
-        rows = (sums if error is None else sums.add_(error)).view(1, -1)
-        packed = self._encoded(rows, None if error is None else error.view_as(rows))
-        if error is not None:
-            peers.clear_padding(error, start=peers.shard.start)
+        packed = self._encoded(sums, peers, name="error/owner", start=peers.shard.start)
         received = packed.new_empty(peers.size, packed.shape[1])
         peers.world.all_gather(packed, into=received, axes=peers.axes).wait()
-        gradients.copy_(self.codec.decode(received, elements=rows.shape[1], dtype=rows.dtype).view(-1))
+        gradients.copy_(self.codec.decode(received, elements=len(sums), dtype=sums.dtype).view(-1))
         peers.clear_padding(gradients, start=0)
 
-    def _encoded(self, rows: Tensor, error: Tensor | None) -> Tensor:
-        """Return `rows` encoded, and put what is lost into `error`."""
-        packed = self.codec.encode(rows)
+    def _encoded(self, values: Tensor, peers: ReducingRanks, *, name: str, start: int) -> Tensor:
+        """Return `values` plus the state `name`, if that is kept, as an encoded row for each shard.
+
+        What is lost becomes the state. `values` are the elements of the bucket from `start` on."""
+        error = peers.state.get(name)
+        parts = (values if error is None else values.add_(error)).view(-1, peers.place.size // peers.size)
+        packed = self.codec.encode(parts)
         if error is not None:
-            found = self.codec.decode(packed, elements=rows.shape[1], dtype=rows.dtype)
-            error.copy_(_finite(rows - found))
+            found = self.codec.decode(packed, elements=parts.shape[1], dtype=parts.dtype)
+            error.copy_(_finite(parts - found).view(-1))
+            peers.clear_padding(error, start=start)
         return packed
 
 

@@ -132,7 +132,7 @@ class DataParallel:
         loss: None if this rank has no rows in the micro-batch; it then only takes part in the reductions.
         last: no micro-batch follows in this step.
         keep: False discards the gradients; the backward then only runs for its collectives."""
-        reduces = last or self.reduction.each_microbatch
+        reduces = last or self.reduction.shards_gradients
         self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
@@ -284,7 +284,7 @@ class DataParallel:
             if not all_of_them and not gradients.complete:
                 return
             updated_early = any(bucket.on_reduced is not None for bucket in self.buckets)
-            if self.reduction.each_microbatch or updated_early or self.storage.outer:
+            if self.reduction.shards_gradients or updated_early or self.storage.outer:
                 self._settle(IN_FLIGHT - 1)
             if updated_early:
                 self._settle_replicas(IN_FLIGHT)
@@ -331,9 +331,8 @@ class DataParallel:
         return from_holders(rows, own=self.own_gradients(), world=self.world, dtype=lambda row: master(row.dtype))
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
-        for _, gradient in self.full_tensors(lambda bucket: bucket.owned_gradient()):
-            yield gradient
+        """Return the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
+        return (gradient for _, gradient in self.full_tensors(Bucket.owned_gradient))
 
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).

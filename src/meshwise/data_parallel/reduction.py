@@ -44,16 +44,6 @@ class Reduction:
         """Names of all state that is saved."""
         return (*self.owned_state, *self.summed_state)
 
-    @property
-    def each_microbatch(self) -> bool:
-        """True if gradients are reduced after each micro-batch, False if once a step."""
-        return self.shards_gradients
-
-    @property
-    def publishes(self) -> bool:
-        """True if the ranks all-gather the updated shards at the end of a step."""
-        return self.shards_updates and not self.shards_parameters
-
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
         """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks. It may overwrite `gradients`.
 

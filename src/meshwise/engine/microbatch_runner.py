@@ -95,48 +95,39 @@ class BatchSharder:
     def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
+        With `runs_empty`, a micro-batch without rows gets the first row of `batch`, else a row of another rank, else
+        the empty batch; without `runs_empty` it has `rows=None` and is not run.
+
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
         ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""
-        rows = tree.row_count(batch)
-        if not local:
-            return micro_batches(batch, shards=self.shards(rows), count=count, runs_empty=self.runs_empty)
-        shards = self.shards(rows * self.ranks if total is None else total)
-        start, stop = shards.shares[shards.index]
-        if stop - start != rows:
-            raise ValueError(f"this rank's batch has {rows} rows; of {total} in total, share() gives it {stop - start}")
-        spare = spare_row(batch, world=self.world) if self.runs_empty and (total or 0) < self.ranks else None
-        return micro_batches(batch, shards=shards, count=count, runs_empty=self.runs_empty, offset=start, spare=spare)
+        rows, offset, spare = tree.row_count(batch), 0, batch
+        shards = self.shards(rows if not local else rows * self.ranks if total is None else total)
+        if local:
+            offset, end = shards.shares[shards.index]
+            if end - offset != rows:
+                raise ValueError(
+                    f"this rank's batch has {rows} rows; of {total} in total, share() gives it {end - offset}"
+                )
+            if self.runs_empty and (total or 0) < self.ranks:
+                spare = spare_row(batch, world=self.world)
+        if rows:
+            spare = tree.take_rows(batch, start=0, stop=1)
+        samples = [shards.samples(number, count=count) for number in range(count)]
+        return [
+            MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
+            if start < stop
+            else MicroBatch(spare if self.runs_empty else None, counts=False, samples=own)
+            for (start, stop), own in zip(shards.row_ranges(count), samples, strict=True)
+        ]
 
 
 def spare_row(batch: Any, *, world: World) -> Any:
-    """Return one row of a rank with rows, for ranks without; None if all or none have rows. Every rank calls it."""
+    """Return one row of a rank with rows, for ranks without; `batch` if all or none have rows. Every rank calls it."""
     rows = world.exchange(tree.row_count(batch))
     if min(rows) or not max(rows):
-        return None
+        return batch
     found = world.exchange(tree.take_rows(batch, start=0, stop=1) if tree.row_count(batch) else None)
     return next(row for row in found if row is not None)
-
-
-def micro_batches(
-    batch: Any, *, shards: BatchShards, count: int, runs_empty: bool, offset: int = 0, spare: Any = None
-) -> list[MicroBatch]:
-    """Return this rank's rows as exactly `count` micro-batches; `batch` starts at row `offset` of the global batch.
-
-    Without `runs_empty`, a micro-batch without rows has `rows=None` and is not run. With it, the micro-batch gets the
-    first row of `batch`, else `spare`, else the empty batch."""
-    if not runs_empty:
-        spare = None
-    elif tree.row_count(batch):
-        spare = tree.take_rows(batch, start=0, stop=1)
-    elif spare is None:
-        spare = batch
-    samples = [shards.samples(number, count=count) for number in range(count)]
-    return [
-        MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
-        if start < stop
-        else MicroBatch(spare, counts=False, samples=own)
-        for (start, stop), own in zip(shards.row_ranges(count), samples, strict=True)
-    ]
 
 
 def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool) -> tuple[Tensor, int]:
