@@ -456,10 +456,11 @@ class Bucket:
 
     def gathered_from(self, owned: Tensor) -> Tensor:
         """Return values of all elements of the bucket, from the `owned` values of each rank (a collective)."""
-        if not self.storage.reduction.shards_updates:
-            return owned
-        whole = torch.empty(self.place.size, dtype=owned.dtype, device=owned.device)
-        self.shard_group.world.all_gather(owned.contiguous(), into=whole, axes=self.shard_group.axes).wait()
+        return self._gathered_shards(owned) if self.storage.reduction.shards_updates else owned
+
+    def _gathered_shards(self, shard: Tensor) -> Tensor:
+        whole = shard.new_empty(self.place.size)
+        self.shard_group.world.all_gather(shard.contiguous(), into=whole, axes=self.shard_group.axes).wait()
         return whole
 
     def summed_shard(self, name: str) -> Tensor:
@@ -473,11 +474,7 @@ class Bucket:
     def summed_state(self, name: str) -> Tensor:
         """Return the sum over the ranks of the `summed_state` called `name`, owned elements (a collective)."""
         shard = self.summed_shard(name)
-        if self.storage.reduction.shards_updates:
-            return shard
-        whole = shard.new_empty(self.place.size)
-        self.shard_group.world.all_gather(shard.contiguous(), into=whole, axes=self.shard_group.axes).wait()
-        return whole
+        return shard if self.storage.reduction.shards_updates else self._gathered_shards(shard)
 
     # ---- dtypes and bytes --------------------------------------------------------------------------------------
 

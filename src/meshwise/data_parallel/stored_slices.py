@@ -335,7 +335,8 @@ class CheckpointRefill:
         A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere. State
         that is not saved is removed."""
         reduction = bucket.shard_group.storage.reduction
-        for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in reduction.names]:
+        names = (*reduction.owned_state, *reduction.summed_state)
+        for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in names]:
             del bucket.reduction_state[name]
         for name, values in bucket.reduction_state.items():
             values.zero_()

@@ -26,11 +26,10 @@ from meshwise.data_parallel.batch_norm_statistics import (
     running_norms,
 )
 from meshwise.data_parallel.bucket import StorageConfig
-from meshwise.data_parallel.compressed_reduction import compressed
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.logical_slices import LogicalSlices
-from meshwise.data_parallel.reduction import ZERO
+from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine, StagedEngine
 from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
 from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
@@ -346,7 +345,7 @@ def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: tor
             raise
         return output if precision.computes is None else widen_for_loss(output)
 
-    return run
+    return forward if plan.tp == 1 and precision.computes is None else run
 
 
 @dataclass(frozen=True)

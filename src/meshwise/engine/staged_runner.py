@@ -84,20 +84,14 @@ class StageParameters:
         """Begin forwards without backwards: an evaluation of these micro-batches, or a prediction if there are none."""
         self._micro_batches = micro_batches
 
-    def running(self, index: int, *, again: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context for running micro-batch `index`: its forward, or with `again` its backward."""
-        self._index = index
-        if not torch.is_grad_enabled():
-            return (
-                self._draws.running(self._micro_batches[index].samples)
-                if self._micro_batches
-                else contextlib.nullcontext()
-            )
-        return self._inside(self._micro_batches[index], again=again)
-
     @contextlib.contextmanager
-    def _inside(self, micro_batch: MicroBatch, *, again: bool) -> Iterator[None]:
-        with prepared(micro_batch, draws=self._draws, statistics=self._statistics, again=again):
+    def running(self, index: int, *, again: bool) -> Iterator[None]:
+        """Run micro-batch `index` inside the block: its forward, or with `again` its backward."""
+        self._index = index
+        if not self._micro_batches:
+            yield
+            return
+        with prepared(self._micro_batches[index], draws=self._draws, statistics=self._statistics, again=again):
             yield
         if again:
             self._engine.collect()
