@@ -23,7 +23,7 @@ from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, Damag
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unused_entries, with_model_names
 from meshwise.checkpoint.load_state import fill, load, on_all_ranks
 from meshwise.checkpoint.save_state import PendingSave, save
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import (
     OPTIMIZER_KINDS,
     CheckpointRefill,

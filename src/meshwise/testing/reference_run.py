@@ -48,7 +48,7 @@ from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.optim.flat_optimizer import default_options, needs_whole
 from meshwise.plan import Plan
-from meshwise.precision.dtype_policy import CastHooks, Precision, autocast_context, convert, widen_for_loss
+from meshwise.precision.dtype_policy import Precision, autocast_context, convert, hook_casts, widen_for_loss
 
 _ROUNDINGS = 128
 
@@ -127,7 +127,7 @@ class ReferenceRun:
         self._precision = self._options.precision or Precision()
         unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         convert(self.model, precision=self._precision)
-        CastHooks(self.model, precision=self._precision)
+        hook_casts(self.model, precision=self._precision)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self.masters.items()]

@@ -20,7 +20,7 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.parameter_table import ParameterOptions
-from meshwise.optim.flat_optimizer import flat_optimizer, needs_whole
+from meshwise.optim.flat_optimizer import build_optimizer, needs_whole
 from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
@@ -163,7 +163,7 @@ def _tried_optimizer(
 def _trial(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return an optimizer over one small matrix."""
     small = nn.Parameter(torch.zeros(1, 1))
-    return flat_optimizer(kind, groups={(): [small]}, logical=WholeParameters({"weight": small}), **arguments)
+    return build_optimizer(kind, groups=[{"params": [small]}], logical=WholeParameters({"weight": small}), **arguments)
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:
