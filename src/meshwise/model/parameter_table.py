@@ -234,16 +234,10 @@ def check_trains(module: nn.Module) -> None:
 
 
 def check_readable(module: nn.Module) -> None:
-    """Raise ValueError for parameters without a shape (lazy modules) and for modules compiled by TorchScript."""
+    """Raise ValueError for parameters without a shape (lazy modules)."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(  # noqa: TRY004
-                f"{name or 'the model'} is compiled by TorchScript, which hides its parameters; give the module that "
-                "it was made of"
-            )
 
 
 def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
