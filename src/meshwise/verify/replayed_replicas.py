@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 from meshwise.base.mesh import even_split
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
-from meshwise.testing.reference_run import ReferenceRun
+from meshwise.testing import ReferenceRun
 from meshwise.verify.rounding_bounds import BoundJudge, VerificationInputs
 from meshwise.verify.step_comparison import ReferenceSide
 
@@ -43,6 +43,7 @@ class ReplayedSide(ReferenceSide):
         arguments = subject.arguments(outputs)
         self.runs = [ReferenceRun(subject.prepared(), device=device, **arguments) for _ in range(replicas)]
         outputs.listen(*(run.model for run in self.runs))
+        self._undecided = {}
         self._scheme = scheme
         self._fragment = {name: unit % scheme.fragments for name, unit in units.items()}
         self._agreed = {name: value.clone() for name, value in self.runs[0].parameters()}
@@ -80,10 +81,6 @@ class ReplayedSide(ReferenceSide):
         equal = [1 / len(self.runs)] * len(self.runs)
         mean = {name: _sum(equal, values) for name, values in self._parameters()}
         return [mean | {name: x for name, x in self.runs[0].model.named_buffers() if x.is_floating_point()}]
-
-    def comparable(self, name: str, *, value: Tensor) -> Tensor:  # noqa: ARG002 - rounding decides no float64 update
-        """Return the value itself."""
-        return value
 
     def _parameters(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield the name of each parameter, and its value on each replica."""

@@ -33,7 +33,7 @@ from meshwise.model.forward import Loss, default_forward
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.precision.dtype_policy import LossScale, Precision
-from meshwise.testing.reference_run import ReferenceRun, difference, largest_magnitude, rounding_floor, whole
+from meshwise.testing import ReferenceRun, difference, largest_magnitude, rounding_floor, whole
 from meshwise.verify.output_mean_squares import OutputMeanSquares
 
 FLOAT64_BOUND = 1e-9

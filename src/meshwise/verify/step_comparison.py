@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.rank_process import RankOutcome
 from meshwise.engine.trainer import Trainer
-from meshwise.testing.reference_run import ReferenceRun, largest_magnitude
+from meshwise.testing import ReferenceRun, largest_magnitude
 from meshwise.verify.output_mean_squares import OutputMeanSquares, passes_with_data
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs, neighbours
 from meshwise.verify.verification_report import Divergence, ParameterFigures, StepFigures
