@@ -98,10 +98,8 @@ def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
         except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
             problem = error
     sent = world.exchange(None if problem is None else RankOutcome.of(problem).error)[0]
-    if problem is not None:
-        raise problem
-    if sent is not None:
-        raise sent
+    if error := problem or sent:
+        raise error
     return result
 
 
