@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, row_count
-from meshwise.checkpoint.load_state import on_all_ranks
+from meshwise.checkpoint.checkpoint_folder import on_all_ranks
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
 from meshwise.comm.api.world import World

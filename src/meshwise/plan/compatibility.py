@@ -24,7 +24,7 @@ class Refusal:
 
     def applies(self, plan: object) -> bool:
         """Return whether `plan` meets every condition. A degree of None (`auto`) meets no condition."""
-        keys = keys_of(plan)
+        keys = keys_of(type(plan))
         for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
             value = keys[key].part(value, name=part) if part else value
@@ -35,7 +35,7 @@ class Refusal:
     def changes(self, plan: object) -> dict[str, int | str]:
         """Return the key that `instead` changes, with its new value."""
         key, value = self.instead.split("=")
-        return {key: value if keys_of(plan)[key].words else int(value)}
+        return {key: value if keys_of(type(plan))[key].words else int(value)}
 
 
 @cache
