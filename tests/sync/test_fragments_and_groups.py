@@ -99,6 +99,12 @@ def test_groups_agree_more_often_than_all() -> None:
 MATRICES: Mapping[str, list[dict[int, float]]] = {
     "torus": [{r: 1 / 3, r ^ 1: 1 / 3, r ^ 2: 1 / 3} for r in range(4)],
     "groups:2": [{r: 0.5, r ^ 1: 0.5} for r in range(4)],
+    "0-1,1-2,2-3": [
+        {0: 2 / 3, 1: 1 / 3},
+        {0: 1 / 3, 1: 1 / 3, 2: 1 / 3},
+        {1: 1 / 3, 2: 1 / 3, 3: 1 / 3},
+        {2: 1 / 3, 3: 2 / 3},
+    ],
 }
 
 

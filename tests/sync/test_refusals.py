@@ -26,6 +26,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=2 sync=local every=4", {"group": 3}, "group=3 does not divide the 2 replicas"),
     ("dp=3 sync=gossip", {"graph": "groups:2"}, "does not divide the 3 replicas of the plan; write graph=ring"),
     ("dp=3 sync=gossip", {"graph": "star"}, "graph='star' is no graph"),
+    ("dp=3 sync=gossip", {"graph": "0-1"}, "would never agree. Write graph=0-1,1-2"),
+    ("dp=3 sync=gossip", {"graph": "0-1,1-2,2-3"}, "does not connect the replicas 0 to 2, and only these"),
     ("dp=2", {"graph": "ring"}, "write sync=local in the plan"),
 ]  # fmt: skip
 

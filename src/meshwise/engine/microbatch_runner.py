@@ -95,8 +95,8 @@ class BatchSharder:
     def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
-        Without `runs_empty`, a micro-batch without rows has `rows=None` and is not run. With it, the micro-batch gets
-        the first row of `batch`, else a row of another rank, else the empty batch.
+        With `runs_empty`, a micro-batch without rows gets the first row of `batch`, else a row of another rank, else
+        the empty batch; without `runs_empty` it has `rows=None` and is not run.
 
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
         ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""

@@ -16,11 +16,13 @@ In gossip, replicas mix their parameters with the neighbours in a graph, by its 
     | ring           replica r and r ± 1
     | torus          the replicas as the most even grid of rows and columns, each with four neighbours
     | exponential    in round k, replica r takes the parameters of replica r - 2^k mod n (Assran, arXiv 1811.10792)
-    | groups:2       groups of 2 neighbouring replicas, all of which are neighbours; the groups are not connected
+    | groups:2       groups of 2 neighbouring replicas, all of which are neighbours
+    | 0-1,1-2,0-2    edges between replicas
 
 Every column and row of the matrix of weights adds up to 1, so mixing keeps the mean of the replicas. An undirected edge
 has the weight 1 / (1 + the larger degree of its ends), after Metropolis and Hastings. In the exponential graph each
-replica takes half of one other."""
+replica takes half of one other. `groups:` and edges need not connect all replicas; `check_graph` refuses edges that
+leave two parts."""
 
 import dataclasses
 import difflib
@@ -31,6 +33,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+_EDGES = re.compile(r"\d+-\d+(,\d+-\d+)*")
 
 
 def mixing_weights(graph: str, *, size: int, round_number: int) -> list[Mapping[int, float]]:
@@ -53,14 +57,28 @@ def mixing_weights(graph: str, *, size: int, round_number: int) -> list[Mapping[
 
 
 def check_graph(graph: str, *, size: int) -> None:
-    """Raise ValueError for a text that names no graph of `size` replicas."""
+    """Raise ValueError for a text that names no graph of `size` replicas, or edges that do not connect them."""
     if graph in ("all", "ring", "torus", "exponential"):
         return
-    found = re.fullmatch(r"groups:([1-9]\d*)", graph)
-    if found is None:
-        raise ValueError(f"sync: graph={graph!r} is no graph; write ring, torus, exponential or groups:2")
-    if size % int(found[1]):
-        raise ValueError(f"sync: graph={graph} does not divide the {size} replicas of the plan; write graph=ring")
+    if found := re.fullmatch(r"groups:([1-9]\d*)", graph):
+        if size % int(found[1]):
+            raise ValueError(f"sync: graph={graph} does not divide the {size} replicas of the plan; write graph=ring")
+        return
+    if not _EDGES.fullmatch(graph):
+        raise ValueError(
+            f"sync: graph={graph!r} is no graph; write ring, torus, exponential, groups:2 or edges such as "
+            f"{','.join(f'{one}-{one + 1}' for one in range(max(1, size - 1)))}"
+        )
+    edges = _edges(graph, size)
+    reached, found_more = {0}, True
+    while found_more:
+        more = {end for edge in edges for end in edge if reached & set(edge)}
+        found_more, reached = not more <= reached, reached | more
+    if reached != set(range(size)):
+        raise ValueError(
+            f"sync: graph={graph} does not connect the replicas 0 to {size - 1}, and only these; they would never "
+            f"agree. Write graph={','.join(f'{one}-{one + 1}' for one in range(size - 1)) or 'ring'}"
+        )
 
 
 def _edges(graph: str, size: int) -> list[tuple[int, int]]:
@@ -73,8 +91,12 @@ def _edges(graph: str, size: int) -> list[tuple[int, int]]:
         places = itertools.product(range(rows), range(columns))
         right_and_down = [((r, c), [(r, (c + 1) % columns), ((r + 1) % rows, c)]) for r, c in places]
         return [(r * columns + c, s * columns + d) for (r, c), ends in right_and_down for s, d in ends]
-    width = int(graph.removeprefix("groups:"))
-    return [edge for start in range(0, size, width) for edge in itertools.combinations(range(start, start + width), 2)]
+    if graph.startswith("groups:"):
+        width = int(graph.removeprefix("groups:"))
+        starts = range(0, size, width)
+        return [edge for start in starts for edge in itertools.combinations(range(start, start + width), 2)]
+    first_to_last = (edge.split("-") for edge in graph.split(","))
+    return [(int(one), int(other)) for one, other in first_to_last]
 
 
 STATE_CHOICES = ("keep", "mean", "reset")
@@ -88,7 +110,7 @@ class SyncScheme:
     every: int = 1
     """Steps of a round: replicas agree after each so many steps. The plan's key `every`."""
     graph: str = "all"
-    """With whom: `all`, `ring`, `torus`, `exponential` or `groups:2`."""
+    """With whom: `all`; `ring`, `torus`, `exponential`; `groups:2`; or edges of replicas such as `0-1,1-2,0-2`."""
     outer_lr: float = 1.0
     """Factor of the outer step. With an outer momentum of 0 it moves from the last agreed parameters to the mean."""
     outer_momentum: float = 0.0
