@@ -80,11 +80,13 @@ class AttentionTask:
     progress: Callable[[], None] = lambda: None
 
 
-def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> Tensor:
-    """Return the attention of this rank's queries on the keys of all ranks: (samples, heads, queries, features)."""
+def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> tuple[Tensor, Tensor]:
+    """Return the attention of this rank's queries on the keys of all ranks, and the log-sum-exp of their scores.
+
+    Shapes: (samples, heads, queries, features) and (samples, heads, queries)."""
     if (dtype := product_dtype(qkv[0].device.type)) is not None:  # as torch's own attention
         qkv = tuple(x.to(dtype) for x in qkv)  # type: ignore[assignment]
-    result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
+    result: tuple[Tensor, Tensor] = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
     return result
 
 
@@ -94,7 +96,8 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, task: AttentionTask
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.width = k.size(-1)
         own = torch.cat((k, v), -1)
         engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
@@ -109,12 +112,13 @@ class _SplitAttention(torch.autograd.Function):
         out = o.to(q.dtype)
         ctx.task, ctx.engine = task, engine
         ctx.save_for_backward(q, own, out, lse, mask, sinks)
-        return out
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, own, out, lse, mask, sinks = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
         task: AttentionTask = ctx.task
         engine: TiledAttention = ctx.engine
         dtype = accumulator(q.dtype)
@@ -123,14 +127,16 @@ class _SplitAttention(torch.autograd.Function):
 
         def gradient_of(keys: TokenRanges, block: Tensor) -> Tensor:
             kv = block[..., : ctx.width], block[..., ctx.width :]
-            return torch.cat(engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do), into=(dq, dmask)), -1)
+            merged = out, lse, do, dlse
+            return torch.cat(engine.gradients(q, block=kv, keys=keys, merged=merged, into=(dq, dmask)), -1)
 
         with _plain_torch(q.device):
             dkv = task.exchange.backward(own, gradient=gradient_of).to(own.dtype)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
-            dsinks = -(share * (do * out).to(dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            slope = (do * out).to(dtype).sum(-1) - (0.0 if dlse is None else dlse)
+            dsinks = -(share * slope).sum((0, 2)).to(sinks.dtype)
         given = None if dmask is None else dmask.to(mask.dtype)
         return dq.to(q.dtype), dkv[..., : ctx.width], dkv[..., ctx.width :], given, dsinks, None
 
@@ -165,15 +171,18 @@ def attend(
     | scale       factor of the scores; None: 1/sqrt(features)
     | dropout     probability of dropping a probability; 0 in eval mode
     | more        `softcap`: cap of the scores; `sinks`: a score per head without a value, (heads,);
-    |             `draws`: source of random numbers, which meshwise passes
+    |             `score_mod`: function of score, sample, head, query and key position, as of FlexAttention;
+    |             meshwise passes `draws`, the source of random numbers, and `lse=True` for a result of two tensors:
+    |             the attention and the log-sum-exp of the scores, (samples, heads, queries)
 
     Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern."""
     given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value
-        result: Tensor = handle_torch_function(attend, qkv, *qkv, **given)
-        return result
+        found: Tensor = handle_torch_function(attend, qkv, *qkv, **given)
+        return found
     lengths = query.size(-2), key.size(-2)
     queries, keys = map(TokenRanges.whole, lengths)
     task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, NoExchange(keys))
-    return split_attention((query, key, value), task=task)
+    result: Any = split_attention((query, key, value), task=task)
+    return result if given.get("lse") else result[0]

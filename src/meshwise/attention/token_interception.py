@@ -245,6 +245,11 @@ class TokenInterception(ForwardAndBackwardMode):
             args = _whole_square(args, state)
         elif name == "pad":
             return self._pad(func, args, kwargs, state)
+        elif name == "flex_attention":
+            raise ValueError(
+                "flex_attention is called in a file of no class of the model, where it has only this rank's tokens; call "
+                "it in a method of a module"
+            )
         elif name in MIXING:
             refuse_mixed(name, args=args, kwargs=kwargs, state=state)
         return func(*args, **kwargs)

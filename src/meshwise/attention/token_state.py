@@ -87,6 +87,12 @@ class TokenState:
             self.gathered[id(x)] = (x, whole)
         return whole
 
+    def all_values(self, x: Tensor) -> Tensor:
+        """Return a tensor of token values, (tokens,) or (samples, tokens), with the values of all tokens (collective).
+
+        Other tensors are returned as they are."""
+        return self.gather(x, dim=x.dim() - 1) if x.dim() in (1, 2) and x.size(-1) == self.own.count else x
+
 
 def packed_documents(batch: Any) -> Pattern | None:
     """Return documents that begin where the batch's `position_ids` do not count on by 1; None if there are none."""

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwise.attention.context_parallel import ContextParallel, token_rules
+from meshwise.attention.context_parallel import ContextParallel, token_rules, use_attend
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.engine.parallelize import Options
@@ -143,6 +143,8 @@ class ReferenceRun:
         if tokens is not None:
             tokens.attention.draws = self.draws
             tokens.install(self.model)
+        elif self._device.type == "cpu":
+            use_attend(self.model, flex_only=True)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
