@@ -7,7 +7,7 @@ merged by lse, in any order, so the blocks of keys may come in any order from an
 
 The backward of a tile needs only q, k, v, the merged o and lse, and the gradient of o (FlashAttention, arXiv
 2205.14135). A tile that the pattern leaves empty costs nothing. Full tiles next to each other are one run without a
-mask, unless a masked run next to them takes them in. On the CPU a run is torch's fused kernel, which returns lse.
+mask. On the CPU a run is torch's fused kernel, which returns lse.
 Dropout, functions of scores, biases and a log-sum-exp with gradients, values wider than the queries, and other devices
 take the plain formulas. Accumulators are fp32 for narrower dtypes.
 
@@ -33,9 +33,6 @@ CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
 """Tokens in one tile of queries or of keys on other devices."""
-
-_JOINED = 8
-"""Tiles of keys that one masked run may have."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +202,12 @@ class TiledAttention:
             coarse = [
                 (wide, [one for one in fine if wide.start <= one.start < wide.stop]) for wide in keys.tiles(8 * size)
             ]
-            runs = ((tile, self._runs(tile, coarse, size)) for tile in self._queries.tiles(size))
+            runs = ((tile, self._runs(tile, coarse)) for tile in self._queries.tiles(size))
             self._plans[keys] = [(tile, found) for tile, found in runs if found]
         return self._plans[keys]
 
-    def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]], size: int) -> list[KeyRun]:
+    def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]]) -> list[KeyRun]:
         runs: list[KeyRun] = []
-        touched: list[TokenTile] = []
         pattern = self.rules.pattern
         inside = (fine for wide, fine in key_tiles if pattern.fill(TilePair(tile, wide)) is not Fill.EMPTY)
         for other in itertools.chain.from_iterable(inside):
@@ -223,18 +219,7 @@ class TiledAttention:
                 runs[-1] = KeyRun(runs[-1].start, other.stop, None)
             else:
                 runs.append(KeyRun(other.start, other.stop, None if unmasked else other))
-            touched.append(other)
-        return self._joined(runs, touched, most=_JOINED * size)
-
-    def _joined(self, runs: list[KeyRun], touched: list[TokenTile], *, most: int) -> list[KeyRun]:
-        """Return one masked run over all runs, if they are near each other and other tiles can use its mask too."""
-        if len(runs) < 2:
-            return runs
-        first, last = touched[0], touched[-1]
-        near = last.stop - first.start <= most and last.last - first.first == (last.stop - 1 - first.start) * first.step
-        if not near or not self.rules.pattern.relative or self.rules.mask is not None:
-            return runs
-        return [KeyRun(first.start, last.stop, TokenTile(first.start, last.stop, first.first, last.last, first.step))]
+        return runs
 
     def _kernel(self, tile: TokenTile, run: KeyRun, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
         rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)

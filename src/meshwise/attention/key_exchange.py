@@ -29,20 +29,14 @@ class NoExchange:
 
     keys: TokenRanges
 
-    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
-        """Yield the positions and the keys and values of the only block; every exchange has these two functions.
-
-        `own`: keys and values of this rank, (samples, kv heads, tokens, features)."""
-        yield self.keys, own
-
-    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
-        """Return the gradient of `own`, summed over all ranks; `gradient` is called for each block."""
-        return gradient(self.keys, own)
-
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Ranks along one axis, and the positions of the keys of each."""
+    """Ranks along one axis, and the positions of the keys of each.
+
+    Each exchange has two functions of `own`, keys and values of this rank, (samples, kv heads, tokens, features):
+    `blocks` yields the positions and the tensor of each block, and `backward` returns the gradient of `own`, summed
+    over all ranks, where `gradient` is called for each block."""
 
     world: World
     axis: str

@@ -98,26 +98,27 @@ class _SplitAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, task: AttentionTask
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.width = k.size(-1)
-        own = torch.cat((k, v), -1)
         engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
         dtype = accumulator(q.dtype)
         o = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=dtype)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
         with _plain_torch(q.device):
-            for keys, block in task.exchange.blocks(own):
-                engine.add(q, block=(block[..., : ctx.width], block[..., ctx.width :]), keys=keys, into=(o, lse))
+            if isinstance(task.exchange, NoExchange):
+                engine.add(q, block=(k, v), keys=task.exchange.keys, into=(o, lse))
+            else:
+                for keys, block in task.exchange.blocks(torch.cat((k, v), -1)):
+                    engine.add(q, block=_parted(block, k), keys=keys, into=(o, lse))
         if sinks is not None:
             join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
         ctx.task, ctx.engine = task, engine
-        ctx.save_for_backward(q, own, out, lse, mask, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, mask, sinks)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, own, out, lse, mask, sinks = ctx.saved_tensors
+        q, k, v, out, lse, mask, sinks = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
         task: AttentionTask = ctx.task
         engine: TiledAttention = ctx.engine
@@ -125,20 +126,30 @@ class _SplitAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=dtype)
         dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
 
-        def gradient_of(keys: TokenRanges, block: Tensor) -> Tensor:
-            kv = block[..., : ctx.width], block[..., ctx.width :]
-            merged = out, lse, do, dlse
-            return torch.cat(engine.gradients(q, block=kv, keys=keys, merged=merged, into=(dq, dmask)), -1)
+        def gradient_of(keys: TokenRanges, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do, dlse), into=(dq, dmask))
 
         with _plain_torch(q.device):
-            dkv = task.exchange.backward(own, gradient=gradient_of).to(own.dtype)
+            if isinstance(task.exchange, NoExchange):
+                dk, dv = gradient_of(task.exchange.keys, (k, v))
+            else:
+                joined = task.exchange.backward(
+                    torch.cat((k, v), -1),
+                    gradient=lambda keys, block: torch.cat(gradient_of(keys, _parted(block, k)), -1),
+                )
+                dk, dv = _parted(joined, k)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
             slope = (do * out).to(dtype).sum(-1) - (0.0 if dlse is None else dlse)
             dsinks = -(share * slope).sum((0, 2)).to(sinks.dtype)
         given = None if dmask is None else dmask.to(mask.dtype)
-        return dq.to(q.dtype), dkv[..., : ctx.width], dkv[..., ctx.width :], given, dsinks, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), given, dsinks, None
+
+
+def _parted(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys, as wide as `k`, and the values of a block."""
+    return block[..., : k.size(-1)], block[..., k.size(-1) :]
 
 
 @contextlib.contextmanager
@@ -185,4 +196,4 @@ def attend(
     queries, keys = map(TokenRanges.whole, lengths)
     task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, NoExchange(keys))
     result: Any = split_attention((query, key, value), task=task)
-    return result if given.get("lse") else result[0]
+    return result if given.get("lse") else result[0]  # type: ignore[no-any-return]

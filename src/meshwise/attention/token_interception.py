@@ -247,7 +247,7 @@ class TokenInterception(ForwardAndBackwardMode):
             return self._pad(func, args, kwargs, state)
         elif name == "flex_attention":
             raise ValueError(
-                "flex_attention is called in a file of no class of the model, where it has only this rank's tokens; call "
+                "flex_attention is called in a file of no class of the model, with only this rank's tokens; call "
                 "it in a method of a module"
             )
         elif name in MIXING:
