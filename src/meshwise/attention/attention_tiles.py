@@ -195,15 +195,21 @@ class TiledAttention:
     # ---- tiles -------------------------------------------------------------------------------------------------
 
     def _plan(self, keys: TokenRanges, q: Tensor) -> list[tuple[TokenTile, list[KeyRun]]]:
-        """Return each tile of queries with the runs of keys that it needs; tiles without keys are left out."""
+        """Return each tile of queries with the runs of keys that it needs; partial tiles are cut into quarters."""
         if keys not in self._plans:
             size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
             fine = list(keys.tiles(size))
             coarse = [
                 (wide, [one for one in fine if wide.start <= one.start < wide.stop]) for wide in keys.tiles(8 * size)
             ]
-            runs = ((tile, self._runs(tile, coarse)) for tile in self._queries.tiles(size))
-            self._plans[keys] = [(tile, found) for tile, found in runs if found]
+            found = []
+            for tile in self._queries.tiles(size):
+                runs = self._runs(tile, coarse)
+                partial = [run.tile for run in runs if run.tile is not None] if self.rules.plain else []
+                found.append((tile, [run for run in runs if run.tile not in partial]))
+                parts = [(one, one.halves()) for one in partial]
+                found += [(half, self._runs(half, parts)) for half in tile.halves() if parts]
+            self._plans[keys] = [(tile, runs) for tile, runs in found if runs]
         return self._plans[keys]
 
     def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]]) -> list[KeyRun]:

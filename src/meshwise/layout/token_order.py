@@ -9,7 +9,7 @@ orders give each rank early and late tokens:
     | striped      rank r has the tokens r, r+N, r+2N, … (striped attention, arXiv 2311.09431)"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,6 +36,14 @@ class TokenTile:
     def positions(self) -> slice:
         """Global positions as a slice."""
         return slice(self.first, self.last + 1, self.step)
+
+    def halves(self) -> list["TokenTile"]:
+        """Return the first and the second half of the tokens; one tile for one token."""
+        low = TokenRanges(((self.first, self.stop - self.start, self.step),))
+        return [
+            replace(one, start=self.start + one.start, stop=self.start + one.stop)
+            for one in low.tiles((low.count + 1) // 2)
+        ]
 
 
 @dataclass(frozen=True)
