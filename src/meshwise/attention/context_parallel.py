@@ -46,8 +46,8 @@ from meshwise.attention.token_state import (
     HEADS,
     RING,
     TokenState,
-    packed_documents,
     rank_order,
+    seems_packed,
     sequence_length,
     token_dims,
 )
@@ -332,7 +332,7 @@ class ContextParallel:
         if state is None or state.batch is not batch:
             length = sequence_length(batch)
             ring, heads = self._world.group(RING), self._world.group(HEADS)
-            packed = self.attention.context == "auto" and packed_documents(batch) is not None
+            packed = self.attention.context == "auto" and seems_packed(batch, length=length)
             order = rank_order("striped" if packed else self._order, length=length, ring=ring.size, heads=heads.size)
             state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
             state.take_batch(batch)

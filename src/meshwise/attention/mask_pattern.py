@@ -423,8 +423,19 @@ def fixed(size: int, *, summary: int = 1) -> Pattern:
     return PositionPattern("fixed", (size, summary))
 
 
-def documents(ids: Tensor) -> Pattern:
-    """Return the pattern of pairs inside one document. `ids`: document number of each token, (samples, tokens)."""
+def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Pattern:
+    """Return the pattern of pairs inside one document.
+
+    | ids          document number of each token, (samples, tokens)
+    | cu_seqlens   in place of `ids`: first token of each document and, once or more, the number of all tokens,
+    |              (samples, documents + 1)"""
+    if cu_seqlens is not None and cu_seqlens.is_meta:
+        return full()
+    if cu_seqlens is not None:
+        places = torch.arange(int(cu_seqlens[0, -1]), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        ids = torch.searchsorted(cu_seqlens, places.expand(len(cu_seqlens), -1).contiguous(), right=True)
+    if ids is None:
+        raise ValueError("documents() needs document numbers: documents(ids) or documents(cu_seqlens=…)")
     return Documents(ids)
 
 

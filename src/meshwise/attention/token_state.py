@@ -103,6 +103,21 @@ def packed_documents(batch: Any) -> Pattern | None:
     return Documents(begins.cumsum(1)) if bool(begins.any()) else None
 
 
+def seems_packed(batch: Any, *, length: int) -> bool:
+    """Return whether sequences of `length` tokens have several documents, by the values of the batch's integers.
+
+    `position_ids` restart, document numbers (samples, tokens) grow in steps, or cu_seqlens go from 0 to the length."""
+    for x in tensors(batch):
+        if x.dtype not in (torch.int32, torch.int64) or x.is_meta or x.dim() != 2 or x.size(1) < 3:
+            continue
+        steps = x.diff(dim=1)
+        numbers = x.size(1) == length and 0 < int((steps != 0).sum()) <= steps.numel() / 2
+        ends = x[0, 0] == 0 and x[0, -1] == length
+        if bool((steps >= 0).all()) and (numbers or ends):
+            return True
+    return packed_documents(batch) is not None
+
+
 def sequence_length(batch: Any) -> int:
     """Return the number of tokens of a batch. Raises ValueError when its first tensor has no token dim."""
     first = next(tensors(batch), None)
