@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshwise import Options, World, parallelize
 from meshwise.attention.context_parallel import translated
 from meshwise.attention.mask_pattern import TilePair
-from meshwise.layout.token_order import TokenRanges
+from meshwise.layout.layout import TokenRanges
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 

@@ -9,7 +9,7 @@ from meshwise.attention.context_parallel import ContextParallel
 from meshwise.attention.token_attention import work_table
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
-from meshwise.layout.token_order import TokenRanges, token_order
+from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.model.random_draws import SampleRows
 from meshwise.plan import Plan
 from meshwise.testing import run

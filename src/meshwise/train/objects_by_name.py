@@ -25,7 +25,7 @@ from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
-from meshwise.train.flags import flags_of, parse_flags
+from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 
 BYTE_VALUES = 256

@@ -22,15 +22,13 @@ from meshwise.model.forward import Loss
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.train.batch_sizes import BatchSizes
+from meshwise.simulate.rehearsal import RehearsalSubject
+from meshwise.train.batch_and_lr import BatchSizes
 from meshwise.train.console_output import counted
-from meshwise.train.dataset import RunData, length, load_data, read_batches
-from meshwise.train.experiment_loggers import logger_maker
+from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
 from meshwise.train.job import Job, JobError
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.token_file import STDLIB
+from meshwise.train.run_events import logger_maker
 
 
 @dataclass(frozen=True)
