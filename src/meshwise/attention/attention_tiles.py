@@ -238,18 +238,12 @@ class TiledAttention:
         trains = rules.mask is not None and rules.mask.requires_grad
         fits = part.device.type in ("cpu", "meta") and part.size(-1) == v.size(-1)
         fused = fits and keep is None and rules.score_mod is None and not trains
-        modify = None if rules.score_mod is None else self._modified(tile, run, groups, part)
+        modify, change = None, rules.score_mod
+        if change is not None and run.tile is not None:
+            pair, samples = TilePair(tile, run.tile), part.size(0)
+            places = pair_indices(pair, samples=samples, heads=rules.heads, device=part.device)
+            modify = lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)  # noqa: E731
         return _Kernel(rules, part, *block, mask=mask, keep=keep, modify=modify, fused=fused)
-
-    def _modified(self, queries: TokenTile, run: KeyRun, groups: int, part: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the function that replaces the scores of a tile, (samples, kv heads, groups · queries, keys)."""
-        rules = self.rules
-        assert rules.score_mod is not None
-        assert run.tile is not None
-        pair = TilePair(queries, run.tile)
-        places = pair_indices(pair, samples=part.size(0), heads=rules.heads, device=part.device)
-        change = rules.score_mod
-        return lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)
 
     def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
         """Return the float to add to the scores of a tile."""

@@ -24,13 +24,6 @@ TOKENS = 2
 
 
 @dataclass(frozen=True)
-class NoExchange:
-    """All keys are on this rank. `keys`: their positions."""
-
-    keys: TokenRanges
-
-
-@dataclass(frozen=True)
 class _Exchange:
     """Ranks along one axis, and the positions of the keys of each.
 
@@ -162,7 +155,8 @@ class Direct(_Exchange):
         return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.order]
 
 
-KeyExchange: TypeAlias = NoExchange | Gathered | Rotated | Direct
+KeyExchange: TypeAlias = TokenRanges | Gathered | Rotated | Direct
+"""How the keys come; `TokenRanges`: the positions of the keys, all of which are on this rank."""
 
 
 def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwise.attention.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
-from meshwise.attention.key_exchange import KeyExchange, NoExchange
+from meshwise.attention.key_exchange import KeyExchange
 from meshwise.attention.mask_pattern import Pattern
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
@@ -103,8 +103,8 @@ class _SplitAttention(torch.autograd.Function):
         o = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=dtype)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
         with _plain_torch(q.device):
-            if isinstance(task.exchange, NoExchange):
-                engine.add(q, block=(k, v), keys=task.exchange.keys, into=(o, lse))
+            if isinstance(task.exchange, TokenRanges):
+                engine.add(q, block=(k, v), keys=task.exchange, into=(o, lse))
             else:
                 for keys, block in task.exchange.blocks(torch.cat((k, v), -1)):
                     engine.add(q, block=_parted(block, k), keys=keys, into=(o, lse))
@@ -130,14 +130,11 @@ class _SplitAttention(torch.autograd.Function):
             return engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do, dlse), into=(dq, dmask))
 
         with _plain_torch(q.device):
-            if isinstance(task.exchange, NoExchange):
-                dk, dv = gradient_of(task.exchange.keys, (k, v))
+            if isinstance(task.exchange, TokenRanges):
+                dk, dv = gradient_of(task.exchange, (k, v))
             else:
-                joined = task.exchange.backward(
-                    torch.cat((k, v), -1),
-                    gradient=lambda keys, block: torch.cat(gradient_of(keys, _parted(block, k)), -1),
-                )
-                dk, dv = _parted(joined, k)
+                gradient = lambda keys, block: torch.cat(gradient_of(keys, _parted(block, k)), -1)  # noqa: E731
+                dk, dv = _parted(task.exchange.backward(torch.cat((k, v), -1), gradient=gradient), k)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
@@ -194,6 +191,6 @@ def attend(
         return found
     lengths = query.size(-2), key.size(-2)
     queries, keys = map(TokenRanges.whole, lengths)
-    task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, NoExchange(keys))
+    task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, keys)
     result: Any = split_attention((query, key, value), task=task)
     return result if given.get("lse") else result[0]  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.attention.attention_tiles import ScoreRules
-from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
+from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated, needed_share
 from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full, map_closure
 from meshwise.attention.split_attention import AttentionTask, HeadExchange, attend
 from meshwise.attention.split_attention import split_attention as attention_of
@@ -150,7 +150,7 @@ class TokenAttention:
         given |= {"pattern": pattern, "mask": mask}
         rules = ScoreRules.of(q, lengths=(state.length, keys), given=given)
         if not split:
-            task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), self.world.progress)
+            task = AttentionTask(rules, state.own, TokenRanges.whole(keys), self.world.progress)
             result = attention_of((q, k, v), task=task)
         else:
             result = self._exchanged(state, (q, k, v), rules)
@@ -179,7 +179,7 @@ class TokenAttention:
 
     def _exchange(self, state: TokenState, rounds: list[TokenRanges], pattern: Pattern) -> KeyExchange:
         if len(rounds) == 1:
-            return NoExchange(rounds[0])
+            return rounds[0]
         direct = self.context == "window"
         if self.context == "auto" and pattern.positional:
             if pattern not in state.shares:

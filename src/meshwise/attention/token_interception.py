@@ -125,8 +125,8 @@ def _running_module() -> nn.Module | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        forward = frame.f_code.co_name == "forward" and isinstance(owner, nn.Module)
-        if forward and not type(owner).__module__.startswith("torch."):
+        ours = frame.f_code.co_name == "forward" and not type(owner).__module__.startswith("torch.")
+        if ours and isinstance(owner, nn.Module):
             return owner
         frame = frame.f_back
     return None
