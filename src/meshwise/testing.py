@@ -76,7 +76,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.attention.context_parallel import ContextParallel, token_rules
+from meshwise.attention.context_parallel import ContextParallel, token_rules, use_attend
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.base.text_format import align_columns
 from meshwise.comm import run as run_processes
@@ -191,6 +191,8 @@ class ReferenceRun:
         if tokens is not None:
             tokens.attention.draws = self.draws
             tokens.install(self.model)
+        elif self._device.type == "cpu":
+            use_attend(self.model, flex_only=True)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:

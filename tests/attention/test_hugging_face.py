@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise import Options, World, parallelize
+from meshwise.attention.context_parallel import translated
+from meshwise.attention.mask_pattern import TilePair
+from meshwise.layout.layout import TokenRanges
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 
@@ -122,7 +125,14 @@ def train(world: World, model: Callable[[], nn.Module]) -> None:
 
 
 def compare(
-    model: Callable[[], nn.Module], plan: str, *, ranks: int, kind: str, loss: Any = shifted_loss, bound: float = 1e-9
+    model: Callable[[], nn.Module],
+    plan: str,
+    *,
+    ranks: int,
+    kind: str,
+    loss: Any = shifted_loss,
+    bound: float = 1e-9,
+    reference: Callable[[], nn.Module] | None = None,
 ) -> None:
     """Compare with one process; a `bound` above 1e-9 is for models that compute a part in float32 themselves."""
     given = Options(forward=without_loss if loss is not models_own_loss else None)
@@ -134,7 +144,7 @@ def compare(
         trainer.close()
         return found
 
-    single = alone(model, loss=loss, batches=batches(kind), options=given, **training)
+    single = alone(reference or model, loss=loss, batches=batches(kind), options=given, **training)
     agree(run(ranks, main)[0], single, bound=bound)
 
 
@@ -158,6 +168,26 @@ def test_position_ids_that_restart_are_documents() -> None:
 def test_the_loss_that_transformers_computes_is_of_the_next_token() -> None:
     # transformers computes its loss in float32
     compare(lambda: model_of("Llama"), "cp=2", ranks=2, kind="padded", loss=models_own_loss, bound=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "cp=2 context=window"])
+def test_flex_attention_of_transformers_trains_on_a_cpu(plan: str) -> None:
+    def model() -> nn.Module:
+        return model_of("Mistral", attn_implementation="flex_attention")
+
+    compare(model, plan, ranks=int(plan[3]), kind="padded", reference=lambda: model_of("Mistral"))
+
+
+def test_a_mask_of_transformers_without_a_pattern_of_its_own_is_evaluated() -> None:
+    masks = transformers.masking_utils
+    function = masks.chunked_causal_mask_function(4, torch.tensor([0, 1]))
+    [tile] = TokenRanges.whole(TOKENS).tiles(TOKENS)
+    cpu = torch.device("cpu")
+    mask = translated(function, samples=2, device=cpu).mask(TilePair(tile, tile), device=cpu)
+    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS}
+    assert mask.expand(2, 1, TOKENS, TOKENS).equal(
+        masks.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+    )
 
 
 def test_gradient_checkpointing_of_transformers_repeats_the_attention_over_all_tokens() -> None:

@@ -170,7 +170,8 @@ class Documented(nn.Module):
         tokens, ids = batch
         x = self.embedding(tokens)
         q = x.unflatten(2, (4, -1)).transpose(1, 2)
-        pattern = causal() & documents(ids) & (padding(tokens != 1) | window(1))
+        inside = documents(ids) if ids.size(1) != BORDERS else documents(cu_seqlens=ids)
+        pattern = causal() & inside & (padding(tokens != 1) | window(1))
         x = x + attend(q, q[:, :2], q[:, :2], pattern=pattern, dropout=0.2).transpose(1, 2).flatten(2)
         output: Tensor = self.head(x)
         return output
@@ -180,8 +181,19 @@ def test_cross_attention_to_keys_of_another_length() -> None:
     compare(lambda: Tagger(CrossAttention).double(), "cp=3", ranks=3)
 
 
-@pytest.mark.parametrize("context", ["ring", "ulysses", "striped"])
-def test_documents_of_the_batch_are_of_all_tokens(context: str) -> None:
+BORDERS = 4
+
+
+def borders(tokens: Tensor) -> Tensor:
+    """Return cu_seqlens (samples, BORDERS) of documents that begin at words below 5; at most two after the first."""
+    places = torch.arange(TOKENS).expand_as(tokens)
+    begins = torch.where((tokens < 5) & (places > 0), places, TOKENS).sort(1).values[:, : BORDERS - 2]
+    return functional.pad(functional.pad(begins, (1, 0)), (0, 1), value=TOKENS)
+
+
+@pytest.mark.parametrize("given", [lambda tokens: (tokens < 4).cumsum(1), borders])
+@pytest.mark.parametrize("context", ["ring", "ulysses", "striped", "auto"])
+def test_documents_of_the_batch_are_of_all_tokens(context: str, given: Callable[[Tensor], Tensor]) -> None:
     def forward(model: nn.Module, batch: Any) -> Any:
         return model(batch[0])
 
@@ -189,7 +201,7 @@ def test_documents_of_the_batch_are_of_all_tokens(context: str) -> None:
         return next_token_loss(output, (batch[0][0], batch[1]))
 
     def packed() -> list[Any]:
-        return [((tokens, (tokens == 0).cumsum(1)), targets) for tokens, targets in batches()]
+        return [((tokens, given(tokens)), targets) for tokens, targets in batches()]
 
     options = Options(forward=forward)
 

@@ -96,7 +96,7 @@ def test_every_exchange_gives_the_output_and_gradients_of_torch(
         inputs = [x.requires_grad_() for x in (q, k, v)]
         rules = ScoreRules(PATTERNS[pattern], 1 / math.sqrt(FEATURES))
         task = AttentionTask(rules, mine, exchange_of(exchange, world, shares, rules.pattern))
-        out = split_attention((inputs[0], inputs[1], inputs[2]), task=task)
+        out, _ = split_attention((inputs[0], inputs[1], inputs[2]), task=task)
         return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
     of_ranks = run(cp, main)
@@ -145,7 +145,7 @@ def test_half_precision_is_merged_in_fp32() -> None:
         mine = shares[world.rank]
         rules = ScoreRules(causal(), 1 / math.sqrt(FEATURES))
         q, k, v = (mine.take(x, dim=2) for x in inputs)
-        return split_attention((q, k, v), task=AttentionTask(rules, mine, Rotated(world, "ring", shares)))
+        return split_attention((q, k, v), task=AttentionTask(rules, mine, Rotated(world, "ring", shares)))[0]
 
     for share, out in zip(token_order("zigzag", length=LENGTH, parts=4), run(4, main), strict=True):
         assert out.dtype == torch.bfloat16
@@ -162,7 +162,7 @@ def test_a_ring_passes_on_n_minus_1_blocks_forward_and_2n_minus_1_backward() -> 
         q, k, v = (torch.randn(1, 2, length // ranks, 4, requires_grad=True) for _ in range(3))
         task = AttentionTask(ScoreRules(causal(), 0.5), shares[world.rank], Rotated(world, "ring", shares))
         with world.record() as forward:
-            out = split_attention((q, k, v), task=task)
+            out, _ = split_attention((q, k, v), task=task)
         with world.record() as backward:
             out.sum().backward()
         return ([(r.kind, r.bytes) for r in forward], [(r.kind, r.bytes) for r in backward])

@@ -5,9 +5,14 @@ import torch
 from torch import Tensor
 
 from meshwise.attention import Pattern, causal, documents, full, window
+from meshwise.attention.context_parallel import ContextParallel
 from meshwise.attention.token_attention import work_table
 from meshwise.cli.main import main
+from meshwise.comm.api.world import World
+from meshwise.layout.layout import TokenRanges, token_order
+from meshwise.model.random_draws import SampleRows
 from meshwise.plan import Plan
+from meshwise.testing import run
 
 
 def packed(length: int, *, seed: int) -> Tensor:
@@ -37,6 +42,30 @@ def test_a_contiguous_ring_leaves_the_last_rank_with_most_of_causal_work() -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_stripes_balance_packed_documents(seed: int) -> None:
     assert imbalance("striped", causal() & documents(packed(4096, seed=seed))) <= 1.10
+
+
+IDS = packed(4096, seed=0)
+PLACES = torch.arange(4096)[None]
+BEGINS = (IDS.diff(prepend=IDS[:, :1] - 1) != 0).nonzero()[:, 1]
+WAYS = {
+    "position_ids": {"input_ids": PLACES, "position_ids": PLACES - BEGINS[IDS - 1]},
+    "ids": ((PLACES, IDS), PLACES),
+    "cu_seqlens": {"tokens": PLACES, "cu_seqlens": torch.cat((BEGINS, torch.tensor([4096])))[None]},
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "none"])
+def test_auto_balances_documents_in_every_way_in_which_they_are_given(way: str) -> None:
+    def main_of(world: World) -> TokenRanges:
+        context = ContextParallel(Plan.parse("cp=4"), world=world.over(Plan.parse("cp=4").mesh()))
+        with context.mode.running(SampleRows(0, 1)):
+            context.on_own_tokens(lambda *_: None)(None, WAYS.get(way, {"tokens": PLACES}))
+            assert context.mode.state is not None
+            return context.mode.state.own
+
+    order = "zigzag" if way == "none" else "striped"
+    assert run(4, main_of) == list(token_order(order, length=4096, parts=4))
+    assert imbalance(order, causal() & documents(IDS)) <= 1.10 or way == "none"
 
 
 def test_all_pairs_are_counted_once() -> None:

@@ -56,7 +56,7 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     model, cluster, searched, fixed, *_ = printed.splitlines()
     assert re.fullmatch(r"model     gpt, [\d,]+ parameters, 8 samples a step", model)
     assert cluster == "cluster   1x4 h100: 1 node of 4 ranks on H100 SXM 80GB, at most 79.2 GiB a rank"
-    assert searched.startswith("searched  dp microbatches ")
+    assert searched.startswith("searched  dp cp context cp_heads microbatches ")
     assert fixed == "fixed     tp=1 pp=1 zero=0"
 
 

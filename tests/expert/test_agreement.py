@@ -47,8 +47,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def training() -> dict[str, Any]:
-    options = Options(clip_norm=0.5, example=batches()[0])
+def training(*, cp: int = 1) -> dict[str, Any]:
+    rules = {"blocks.*.mlp": "tokens whole"} if cp > 1 else None  # it takes a mean over the tokens
+    options = Options(clip_norm=0.5, example=batches()[0], tensor_rules=rules)
     return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -59,7 +60,8 @@ def expected(kind: str, tied: bool) -> Any:
 
 def check(plan: str, kind: str, *, tied: bool = False) -> None:
     def main(world: World) -> Any:
-        trainer = parallelize(functools.partial(build, kind, tied=tied), plan, world=world, **training())
+        given = training(cp=Plan.parse(plan).cp)
+        trainer = parallelize(functools.partial(build, kind, tied=tied), plan, world=world, **given)
         steps = outcome(trainer, batches=batches())
         trainer.close()
         return steps
@@ -80,6 +82,10 @@ RANKS = (
     "pp=2 tp=2 ep=2",
     "dp=2 tp=2 ep=4 sequence_parallel=1",
     "tp=2 etp=2 sequence_parallel=1",
+    "cp=2 ep=2 context=ulysses",
+    "dp=2 cp=2 ep=4",
+    "cp=2 tp=2 ep=2 etp=2 context=ring",
+    "pp=2 cp=2 ep=2 context=striped",
 )
 
 

@@ -106,6 +106,29 @@ def test_the_rehearsed_figures_decide() -> None:
     assert searching.result.best()[0].plan == second.plan
 
 
+def test_tokens_are_split_where_there_are_fewer_rows_than_ranks() -> None:
+    plans = list(space("tp=1 pp=1", batch=2, tokens=128).plans())
+    assert {(plan.dp, plan.cp, plan.context) for plan in plans} == {(2, 2, "auto")}
+    assert {plan.cp for plan in space("tp=1 cp=4 context=ring", tokens=128).plans()} == {4}
+    assert not list(space("tp=1 pp=1", batch=2).plans())
+    tokens = torch.empty(2, CONFIG.context, dtype=torch.long, device="meta")
+    short = dataclasses.replace(subject(), batch=(tokens, tokens), options=Options(example=(tokens, tokens)))
+    narrow = space(f"{NARROW} recompute=none", batch=2, tokens=CONFIG.context)
+    best = []
+    for top in (1, EVERYTHING):
+        effort = SearchEffort(top, rehearsals=EVERYTHING)
+        *_, result = search(short, cluster=CLUSTER, space=narrow, limit=80e9, effort=effort)
+        best.append(result.best()[0].plan)
+    assert best[0] == best[1]
+    assert any(plan.cp == 2 for plan in result.candidates)
+
+
+def test_a_plan_that_does_not_fit_makes_room_by_tokens_in_place_of_rows() -> None:
+    [plan] = space("tp=1 pp=1 zero=0 microbatches=1").plans()
+    leaner = [one for one in space("tp=1 pp=1 zero=0", tokens=128).leaner(plan, tiers=False) if one.cp > 1]
+    assert [(one.dp, one.cp, one.microbatches) for one in leaner] == [(2, 2, 2)]
+
+
 def test_fixed_keys_stay_fixed() -> None:
     for plan in space("tp=2 pp=2 schedule=zb-h1").plans():
         assert (plan.tp, plan.pp, plan.dp, plan.schedule) == (2, 2, 1, "zb-h1")

@@ -7,9 +7,9 @@ merged by lse, in any order, so the blocks of keys may come in any order from an
 
 The backward of a tile needs only q, k, v, the merged o and lse, and the gradient of o (FlashAttention, arXiv
 2205.14135). A tile that the pattern leaves empty costs nothing. Full tiles next to each other are one run without a
-mask, unless a masked run next to them takes them in. On the CPU a run is torch's fused kernel, which returns lse.
-Dropout, soft caps, biases that need gradients, values of another width than the queries, and other devices take the
-plain formulas. Accumulators are fp32 for narrower dtypes.
+mask. On the CPU a run is torch's fused kernel, which returns lse.
+Dropout, functions of scores, biases and a log-sum-exp with gradients, values wider than the queries, and other devices
+take the plain formulas. Accumulators are fp32 for narrower dtypes.
 
 Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
 kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads."""
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full
+from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
 from meshwise.model.random_bits import IndexBlock, draw, keep_mask
 from meshwise.model.random_interception import DrawContext
@@ -33,9 +33,6 @@ CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
 """Tokens in one tile of queries or of keys on other devices."""
-
-_JOINED = 8
-"""Tiles of keys that one masked run may have."""
 
 
 @dataclass(frozen=True)
@@ -85,30 +82,44 @@ class ScoreRules:
 
     | pattern    pairs of query and key that count
     | scale      factor of the products of queries and keys
-    | softcap    cap * tanh(score / cap) replaces each score (Gemma 2); None: scores as they are
+    | score_mod  function of score, sample, head, query and key position that replaces each score; None: as they are
     | dropout    dropout of the probabilities; None: none
     | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys or 1), with
     |            this rank's queries in their order, and all keys in the order of their positions
-    | sinks      score per head that has no row in v, (heads,); None: no such scores"""
+    | sinks      score per head that has no row in v, (heads,); None: no such scores
+    | heads      numbers of this rank's query heads, for `score_mod`"""
 
     pattern: Pattern
     scale: float
-    softcap: float | None = None
+    score_mod: Callable[..., Tensor] | None = None
     dropout: ScoreDropout | None = None
     mask: Tensor | None = None
     sinks: Tensor | None = None
+    heads: range = range(0)
+
+    @property
+    def plain(self) -> bool:
+        """True if the scores of a full tile count as they are."""
+        return self.mask is None and self.dropout is None and self.score_mod is None
 
     @classmethod
     def of(cls, q: Tensor, *, lengths: tuple[int, int], given: Mapping[str, Any]) -> "ScoreRules":
         """Return the rules for the query and the other arguments of `attend`.
 
         `lengths`: number of queries and of keys on all ranks."""
-        drops, scale = None, given.get("scale")
+        drops, scale, draws = None, given.get("scale"), given.get("draws")
         if dropout := given.get("dropout"):
-            drops = ScoreDropout.of(dropout, draws=given.get("draws"), shape=(*q.shape[:-2], *lengths))
+            drops = ScoreDropout.of(dropout, draws=draws, shape=(*q.shape[:-2], *lengths))
         factor = 1 / math.sqrt(q.size(-1)) if scale is None else scale
-        pattern = given.get("pattern") or full()
-        return cls(pattern, factor, given.get("softcap"), drops, given.get("mask"), given.get("sinks"))
+        pattern, modify, cap = given.get("pattern") or full(), given.get("score_mod"), given.get("softcap")
+        if cap is not None:
+            modify = lambda score, *_: cap * torch.tanh(score / cap)  # noqa: E731
+        heads = range(q.size(1)) if q.dim() == 4 else range(0)
+        if draws is not None and given.get("of_heads"):
+            draws.key()  # a module that draws gets its region in later steps too
+            starts = draws.part((*q.shape[:2], 2, 2), scores=True)[0].starts
+            heads = range(starts[1], starts[1] + len(heads)) if len(starts) == 4 else heads
+        return cls(pattern.of_heads(heads), factor, modify, drops, given.get("mask"), given.get("sinks"), heads)
 
 
 @dataclass(frozen=True)
@@ -154,12 +165,12 @@ class TiledAttention:
         *,
         block: tuple[Tensor, Tensor],
         keys: TokenRanges,
-        merged: tuple[Tensor, Tensor, Tensor],
+        merged: tuple[Tensor, Tensor, Tensor, Tensor | None],
         into: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of a block's k and v, and add the gradients of q and of the mask to `into`.
 
-        `merged`: the merged o and lse, and the gradient of o."""
+        `merged`: the merged o and lse, and their gradients; None: lse has no gradient."""
         dtype = into[0].dtype
         k, v = (x.to(dtype) for x in block)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -168,9 +179,10 @@ class TiledAttention:
             part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
             lse = merged[1][:, :, rows]
             lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
+            dlse = None if merged[3] is None else merged[3][:, :, rows].to(dtype).reshape(lse.shape)
             dq = into[0][:, :, rows]
             for run in runs:
-                own_q, own_k, own_v, own_mask = self._kernel(tile, run, part, k, v).backward(do, out, lse)
+                own_q, own_k, own_v, own_mask = self._kernel(tile, run, part, k, v).backward(do, out, lse, dlse)
                 dq += own_q.reshape(dq.shape)
                 dk[:, :, run.start : run.stop] += own_k
                 dv[:, :, run.start : run.stop] += own_v
@@ -183,43 +195,37 @@ class TiledAttention:
     # ---- tiles -------------------------------------------------------------------------------------------------
 
     def _plan(self, keys: TokenRanges, q: Tensor) -> list[tuple[TokenTile, list[KeyRun]]]:
-        """Return each tile of queries with the runs of keys that it needs; tiles without keys are left out."""
+        """Return each tile of queries with the runs of keys that it needs; partial tiles are cut into quarters."""
         if keys not in self._plans:
             size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
             fine = list(keys.tiles(size))
             coarse = [
                 (wide, [one for one in fine if wide.start <= one.start < wide.stop]) for wide in keys.tiles(8 * size)
             ]
-            runs = ((tile, self._runs(tile, coarse, size)) for tile in self._queries.tiles(size))
-            self._plans[keys] = [(tile, found) for tile, found in runs if found]
+            found = []
+            for tile in self._queries.tiles(size):
+                runs = self._runs(tile, coarse)
+                partial = [run.tile for run in runs if run.tile is not None] if self.rules.plain else []
+                found.append((tile, [run for run in runs if run.tile not in partial]))
+                parts = [(one, one.halves()) for one in partial]
+                found += [(half, self._runs(half, parts)) for half in tile.halves() if parts]
+            self._plans[keys] = [(tile, runs) for tile, runs in found if runs]
         return self._plans[keys]
 
-    def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]], size: int) -> list[KeyRun]:
+    def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]]) -> list[KeyRun]:
         runs: list[KeyRun] = []
-        touched: list[TokenTile] = []
         pattern = self.rules.pattern
         inside = (fine for wide, fine in key_tiles if pattern.fill(TilePair(tile, wide)) is not Fill.EMPTY)
         for other in itertools.chain.from_iterable(inside):
             fill = pattern.fill(TilePair(tile, other))
             if fill is Fill.EMPTY:
                 continue
-            unmasked = fill is Fill.FULL and self.rules.mask is None and self.rules.dropout is None
+            unmasked = fill is Fill.FULL and self.rules.plain
             if unmasked and runs and runs[-1].tile is None and runs[-1].stop == other.start:
                 runs[-1] = KeyRun(runs[-1].start, other.stop, None)
             else:
                 runs.append(KeyRun(other.start, other.stop, None if unmasked else other))
-            touched.append(other)
-        return self._joined(runs, touched, most=_JOINED * size)
-
-    def _joined(self, runs: list[KeyRun], touched: list[TokenTile], *, most: int) -> list[KeyRun]:
-        """Return one masked run over all runs, if they are near each other and other tiles can use its mask too."""
-        if len(runs) < 2:
-            return runs
-        first, last = touched[0], touched[-1]
-        near = last.stop - first.start <= most and last.last - first.first == (last.stop - 1 - first.start) * first.step
-        if not near or not self.rules.pattern.relative or self.rules.mask is not None:
-            return runs
-        return [KeyRun(first.start, last.stop, TokenTile(first.start, last.stop, first.first, last.last, first.step))]
+        return runs
 
     def _kernel(self, tile: TokenTile, run: KeyRun, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
         rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)
@@ -231,8 +237,13 @@ class TiledAttention:
         block = k[:, :, run.start : run.stop], v[:, :, run.start : run.stop]
         trains = rules.mask is not None and rules.mask.requires_grad
         fits = part.device.type in ("cpu", "meta") and part.size(-1) == v.size(-1)
-        fused = fits and keep is None and rules.softcap is None and not trains
-        return _Kernel(rules, part, *block, mask=mask, keep=keep, fused=fused)
+        fused = fits and keep is None and rules.score_mod is None and not trains
+        modify, change = None, rules.score_mod
+        if change is not None and run.tile is not None:
+            pair, samples = TilePair(tile, run.tile), part.size(0)
+            places = pair_indices(pair, samples=samples, heads=rules.heads, device=part.device)
+            modify = lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)  # noqa: E731
+        return _Kernel(rules, part, *block, mask=mask, keep=keep, modify=modify, fused=fused)
 
     def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
         """Return the float to add to the scores of a tile."""
@@ -280,7 +291,8 @@ class _Kernel:
     """Attention of folded queries on one run of keys: by torch's fused kernel, or by the plain formulas.
 
     | mask    float to add to the scores; None: nothing
-    | keep    factors of the probabilities under dropout; None: no dropout"""
+    | keep    factors of the probabilities under dropout; None: no dropout
+    | modify  function that replaces the scores before the mask; None: no function"""
 
     rules: ScoreRules
     q: Tensor
@@ -288,6 +300,7 @@ class _Kernel:
     v: Tensor
     mask: Tensor | None
     keep: Tensor | None
+    modify: Callable[[Tensor], Tensor] | None
     fused: bool
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -305,9 +318,11 @@ class _Kernel:
         weights = weights / total.masked_fill(total == 0, 1.0)
         return (weights if self.keep is None else weights * self.keep) @ self.v, lse
 
-    def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(
+        self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and of the mask (None from the fused kernel)."""
-        if self.fused:
+        if self.fused and dlse is None:
             qkv, merged = (self.q, self.k, self.v), (o, lse)
             return *attention_with_lse_backward(
                 do, qkv=qkv, merged=merged, mask=self.mask, scale=self.rules.scale
@@ -319,17 +334,20 @@ class _Kernel:
         dp = do @ self.v.mT
         if self.keep is not None:
             dp = dp * self.keep
-        dmask = weights * (dp - (do * o).sum(-1, keepdim=True))
+        delta = (do * o).sum(-1) if dlse is None else (do * o).sum(-1) - dlse
+        dmask = weights * (dp - delta.unsqueeze(-1))
         ds = dmask if slope is None else dmask * slope
         return ds @ self.k * self.rules.scale, ds.mT @ self.q * self.rules.scale, dv, dmask
 
     def _scores(self) -> tuple[Tensor, Tensor | None]:
-        """Return the masked scores, and the slope of the soft cap (None without one)."""
-        scores, cap = self.q @ self.k.mT * self.rules.scale, self.rules.softcap
-        slope = None
-        if cap is not None:
-            curve = torch.tanh(scores / cap)
-            scores, slope = cap * curve, 1 - curve * curve
+        """Return the masked scores, and the slopes of the function of the scores (None without one)."""
+        scores, slope = self.q @ self.k.mT * self.rules.scale, None
+        if self.modify is not None:
+            with torch.enable_grad():
+                before = scores.requires_grad_()
+                after = self.modify(before)
+                (slope,) = torch.autograd.grad(after.sum(), before, materialize_grads=True)
+            scores = after.detach()
         return scores if self.mask is None else scores + self.mask, slope
 
 

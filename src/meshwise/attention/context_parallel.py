@@ -16,14 +16,29 @@ Rules, stated with the rules of tensor parallelism, give a module a pattern or a
 | "tokens whole"                with cp, the module gets all tokens, and returns this rank's"""
 
 import contextlib
+import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import FunctionType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from meshwise.attention.mask_pattern import Combined, Pattern, Restarts, causal, full, padding, parse_pattern, window
+from meshwise.attention.mask_pattern import (
+    Combined,
+    MaskFunction,
+    Pattern,
+    Restarts,
+    causal,
+    full,
+    padding,
+    parse_pattern,
+    window,
+)
 from meshwise.attention.split_attention import attend
 from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
 from meshwise.attention.token_interception import TokenInterception
@@ -31,8 +46,8 @@ from meshwise.attention.token_state import (
     HEADS,
     RING,
     TokenState,
-    packed_documents,
     rank_order,
+    seems_packed,
     sequence_length,
     token_dims,
 )
@@ -127,11 +142,14 @@ NAME = "meshwise"
 """Name of the attention in transformers' registries."""
 
 
-def use_attend(module: nn.Module) -> Callable[[], None]:
+def use_attend(module: nn.Module, *, flex_only: bool = False) -> Callable[[], None]:
     """Let every transformers model in `module` call `attend`; return a function that undoes this.
+
+    Calls of torch's FlexAttention become calls of `attend` too, for good. `flex_only`: nothing else does.
 
     Raises ValueError for a model of transformers whose attention cannot be replaced."""
     undo = contextlib.ExitStack()
+    _bind_flex_attention(module)
     if "transformers" not in sys.modules:
         return undo.close
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: PLC0415 - of the extra `hf`
@@ -143,6 +161,8 @@ def use_attend(module: nn.Module) -> Callable[[], None]:
         if not isinstance(model, PreTrainedModel) or model in inner:
             continue
         inner.update(model.modules())
+        if flex_only and model.config._attn_implementation != "flex_attention":
+            continue
         undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
@@ -150,6 +170,51 @@ def use_attend(module: nn.Module) -> Callable[[], None]:
                 f"{type(model).__name__} of transformers has an attention of its own that cannot be replaced; use cp=1"
             )
     return undo.close
+
+
+def _bind_flex_attention(module: nn.Module) -> None:
+    """Let the classes of the modules in `module`, and the files of these classes, call `_flex_attention`."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__} if flex is not None else set()
+    own = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "transformers."))]
+    for owner in (*own, *(sys.modules[kind.__module__] for kind in own)):
+        for name, value in list(vars(owner).items()):
+            original = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+            if flex is not None and original in (flex.flex_attention, flex.create_block_mask):
+                setattr(owner, name, _flex_attention if original is flex.flex_attention else _block_mask)
+
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
+    """Return what torch's flex_attention returns, computed by `attend`.
+
+    Raises ValueError for a score_mod whose gradient is of more than the score, and for `max_scores`."""
+    given |= dict(zip(("score_mod", "block_mask", "scale", "enable_gqa", "return_lse"), args, strict=False))
+    block, modify, aux = given.get("block_mask"), given.get("score_mod"), given.get("return_aux")
+    if block is not None:
+        if not isinstance(block, MaskFunction):
+            samples, heads = block.kv_num_blocks.shape[:2]
+            block = _block_mask(block.mask_mod, samples, heads)
+        block = replace(block, samples=query.size(0) if block.samples > 1 else 1, device=query.device)
+    if modify is not None and torch.is_grad_enabled():
+        index = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=query.device)
+        if modify(index.to(query.dtype), index, index, index, index).requires_grad:
+            raise ValueError(
+                "the score_mod of flex_attention reads a tensor that needs a gradient, which it would not get; give it "
+                "to meshwise.attention.attend as mask=bias"
+            )
+    if aux is not None and aux.max_scores:
+        raise ValueError("flex_attention(return_aux=AuxRequest(max_scores=True)) has no form here; ask for lse alone")
+    of_heads = modify is not None or (block is not None and block.heads is not None)
+    scale = given.get("scale")
+    out, lse = attend(query, key, value, pattern=block, scale=scale, score_mod=modify, of_heads=of_heads, lse=True)
+    if aux is not None:
+        return out, sys.modules["torch.nn.attention.flex_attention"].AuxOutput(lse=lse if aux.lse else None)
+    return (out, lse) if given.get("return_lse") else out
+
+
+def _block_mask(mask_mod: Callable[..., Tensor], B: int | None, H: int | None, *_: Any, **_given: Any) -> MaskFunction:
+    """Return the pattern of a mask function in place of what torch's create_block_mask returns."""
+    return MaskFunction(mask_mod, B or 1, range(H) if H is not None and H > 1 else None, torch.device("cpu"))
 
 
 def _attention(
@@ -189,26 +254,28 @@ def _attention(
 
 
 def _mask(
-    *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, q_offset: int = 0, **_given: Any
+    *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, q_offset: int = 0, **given: Any
 ) -> Pattern:
     """Return the pattern of a mask function of transformers and a mask of padding (samples, tokens)."""
     if isinstance(q_offset, int) and q_offset:
         raise ValueError("a cache with earlier tokens has no form under cp; call the model with use_cache=False")
-    pattern = translated(mask_function)
+    device = torch.device(given.get("device") or "cpu")
+    pattern = translated(mask_function, samples=given["batch_size"], device=device)
     return pattern if attention_mask is None else pattern & padding(attention_mask)
 
 
-def translated(function: Callable[..., Any]) -> Pattern:
-    """Return a mask function of transformers as a pattern. Raises ValueError for a function that is not known."""
+def translated(function: Callable[..., Any], *, samples: int, device: torch.device) -> Pattern:
+    """Return a mask function of transformers as a pattern, for a number of samples and tensors on `device`."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     inside = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    again = functools.partial(translated, samples=samples, device=device)
     match function.__qualname__.split(".")[0]:
         case "causal_mask_function":
             return causal()
         case "bidirectional_mask_function":
             return full()
         case "and_masks" | "or_masks" as name:
-            return Combined(tuple(map(translated, inside["mask_functions"])), every=name == "and_masks")
+            return Combined(tuple(map(again, inside["mask_functions"])), every=name == "and_masks")
         case "sliding_window_overlay":
             return window(inside["sliding_window"])  # transformers joins it with the causal mask
         case "sliding_window_bidirectional_overlay":
@@ -216,10 +283,8 @@ def translated(function: Callable[..., Any]) -> Pattern:
         case "packed_sequence_mask_function":
             return Restarts(inside["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence":
-            return translated(inside["mask_function"])
-    raise ValueError(
-        f"transformers' mask {function.__qualname__.split('.')[0]} has no pattern here; use cp=1, or a model without it"
-    )
+            return again(inside["mask_function"])
+    return MaskFunction(function, samples, None, device)
 
 
 class ContextParallel:
@@ -267,7 +332,7 @@ class ContextParallel:
         if state is None or state.batch is not batch:
             length = sequence_length(batch)
             ring, heads = self._world.group(RING), self._world.group(HEADS)
-            packed = self.attention.context == "auto" and packed_documents(batch) is not None
+            packed = self.attention.context == "auto" and seems_packed(batch, length=length)
             order = rank_order("striped" if packed else self._order, length=length, ring=ring.size, heads=heads.size)
             state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
             state.take_batch(batch)

@@ -24,25 +24,12 @@ TOKENS = 2
 
 
 @dataclass(frozen=True)
-class NoExchange:
-    """All keys are on this rank. `keys`: their positions."""
-
-    keys: TokenRanges
-
-    def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
-        """Yield the positions and the keys and values of the only block; every exchange has these two functions.
-
-        `own`: keys and values of this rank, (samples, kv heads, tokens, features)."""
-        yield self.keys, own
-
-    def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
-        """Return the gradient of `own`, summed over all ranks; `gradient` is called for each block."""
-        return gradient(self.keys, own)
-
-
-@dataclass(frozen=True)
 class _Exchange:
-    """Ranks along one axis, and the positions of the keys of each."""
+    """Ranks along one axis, and the positions of the keys of each.
+
+    Each exchange has two functions of `own`, keys and values of this rank, (samples, kv heads, tokens, features):
+    `blocks` yields the positions and the tensor of each block, and `backward` returns the gradient of `own`, summed
+    over all ranks, where `gradient` is called for each block."""
 
     world: World
     axis: str
@@ -168,7 +155,8 @@ class Direct(_Exchange):
         return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.order]
 
 
-KeyExchange: TypeAlias = NoExchange | Gathered | Rotated | Direct
+KeyExchange: TypeAlias = TokenRanges | Gathered | Rotated | Direct
+"""How the keys come; `TokenRanges`: the positions of the keys, all of which are on this rank."""
 
 
 def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[tuple[int, int]]:

@@ -15,7 +15,8 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import NamedTuple, TypeAlias
+from types import CellType, FunctionType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,8 +59,13 @@ class Pattern:
         raise NotImplementedError
 
     def map_token_values(self, change: Change) -> "Pattern":
-        """Return the pattern with `change` applied to its tensors of (samples, tokens)."""
+        """Return the pattern with `change` applied to its tensors of token values, (samples, tokens)."""
         del change
+        return self
+
+    def of_heads(self, heads: range) -> "Pattern":
+        """Return the pattern for the query heads `heads` of all heads."""
+        del heads
         return self
 
     def __and__(self, other: "Pattern") -> "Pattern":
@@ -102,6 +108,10 @@ class Combined(Pattern):
     def map_token_values(self, change: Change) -> Pattern:
         """Return the pattern with `change` applied to the tensors of its parts."""
         return replace(self, parts=tuple(part.map_token_values(change) for part in self.parts))
+
+    def of_heads(self, heads: range) -> Pattern:
+        """Return the pattern of the parts for the query heads `heads`."""
+        return replace(self, parts=tuple(part.of_heads(heads) for part in self.parts))
 
     def __str__(self) -> str:
         if not self.every:
@@ -297,6 +307,74 @@ class Padding(TokenPattern):
         return columns[:, None, None, :].expand(-1, 1, pair.queries.stop - pair.queries.start, -1)
 
 
+# ---- patterns of a function --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFunction(Pattern):
+    """Pairs that a `mask_mod` of FlexAttention (arXiv 2412.05496) lets through.
+
+    | allows    True for each pair that counts, by indices of sample and head, and positions of query and key
+    | samples   number of samples, or 1 if the pairs are the same in all
+    | heads     numbers of the query heads; None: the pairs are the same in all
+    | device    device of the tensors that the function reads"""
+
+    allows: Callable[..., Tensor]
+    samples: int
+    heads: range | None
+    device: torch.device
+    positional = False
+
+    def fill(self, pair: TilePair) -> Fill:
+        """Evaluate the function on the tile, unless it is large."""
+        if self.device.type == "meta" or pair.keys.stop - pair.keys.start > _EVALUATED:
+            return Fill.PARTIAL
+        mask = self.mask(pair, device=self.device)
+        if not bool(mask.any()):
+            return Fill.EMPTY
+        return Fill.FULL if bool(mask.all()) else Fill.PARTIAL
+
+    def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
+        """Return (samples, heads, queries, keys), with 1 for samples or heads that do not matter."""
+        heads = range(1) if self.heads is None else self.heads
+        places = pair_indices(pair, samples=self.samples, heads=heads, device=device)
+        mask: Tensor = self.allows(*places).expand(torch.broadcast_shapes(*(place.shape for place in places)))
+        return mask
+
+    def map_token_values(self, change: Change) -> Pattern:
+        """Return the pattern of the function with `change` applied to the tensors in its closure."""
+        return replace(self, allows=map_closure(self.allows, change=change))
+
+    def of_heads(self, heads: range) -> Pattern:
+        """Return the pattern for some heads, if it depends on them."""
+        return self if self.heads is None else replace(self, heads=heads)
+
+
+_EVALUATED = 1024
+"""Most keys of a tile on which a function is evaluated to find out whether the tile is empty."""
+
+
+def pair_indices(pair: TilePair, *, samples: int, heads: range, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the indices of samples, heads, queries and keys of a tile, each along its own dim of four."""
+    spans = (range(samples), heads, *(range(tile.first, tile.last + 1, tile.step) for tile in pair))
+    lines = (torch.arange(span.start, span.stop, span.step, device=device) for span in spans)
+    return tuple(line[(slice(None), *(None,) * (3 - dim))] for dim, line in enumerate(lines))
+
+
+def map_closure(value: Any, *, change: Change) -> Any:
+    """Return a function with `change` applied to the integers and flags in its closure, as in the functions there."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map_closure(one, change=change) for one in value)
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(CellType(map_closure(cell.cell_contents, change=change)) for cell in value.__closure__)
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made
+
+
 # ---- makers and text ---------------------------------------------------------------------------------------------
 
 
@@ -345,8 +423,19 @@ def fixed(size: int, *, summary: int = 1) -> Pattern:
     return PositionPattern("fixed", (size, summary))
 
 
-def documents(ids: Tensor) -> Pattern:
-    """Return the pattern of pairs inside one document. `ids`: document number of each token, (samples, tokens)."""
+def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Pattern:
+    """Return the pattern of pairs inside one document.
+
+    | ids          document number of each token, (samples, tokens)
+    | cu_seqlens   in place of `ids`: first token of each document and, once or more, the number of all tokens,
+    |              (samples, documents + 1)"""
+    if cu_seqlens is not None and cu_seqlens.is_meta:
+        return full()
+    if cu_seqlens is not None:
+        places = torch.arange(int(cu_seqlens[0, -1]), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        ids = torch.searchsorted(cu_seqlens, places.expand(len(cu_seqlens), -1).contiguous(), right=True)
+    if ids is None:
+        raise ValueError("documents() needs document numbers: documents(ids) or documents(cu_seqlens=…)")
     return Documents(ids)
 
 

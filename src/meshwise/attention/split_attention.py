@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwise.attention.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
-from meshwise.attention.key_exchange import KeyExchange, NoExchange
+from meshwise.attention.key_exchange import KeyExchange
 from meshwise.attention.mask_pattern import Pattern
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
@@ -80,11 +80,13 @@ class AttentionTask:
     progress: Callable[[], None] = lambda: None
 
 
-def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> Tensor:
-    """Return the attention of this rank's queries on the keys of all ranks: (samples, heads, queries, features)."""
+def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> tuple[Tensor, Tensor]:
+    """Return the attention of this rank's queries on the keys of all ranks, and the log-sum-exp of their scores.
+
+    Shapes: (samples, heads, queries, features) and (samples, heads, queries)."""
     if (dtype := product_dtype(qkv[0].device.type)) is not None:  # as torch's own attention
         qkv = tuple(x.to(dtype) for x in qkv)  # type: ignore[assignment]
-    result: Tensor = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
+    result: tuple[Tensor, Tensor] = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
     return result
 
 
@@ -94,45 +96,57 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, task: AttentionTask
-    ) -> Tensor:
-        ctx.width = k.size(-1)
-        own = torch.cat((k, v), -1)
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
         dtype = accumulator(q.dtype)
         o = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=dtype)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
         with _plain_torch(q.device):
-            for keys, block in task.exchange.blocks(own):
-                engine.add(q, block=(block[..., : ctx.width], block[..., ctx.width :]), keys=keys, into=(o, lse))
+            if isinstance(task.exchange, TokenRanges):
+                engine.add(q, block=(k, v), keys=task.exchange, into=(o, lse))
+            else:
+                for keys, block in task.exchange.blocks(torch.cat((k, v), -1)):
+                    engine.add(q, block=_parted(block, k), keys=keys, into=(o, lse))
         if sinks is not None:
             join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
         ctx.task, ctx.engine = task, engine
-        ctx.save_for_backward(q, own, out, lse, mask, sinks)
-        return out
+        ctx.save_for_backward(q, k, v, out, lse, mask, sinks)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, lse, mask, sinks = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, mask, sinks = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
         task: AttentionTask = ctx.task
         engine: TiledAttention = ctx.engine
         dtype = accumulator(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
         dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
 
-        def gradient_of(keys: TokenRanges, block: Tensor) -> Tensor:
-            kv = block[..., : ctx.width], block[..., ctx.width :]
-            return torch.cat(engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do), into=(dq, dmask)), -1)
+        def gradient_of(keys: TokenRanges, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do, dlse), into=(dq, dmask))
 
         with _plain_torch(q.device):
-            dkv = task.exchange.backward(own, gradient=gradient_of).to(own.dtype)
+            if isinstance(task.exchange, TokenRanges):
+                dk, dv = gradient_of(task.exchange, (k, v))
+            else:
+                gradient = lambda keys, block: torch.cat(gradient_of(keys, _parted(block, k)), -1)  # noqa: E731
+                dk, dv = _parted(task.exchange.backward(torch.cat((k, v), -1), gradient=gradient), k)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
-            dsinks = -(share * (do * out).to(dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            slope = (do * out).to(dtype).sum(-1) - (0.0 if dlse is None else dlse)
+            dsinks = -(share * slope).sum((0, 2)).to(sinks.dtype)
         given = None if dmask is None else dmask.to(mask.dtype)
-        return dq.to(q.dtype), dkv[..., : ctx.width], dkv[..., ctx.width :], given, dsinks, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), given, dsinks, None
+
+
+def _parted(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys, as wide as `k`, and the values of a block."""
+    return block[..., : k.size(-1)], block[..., k.size(-1) :]
 
 
 @contextlib.contextmanager
@@ -165,15 +179,18 @@ def attend(
     | scale       factor of the scores; None: 1/sqrt(features)
     | dropout     probability of dropping a probability; 0 in eval mode
     | more        `softcap`: cap of the scores; `sinks`: a score per head without a value, (heads,);
-    |             `draws`: source of random numbers, which meshwise passes
+    |             `score_mod`: function of score, sample, head, query and key position, as of FlexAttention;
+    |             meshwise passes `draws`, the source of random numbers, and `lse=True` for a result of two tensors:
+    |             the attention and the log-sum-exp of the scores, (samples, heads, queries)
 
     Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern."""
     given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value
-        result: Tensor = handle_torch_function(attend, qkv, *qkv, **given)
-        return result
+        found: Tensor = handle_torch_function(attend, qkv, *qkv, **given)
+        return found
     lengths = query.size(-2), key.size(-2)
     queries, keys = map(TokenRanges.whole, lengths)
-    task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, NoExchange(keys))
-    return split_attention((query, key, value), task=task)
+    task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, keys)
+    result: Any = split_attention((query, key, value), task=task)
+    return result if given.get("lse") else result[0]  # type: ignore[no-any-return]

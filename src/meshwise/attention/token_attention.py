@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.attention.attention_tiles import ScoreRules
-from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, NoExchange, Rotated, needed_share
-from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full
+from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated, needed_share
+from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full, map_closure
 from meshwise.attention.split_attention import AttentionTask, HeadExchange, attend
 from meshwise.attention.split_attention import split_attention as attention_of
 from meshwise.attention.token_state import HEADS, RING, TokenState, rank_order
@@ -123,7 +123,7 @@ class TokenAttention:
         pattern: Pattern | None = None,
         mask: Tensor | None = None,
         **given: Any,
-    ) -> Tensor:
+    ) -> Any:
         if self.rule is not None:
             pattern = self.rule if pattern is None else pattern & self.rule
         given.setdefault("draws", self.draws)
@@ -139,7 +139,9 @@ class TokenAttention:
                 f"attention of {q.size(2)} queries, but this rank has {state.own.count} of {state.length} tokens under "
                 'cp. Give the module all tokens by a rule, Options(tensor_rules={"NAME": "tokens whole"}), or use cp=1'
             )
-        pattern = (pattern or full()).map_token_values(lambda x: state.gather(x, dim=1))
+        pattern = (pattern or full()).map_token_values(state.all_values)
+        if given.get("score_mod") is not None:
+            given["score_mod"] = map_closure(given["score_mod"], change=state.all_values)
         if given.pop("packed", False) and state.reads_packing and state.packed is not None:
             pattern = pattern & state.packed
         split = k.size(2) == state.own.count
@@ -148,11 +150,15 @@ class TokenAttention:
         given |= {"pattern": pattern, "mask": mask}
         rules = ScoreRules.of(q, lengths=(state.length, keys), given=given)
         if not split:
-            task = AttentionTask(rules, state.own, NoExchange(TokenRanges.whole(keys)), self.world.progress)
-            return attention_of((q, k, v), task=task)
-        return self._exchanged(state, (q, k, v), rules)
+            task = AttentionTask(rules, state.own, TokenRanges.whole(keys), self.world.progress)
+            result = attention_of((q, k, v), task=task)
+        else:
+            result = self._exchanged(state, (q, k, v), rules)
+        return result if given.get("lse") else result[0]
 
-    def _exchanged(self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules) -> Tensor:
+    def _exchanged(
+        self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules
+    ) -> tuple[Tensor, Tensor]:
         """Return the attention with keys of all ranks; each rank's keys are at the positions of its queries."""
         ring, across = self.world.group(RING), self.world.group(HEADS)
         groups = [state.order[start : start + across.size] for start in range(0, len(state.order), across.size)]
@@ -166,12 +172,14 @@ class TokenAttention:
             rules = _of_heads(rules, own, heads)
         exchange = self._exchange(state, rounds, rules.pattern)
         task = AttentionTask(rules, rounds[ring.index], exchange, self.world.progress)
-        out = attention_of((q, k, v), task=task)
-        return heads.to_tokens(out) if across.size > 1 else out
+        out, lse = attention_of((q, k, v), task=task)
+        if across.size > 1:
+            return heads.to_tokens(out), heads.to_tokens(lse.unsqueeze(-1)).squeeze(-1)
+        return out, lse
 
     def _exchange(self, state: TokenState, rounds: list[TokenRanges], pattern: Pattern) -> KeyExchange:
         if len(rounds) == 1:
-            return NoExchange(rounds[0])
+            return rounds[0]
         direct = self.context == "window"
         if self.context == "auto" and pattern.positional:
             if pattern not in state.shares:
@@ -255,7 +263,9 @@ def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange) -> ScoreRules:
         mask = whole.bool() if mask.dtype == torch.bool else whole
     dropout = None if dropout is None else dropout.of_heads(own)
     sinks = None if rules.sinks is None else rules.sinks[own.start : own.stop]
-    return dataclasses.replace(rules, dropout=dropout, mask=mask, sinks=sinks)
+    numbers = rules.heads[own.start : own.stop]
+    pattern = rules.pattern.of_heads(numbers)
+    return dataclasses.replace(rules, pattern=pattern, dropout=dropout, mask=mask, sinks=sinks, heads=numbers)
 
 
 @dataclass(frozen=True)

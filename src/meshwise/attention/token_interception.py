@@ -125,7 +125,8 @@ def _running_module() -> nn.Module | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith("torch."):
+        ours = frame.f_code.co_name == "forward" and not type(owner).__module__.startswith("torch.")
+        if ours and isinstance(owner, nn.Module):
             return owner
         frame = frame.f_back
     return None
@@ -245,6 +246,11 @@ class TokenInterception(ForwardAndBackwardMode):
             args = _whole_square(args, state)
         elif name == "pad":
             return self._pad(func, args, kwargs, state)
+        elif name == "flex_attention":
+            raise ValueError(
+                "flex_attention is called in a file of no class of the model, with only this rank's tokens; call "
+                "it in a method of a module"
+            )
         elif name in MIXING:
             refuse_mixed(name, args=args, kwargs=kwargs, state=state)
         return func(*args, **kwargs)

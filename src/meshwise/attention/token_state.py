@@ -87,6 +87,12 @@ class TokenState:
             self.gathered[id(x)] = (x, whole)
         return whole
 
+    def all_values(self, x: Tensor) -> Tensor:
+        """Return a tensor of token values, (tokens,) or (samples, tokens), with the values of all tokens (collective).
+
+        Other tensors are returned as they are."""
+        return self.gather(x, dim=x.dim() - 1) if x.dim() in (1, 2) and x.size(-1) == self.own.count else x
+
 
 def packed_documents(batch: Any) -> Pattern | None:
     """Return documents that begin where the batch's `position_ids` do not count on by 1; None if there are none."""
@@ -95,6 +101,21 @@ def packed_documents(batch: Any) -> Pattern | None:
         return None
     begins = given.diff(dim=1, prepend=given[:, :1] - 1) != 1
     return Documents(begins.cumsum(1)) if bool(begins.any()) else None
+
+
+def seems_packed(batch: Any, *, length: int) -> bool:
+    """Return whether sequences of `length` tokens have several documents, by the values of the batch's integers.
+
+    `position_ids` restart, document numbers (samples, tokens) grow in steps, or cu_seqlens go from 0 to the length."""
+    for x in tensors(batch):
+        if x.dtype not in (torch.int32, torch.int64) or x.is_meta or x.dim() != 2 or x.size(1) < 3:
+            continue
+        steps = x.diff(dim=1)
+        numbers = x.size(1) == length and 0 < int((steps != 0).sum()) <= steps.numel() / 2
+        ends = x[0, 0] == 0 and x[0, -1] == length
+        if bool((steps >= 0).all()) and (numbers or ends):
+            return True
+    return packed_documents(batch) is not None
 
 
 def sequence_length(batch: Any) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from meshwise.attention.token_state import sequence_length
+from meshwise.base.tensor_tree import tensors
 from meshwise.cli.shared_flags import DrawingFiles, check_drawings, check_outputs, named_cluster, write_drawings
 from meshwise.comm.launch.launch import cores
 from meshwise.model.deferred_init import shapes_of
@@ -117,6 +119,8 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
     base = dataclasses.replace(job.plan, **kept)
     prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
+    subject = prepared.rehearsal_subject()
+    first = next(tensors(subject.batch))
     space = PlanSpace(
         dataclasses.replace(prepared.job.plan, dp=None),
         ranks=cluster.ranks,
@@ -124,9 +128,10 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
         batch=job.train.batch,
         pieces=cluster.ranks,
         stages=len(job.model.cut_at) + 1 if job.model.cut_at else None,
+        tokens=sequence_length(first) if first.dim() == 3 - (not first.is_floating_point()) else 0,
         fixed=fixed,
     )
-    return prepared.rehearsal_subject(), space
+    return subject, space
 
 
 def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort) -> SearchResult:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.attention.context_parallel import ContextParallel
+from meshwise.attention.context_parallel import ContextParallel, use_attend
 from meshwise.comm.api.streams import use_deterministic_kernels
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
@@ -209,6 +209,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(module))
+    elif world.device.type == "cpu":
+        policy.undo.callback(use_attend(module, flex_only=True))  # torch's FlexAttention has no backward there
     reduction = ZERO[plan.zero]
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))

@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -260,6 +260,14 @@ class TokenTile:
     def positions(self) -> slice:
         """Global positions as a slice."""
         return slice(self.first, self.last + 1, self.step)
+
+    def halves(self) -> list["TokenTile"]:
+        """Return the first and the second half of the tokens; one tile for one token."""
+        low = TokenRanges(((self.first, self.stop - self.start, self.step),))
+        return [
+            replace(one, start=self.start + one.start, stop=self.start + one.stop)
+            for one in low.tiles((low.count + 1) // 2)
+        ]
 
 
 @dataclass(frozen=True)

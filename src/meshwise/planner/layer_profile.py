@@ -232,8 +232,9 @@ class LayerProfile:
     """Minimum seconds of an operation on the device."""
 
     def scaled(self, key: ProfileKey) -> "LayerProfile":
-        """Return lower bounds for `key`, which has at most as many rows, and at least as much tp and recomputation."""
-        rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
+        """Return lower bounds for `key`: at most as many rows, at least as much cp, tp and recomputation."""
+        rows = key.rows * self.key.plan.cp / (self.key.rows * key.plan.cp)
+        split = self.key.plan.tp / key.plan.tp
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if key.plan.recompute != self.key.plan.recompute:
             bare = partial(dataclasses.replace, keeps=0, top=0)

@@ -229,7 +229,7 @@ def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") ->
 
 @dataclass(frozen=True)
 class _Shard:
-    """Memory and collectives of stages under the dp and zero of a plan."""
+    """Memory and collectives of stages under the dp, cp and zero of a plan."""
 
     plan: Plan
     cluster: Cluster
@@ -330,11 +330,11 @@ class _Shard:
     @property
     def _shares(self) -> int:
         """Number of ranks that share one copy of the state."""
-        return self.plan.shards or self.plan.dp or 1
+        return (self.plan.shards or self.plan.dp or 1) * self.plan.cp
 
     @cached_property
     def _replicas(self) -> tuple[int, ...]:
-        return self.plan.mesh().group(0, axes=["dp"])
+        return self.plan.mesh().group(0, axes=["dp", *self.plan.token_axes])
 
     @cached_property
     def _used(self) -> float:

@@ -52,6 +52,7 @@ from meshwise.tensor.detect.find_parts import find_parts
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(
     {
+        "cp": 1, "context": "auto", "cp_heads": 1,
         "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "zero": 0, "shards": 0, "microbatches": 1,
         "schedule": "1f1b", "virtual_stages": 1, "partition": "params", "recompute": "none", "offload": "none",
         "wire": "auto",

@@ -4,6 +4,7 @@
 |---|---|
 | `tp` | divisors of the ranks within a node; `1d` with and without sequence parallelism, and every possible grid |
 | `pp`, `virtual_stages` | divisors of the ranks, with at most as many stages as the model has pieces |
+| `cp` | 1, or the least that leaves a row to each rank; more, in place of dp, if the plan without does not fit |
 | `dp` | the remaining ranks |
 | `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
 | `schedule` | 1f1b, interleaved, and schedules that split the backward; if tables are equal, one of them |
@@ -28,8 +29,8 @@ from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (
-    "dp", "tp", "pp", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel", "schedule",
-    "virtual_stages", "partition", "recompute", "offload",
+    "dp", "tp", "pp", "cp", "context", "cp_heads", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel",
+    "schedule", "virtual_stages", "partition", "recompute", "offload",
 )  # fmt: skip
 """Keys of a plan that a search chooses; other keys keep the job's values."""
 
@@ -38,6 +39,9 @@ NEVER_BETTER = ("naive", "gpipe", "looped")
 
 PIPELINED = ("schedule", "virtual_stages")
 """Keys that only a pipeline uses; if the user fixes them, plans without a pipeline stay in the search."""
+
+SPLIT_TOKENS = ("context", "cp_heads")
+"""Keys that only cp uses; if the user fixes them, plans without cp are left out."""
 
 ROWS = (1, 2, 4, 8)
 """Numbers of rows of a micro-batch to try. For pp=1 all rows of a rank are tried too, which suits short rows."""
@@ -78,6 +82,8 @@ class PlanSpace:
     """Largest number of stages: the number of pieces of the model."""
     stages: int | None = None
     """Number of stages if the job fixes the cut; None if the search chooses it."""
+    tokens: int = 0
+    """Tokens of a sequence; 0 if the batch has no tokens that cp could split."""
     begins: Callable[[int], tuple[str, ...]] | None = None
     """Rule for the cuts: from the number of stages to the first module of every stage but stage 0. None: even cuts."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -95,27 +101,39 @@ class PlanSpace:
     def plans(self) -> Iterator[Plan]:
         """Yield all plans without memory savings; `leaner` yields the variants with less memory."""
         for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
-            dp, rest = divmod(self.ranks, tensor["tp"] * pp)
-            if rest or dp > self.batch or pp > self.pieces or not self._allows({"pp": pp, "dp": dp}):
+            each, rest = divmod(self.ranks, tensor["tp"] * pp)
+            cp = next((cp for cp in _divisors(each) if self._splits(each // cp, cp)), None)
+            if rest or cp is None or pp > self.pieces or not self._allows({"pp": pp}):
                 continue
+            split = {key: self.fixed.get(key, getattr(Plan, key)) for key in SPLIT_TOKENS}
             for schedule in self._schedules(pp):
-                yield from self._with({"dp": dp, "pp": pp, **tensor, **schedule})
+                yield from self._with({"dp": each // cp, "pp": pp, "cp": cp, **split, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
         """Yield plans in which one key has its next value, which needs less memory; with `tiers`, also `offload`."""
         for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
             now = getattr(plan, key)
-            useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
+            useless = (key == "zero" and plan.dp == plan.cp == 1) or (
+                key == "partition" and (plan.pp == 1 or self.stages)
+            )
             if key in self.fixed or now not in values or useless:
                 continue
             for value in values[values.index(now) + 1 :][:1]:
                 yield from _made(plan, {key: value})
+        by = min(_divisors(plan.dp or 1)[1:], default=0)  # fewer rows at a time, each of fewer tokens
+        if by and "microbatches" not in self.fixed and self._splits((plan.dp or 1) // by, plan.cp * by):
+            fewer = {"dp": (plan.dp or 1) // by, "cp": plan.cp * by, "microbatches": plan.microbatches * by}
+            yield from _made(plan, fewer)
+
+    def _splits(self, dp: int, cp: int) -> bool:
+        """Return whether each rank gets rows and tokens; two tokens at least where cp splits them."""
+        return dp <= self.batch and (cp == 1 or 2 * cp <= self.tokens) and self._allows({"dp": dp, "cp": cp})
 
     def _with(self, chosen: Mapping[str, Any]) -> Iterator[Plan]:
         """Yield the plans with the chosen degrees and schedule, for all values of the other keys."""
         piped = chosen["pp"] > 1
         cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
-        zeros = (0, 1, 3) if chosen["dp"] > 1 else (0,)
+        zeros = (0, 1, 3) if chosen["dp"] * chosen["cp"] > 1 else (0,)
         tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
         values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
         for microbatches in self._microbatches(chosen):
@@ -206,8 +224,9 @@ def rows_shared(plan: Plan) -> int:
 def parse_fixed(text: str) -> dict[str, Any]:
     """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if they are no valid plan."""
     words = read_words(text)
-    piped = {"pp": 2} if words.keys() & set(PIPELINED) else {}
-    plan = Plan.from_toml(piped | words)
+    needed = {"pp": 2} if words.keys() & set(PIPELINED) else {}
+    needed |= {"cp": max(2, int(words.get("cp_heads", 2)))} if words.keys() & set(SPLIT_TOKENS) else {}
+    plan = Plan.from_toml(needed | words)
     return {key: getattr(plan, key) for key in words}
 
 
