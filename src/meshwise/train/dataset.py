@@ -25,10 +25,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.streams import gpu_count
 from meshwise.train.console_output import counted
-from meshwise.train.job import DataJob, JobError
+from meshwise.train.job import ROW_KINDS, DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate
 from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
+from meshwise.train.tuning_rows import TuningRows, tuning_rows
 
 ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
 """Function from the size of a global batch to its rows [start, stop) that this rank reads, such as `Trainer.share`."""
@@ -42,6 +43,7 @@ class RunData:
     | validation   map-style dataset for the validation; None without one
     | summary      one line about the data, for the user
     | text         True if the samples are `TextDataset`'s pairs of byte windows
+    | rows         the rows of tokens from which the samples are taken; None for other data
     | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples"""
 
     train: Dataset[Any]
@@ -49,6 +51,7 @@ class RunData:
     summary: str
     text: bool
     content: str
+    rows: TuningRows | None = None
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -94,6 +97,10 @@ class DatasetPart(Dataset[Any]):
 
 def load_data(job: DataJob) -> RunData:
     """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data."""
+    if (job.pack or job.tokenizer) and not (job.dataset or "").startswith(ROW_KINDS):
+        raise JobError(
+            'data.pack and data.tokenizer are for records; add data.dataset = "json:FILES", or leave them out'
+        )
     return _load_text(job) if job.dataset is None else _load_dataset(job)
 
 
@@ -174,7 +181,8 @@ def _load_text(job: DataJob) -> RunData:
 
 def _load_dataset(job: DataJob) -> RunData:
     assert job.dataset is not None
-    made = bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
+    rows = tuning_rows(job) if job.dataset.startswith(ROW_KINDS) else None
+    made = rows or bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
     train, validation = made if isinstance(made, tuple) else (made, None)
     for part in (train, *([] if validation is None else [validation])):
         if not isinstance(part, Dataset) or isinstance(part, IterableDataset):
@@ -194,6 +202,9 @@ def _load_dataset(job: DataJob) -> RunData:
             "one each"
         )
     counts = _counts(train, validation)
+    if rows is not None:
+        summary = f"{job.dataset}: {rows.summary}: {counts} of {counted(job.context, of='token')}"
+        return RunData(train, validation, summary, text=False, content=rows.content, rows=rows)
     return RunData(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
 
 

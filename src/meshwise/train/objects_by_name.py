@@ -26,7 +26,9 @@ from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags import flags_of, parse_flags
-from meshwise.train.job import Job, JobError, OptimizerJob
+from meshwise.train.job import HUB, ROW_KINDS, Job, JobError, OptimizerJob
+from meshwise.train.pretrained_model import pretrained_model
+from meshwise.train.tuning_rows import answer_loss
 
 BYTE_VALUES = 256
 """Number of values of a byte: the smallest vocabulary of a text model."""
@@ -55,20 +57,26 @@ _MODELS: Mapping[str, tuple[Callable[[Any], nn.Module], type]] = {
 
 def model_function(job: Job) -> Callable[[], nn.Module]:
     """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
+    if job.model.lora and not job.model.name.startswith(HUB):
+        raise JobError(f'model.lora needs model.name = "hf:FOLDER", not {job.model.name!r}; call peft in your function')
     if job.model.name in _MODELS:
         build: Callable[[], nn.Module] = partial(_MODELS[job.model.name][0], _configuration(job))
+    elif job.model.name.startswith(HUB):
+        build = pretrained_model(job.model)
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
         raise JobError(
-            f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' of your own"
+            f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' nor hf:FOLDER"
         )
     dtype = job.train.dtype
     return build if dtype is None else lambda: build().to(getattr(torch, dtype))
 
 
 def check_text(job: Job) -> None:
-    """Raise JobError when the model is a reference GPT with too small a vocabulary or context for the text."""
+    """Raise JobError when the model needs tokens, or is a GPT with too small a vocabulary or context for the text."""
+    if job.model.name.startswith(HUB):
+        raise JobError(f'model.name = {job.model.name!r} cannot read bytes of text; data.dataset = "json:train.jsonl"')
     if job.model.name not in ("gpt", "mixture"):
         return
     shape = _configuration(job)
@@ -86,6 +94,8 @@ def check_text(job: Job) -> None:
 
 def loss_function(job: Job) -> Loss:
     """Return the loss function of a job. Raises JobError for an unknown name."""
+    if job.loss == "cross-entropy" and (job.data.dataset or "").startswith(ROW_KINDS):
+        return answer_loss
     if job.loss in LOSSES:
         return LOSSES[job.loss]
     if ":" not in job.loss:

@@ -4,6 +4,7 @@ A token is a byte (0 … 255). A zero byte precedes every text file, so that a m
 ranks of a machine share the memory of the mapped file. The file's name is a hash of the paths, sizes and modification
 times of the texts. The file is built under a lock, and appears when it is complete."""
 
+import contextlib
 import fcntl
 import functools
 import glob
@@ -11,7 +12,7 @@ import hashlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,23 +35,27 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 
     names: text files, folders (with all files in them that are not hidden), globs, or `python-stdlib`. Raises JobError
     for a name without files, an unreadable file, empty texts, or a cache that cannot be written."""
-    try:
-        files = [path for name in names for path in _files(name)]
+    with cache_errors(cache):
+        files = [path for name in names for path in text_files(name, key="data.files")]
         stats = [(path, path.stat()) for path in files]
         if not any(stat.st_size for _, stat in stats):
             raise JobError(f"data.files = {list(names)}: all {len(files)} files are empty")
         inputs = "\n".join(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
         target = cache / f"bytes-{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.bin"
-        if not target.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            _build(files, target)
+        return build_once(target, write=functools.partial(_join, files))
+
+
+@contextlib.contextmanager
+def cache_errors(cache: Path) -> Iterator[None]:
+    """Turn an OSError inside into a JobError: of the folder `cache`, or else of the data that are read."""
+    try:
+        yield
     except OSError as error:
         at = Path(error.filename or cache)
         if at.is_relative_to(cache) or cache.is_relative_to(at):
             hint = "name a folder that is writable and has room, as in --data.cache /tmp/meshwise-data"
             raise JobError(f"data: cannot keep the text in {cache}: {error.strerror}; {hint}") from error
         raise JobError(f"data: cannot read the text: {error.strerror}: {at}") from error
-    return target
 
 
 def open_tokens(path: Path) -> NDArray[np.uint8]:
@@ -77,13 +82,16 @@ def default_cache() -> Path:
         ) from error
 
 
-def _build(files: Sequence[Path], target: Path) -> None:
-    """Write the token file, unless another process has written it during the wait for the lock."""
+def build_once(target: Path, *, write: Callable[[Path], None]) -> Path:
+    """Return the path of a cached file; `write` it if it is missing, unless another process does so meanwhile."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return
-        write_whole(target, write=functools.partial(_join, files), aside=target.with_suffix(".partial"))
+        if not target.exists():
+            write_whole(target, write=write, aside=target.with_suffix(".partial"))
+    return target
 
 
 def _join(files: Sequence[Path], into: Path) -> None:
@@ -94,8 +102,8 @@ def _join(files: Sequence[Path], into: Path) -> None:
                 shutil.copyfileobj(text, out)
 
 
-def _files(name: str) -> Iterator[Path]:
-    """Yield the text files that a name in `data.files` means, sorted. Raises JobError when there are none."""
+def text_files(name: str, *, key: str) -> Iterator[Path]:
+    """Yield the files that a name in the job's `key` means, sorted. Raises JobError when there are none."""
     if name == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
@@ -108,5 +116,5 @@ def _files(name: str) -> Iterator[Path]:
         matches = glob.glob(name, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         found = [path for path in map(Path, matches) if path.is_file()]
     if not found:
-        raise JobError(f"data.files: {name!r} is neither a file, a folder with files nor a glob that matches files")
+        raise JobError(f"{key}: {name!r} is neither a file, a folder with files nor a glob that matches files")
     yield from sorted(found)
